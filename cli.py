@@ -21,6 +21,7 @@ from cupyfa.lab.commands.command_options import note, on_command_line, with_flag
 from cupyfa.lab.commands.compare import compare
 from cupyfa.lab.commands.compile import compile_kernels
 from cupyfa.lab.commands.doctor import doctor
+from cupyfa.lab.commands.exercises import exercise
 from cupyfa.lab.commands.ladder import ladder
 from cupyfa.lab.commands.listing import list_kernels
 from cupyfa.lab.commands.new import new
@@ -184,6 +185,7 @@ for command in (
     bench,
     compare,
     ladder,
+    exercise,
 ):
     main.add_command(command)
 

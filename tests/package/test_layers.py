@@ -40,12 +40,14 @@ LAYERS = [
     {"lab.bench"},
     {"lab.report"},
     {"lab.analysis"},
+    {"lab.exercises"},
     {"lab.commands"},
 ]
 LEVEL = {name: level for level, layer in enumerate(LAYERS) for name in layer}
 TOP = {name.split(".")[0] for name in LEVEL}
-TEMPLATES = PACKAGE / "lab" / "commands" / "templates"  # for users, which import as users do
-MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != TEMPLATES)
+# Files that commands hand out to users.
+HANDED_OUT = {PACKAGE / "lab" / x for x in ("commands/templates", "exercises/tasks")}
+MODULES = sorted(x for x in PACKAGE.rglob("*.py") if HANDED_OUT.isdisjoint(x.parents))
 OTHER_TESTS = {"helpers", "kernels", "package", "pages", "tools"}  # besides those of the rooms
 
 
@@ -143,7 +145,9 @@ def test_the_top_of_the_package_has_only_its_rooms():
 
 def test_no_file_name_stands_twice_in_the_package():
     files = (x for x in PACKAGE.rglob("*") if x.is_file() and "__pycache__" not in x.parts)
-    own = Counter(x.name for x in files if x.parent != TEMPLATES and "kernels" not in x.parts)
+    own = Counter(
+        x.name for x in files if HANDED_OUT.isdisjoint(x.parents) and "kernels" not in x.parts
+    )
     twice = {name for name, count in own.items() if count > 1}
     assert not twice - {"__init__.py", "__main__.py"}
 

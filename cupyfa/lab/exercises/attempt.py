@@ -1,0 +1,145 @@
+"""Runs solutions of an exercise in a process of its own.
+
+A solution may crash, print or never end, and the process of the command line must not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+import re
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cupyfa.errors import CompileError, SimulatorFault
+from cupyfa.lab.exercises.exercise import Example, Exercise, arrays_in, exercise_named
+
+SECONDS = 10.0  # for all solutions that a process runs
+_PROGRAM = f"import sys; from {__name__} import run_in_file; run_in_file(*sys.argv[1:])"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a solution computed for an example: arrays by name, or a failure and where it was."""
+
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
+    failure: str = ""
+    place: str = ""
+
+
+def run_solutions(exercise: Exercise, texts: Sequence[str]) -> list[list[Outcome]]:
+    """Runs solutions on all examples of their exercise.
+
+    Returns the outcomes of each solution; fewer for solutions during which the time ran out, whose
+    next outcome is a failure.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        work, results = Path(folder, "work"), Path(folder, "results")
+        work.write_bytes(pickle.dumps((exercise.name, [*texts])))
+        results.touch()
+        command = [sys.executable, "-c", _PROGRAM, str(work), str(results)]
+        try:
+            done = subprocess.run(
+                command, timeout=SECONDS, capture_output=True, text=True, check=False
+            )
+            ending = f"it ended the process with {done.returncode}: {done.stderr[-500:]}"
+        except subprocess.TimeoutExpired:
+            ending = f"it did not end within {SECONDS:g} seconds"
+        return _read(results, len(texts), len(exercise.examples()), ending)
+
+
+def _read(results: Path, solutions: int, examples: int, ending: str) -> list[list[Outcome]]:
+    """Reads the outcomes that a process has written, and completes the last solution's."""
+    found: list[list[Outcome]] = [[]]
+    with results.open("rb") as file:
+        while True:
+            try:
+                outcome = pickle.load(file)
+            except EOFError:
+                break
+            if len(found[-1]) == examples:
+                found.append([])
+            found[-1].append(outcome)
+    if len(found[-1]) < examples:
+        found[-1].append(Outcome(failure=ending))
+    return found + [[] for _ in range(solutions - len(found))]
+
+
+def run_in_file(work: str, results: str) -> None:
+    """Runs the solutions in a file, and appends each outcome to another file."""
+    name, texts = pickle.loads(Path(work).read_bytes())
+    exercise = exercise_named(name)
+    with open(results, "wb", buffering=0) as file, redirect_stdout(sys.stderr):
+        for text in texts:
+            for example in exercise.examples():
+                file.write(pickle.dumps(_outcome(exercise, text, example)))
+
+
+def _outcome(exercise: Exercise, text: str, example: Example) -> Outcome:
+    run = _run_kernel if exercise.is_kernel else _run_function
+    try:
+        return Outcome(run(exercise, text, example))
+    except SimulatorFault as fault:
+        return Outcome(failure=fault.what, place=fault.place)
+    except CompileError as error:
+        return Outcome(failure=f"it does not compile: {error}")
+    except Exception as error:
+        lines = [
+            x for x in traceback.extract_tb(error.__traceback__) if x.filename == exercise.file
+        ]
+        place = f"{exercise.file}:{lines[-1].lineno}" if lines else ""
+        return Outcome(failure=f"{type(error).__name__}: {error}", place=place)
+
+
+def _run_function(exercise: Exercise, text: str, example: Example) -> dict[str, np.ndarray]:
+    names: dict[str, Any] = {"__name__": exercise.name}
+    exec(compile(text, exercise.file, "exec"), names)
+    if exercise.entry not in names:
+        raise NameError(f"the file defines no function {exercise.entry}")
+    result = names[exercise.entry](**deepcopy(dict(example.arguments)))
+    results = result if isinstance(result, tuple) else (result,)
+    if len(results) != len(example.expected):
+        raise TypeError(f"it returns {len(results)} values, not {len(example.expected)}")
+    return {name: np.asarray(x) for name, x in zip(example.expected, results)}
+
+
+def _run_kernel(exercise: Exercise, text: str, example: Example) -> dict[str, np.ndarray]:
+    from cupyfa.planner.source import INCLUDE
+    from cupyfa.runtime.launcher import Region
+    from cupyfa.runtime.simulator import machine
+
+    arguments = deepcopy(dict(example.arguments))
+    kernel = machine.build(text, (INCLUDE,), exercise.entry)
+    values: list[Any] = [_argument(x) for x in arguments.values()]
+    table = (ctypes.c_size_t * len(values))(*map(ctypes.addressof, values))
+    positions = {name: number for number, name in enumerate(arguments)}
+    regions = [
+        Region(name, positions[name], 0, array.nbytes, itemsize=array.itemsize)
+        for name, array in arrays_in(Example(example.name, arguments, {}))
+    ]
+    sizes = [ctypes.sizeof(x) for x in values]
+    launch = example.grid, example.block, example.shared_bytes
+    machine.starter(kernel, sizes, regions, *launch)(None, ctypes.addressof(table), 0)
+    return {name: arguments[name] for name in example.expected}
+
+
+def _argument(value: Any) -> Any:
+    """Returns an argument of a kernel as C holds it."""
+    if isinstance(value, np.ndarray):
+        return ctypes.c_size_t(value.ctypes.data)
+    return ctypes.c_int(value) if isinstance(value, int) else ctypes.c_float(value)
+
+
+def without_numbers(failure: str) -> str:
+    """Returns a failure without the numbers and names of files in it, to compare it with others."""
+    return re.sub(r"\S+\.cuh?\b|\d+", "#", failure)

@@ -1,0 +1,109 @@
+"""Judges a solution of an exercise: whether it is right, and else what its mistake is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cupyfa.lab.exercises.attempt import Outcome, run_solutions, without_numbers
+from cupyfa.lab.exercises.exercise import Example, Exercise, Mistake
+
+_ALIKE = 1e-4  # results of the same mistake differ by rounding only
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the judge found.
+
+    ``right`` counts the examples that are right, of ``examples``. ``symptom`` describes the first
+    wrong one, in English; ``mistake`` is the known mistake that has the same results, if any.
+    """
+
+    right: int
+    examples: int
+    symptom: str = ""
+    mistake: Mistake | None = None
+
+    @property
+    def is_right(self) -> bool:
+        """Whether all examples are right."""
+        return self.right == self.examples
+
+
+def judge(exercise: Exercise, text: str) -> Verdict:
+    """Runs a solution on all examples and, if it is wrong, looks for its mistake."""
+    examples = exercise.examples()
+    (outcomes,) = run_solutions(exercise, [text])
+    symptoms = [_symptom(x, example) for x, example in zip(outcomes, examples)]
+    right = symptoms.count("")
+    if right == len(examples):
+        return Verdict(right, right)
+    first = next(number for number, symptom in enumerate(symptoms) if symptom)
+    symptom = f"example '{examples[first].name}': {symptoms[first]}"
+    mistake = find_mistake(exercise, outcomes)
+    return Verdict(right, len(examples), symptom, mistake)
+
+
+def find_mistake(exercise: Exercise, outcomes: Sequence[Outcome]) -> Mistake | None:
+    """Returns the known mistake with these outcomes, which a wrong solution may share."""
+    texts = [exercise.wrong_solution(mistake) for mistake in exercise.mistakes]
+    for mistake, known in zip(exercise.mistakes, run_solutions(exercise, texts)):
+        if len(known) == len(outcomes) and all(map(_is_alike, known, outcomes)):
+            return mistake
+    return None
+
+
+def _is_alike(known: Outcome, outcome: Outcome) -> bool:
+    if known.failure or outcome.failure:
+        return without_numbers(known.failure) == without_numbers(outcome.failure)
+    return all(
+        known.arrays[name].shape == array.shape
+        and np.allclose(known.arrays[name], array, rtol=_ALIKE, atol=_ALIKE, equal_nan=True)
+        for name, array in outcome.arrays.items()
+    )
+
+
+def _symptom(outcome: Outcome, example: Example) -> str:
+    """Describes what is wrong with an outcome, or returns ""."""
+    if outcome.failure:
+        return f"{outcome.failure}{f' ({outcome.place})' if outcome.place else ''}"
+    symptoms = (
+        _difference(name, outcome.arrays[name], np.asarray(expected), example.tolerance)
+        for name, expected in example.expected.items()
+    )
+    return next(filter(None, symptoms), "")
+
+
+def _difference(name: str, found: np.ndarray, expected: np.ndarray, tolerance: float) -> str:
+    """Describes the first wrong element of an array, and which rows are wrong, or returns ""."""
+    if found.shape != expected.shape:
+        return f"{name} has shape {found.shape}, not {expected.shape}"
+    finite = expected[np.isfinite(expected)]
+    largest = float(np.max(np.abs(finite), initial=0.0))
+    with np.errstate(invalid="ignore"):
+        is_right = (found == expected) | (np.abs(found - expected) <= tolerance * max(largest, 1.0))
+    is_right |= np.isnan(found) & np.isnan(expected)
+    if is_right.all():
+        return ""
+    wrong = np.argwhere(~is_right)
+    index = tuple(map(int, wrong[0]))
+    place = f"{name}[{', '.join(map(str, index))}]" if index else name
+    said = f"{place} is {found[index]:.6g}, not {expected[index]:.6g}"
+    if found.ndim == 0:
+        return said
+    return f"{said}; {len(wrong)} of {found.size} elements are wrong{_where(wrong, found)}"
+
+
+def _where(wrong: np.ndarray, found: np.ndarray) -> str:
+    """Describes the rows of the wrong elements, if that says more than their number."""
+    if len(wrong) == found.size:
+        return ""
+    axis = max(found.ndim - 2, 0)
+    rows = np.unique(wrong[:, axis])
+    if len(rows) == found.shape[axis]:
+        return ""
+    if len(rows) > 1 and len(rows) == rows[-1] - rows[0] + 1:
+        return f", all in rows {rows[0]} to {rows[-1]}"
+    return f", in {len(rows)} of {found.shape[axis]} rows, the first is row {rows[0]}"

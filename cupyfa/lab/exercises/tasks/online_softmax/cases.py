@@ -1,0 +1,21 @@
+"""Vectors for online_softmax: tiles that raise the maximum, masked ones, and a partial one."""
+
+import numpy as np
+
+from cupyfa.lab.exercises.exercise import Example
+
+
+def examples():
+    rng = np.random.default_rng(0)
+    vectors = {
+        "one tile": rng.standard_normal(8),
+        "a maximum that rises": np.arange(32.0),
+        "a maximum that falls": np.arange(32.0)[::-1].copy(),
+        "a partial tile": rng.standard_normal(21),
+        "large scores": 900 + 10 * rng.standard_normal(24),
+        "masked first tile": np.concatenate([np.full(8, -np.inf), rng.standard_normal(8)]),
+    }
+    for name, x in vectors.items():
+        largest = x.max()
+        expected = {"largest": largest, "total": np.exp(x - largest).sum()}
+        yield Example(name, {"x": x, "tile": 8}, expected, tolerance=1e-12)

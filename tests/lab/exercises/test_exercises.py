@@ -1,0 +1,161 @@
+"""The exercises: solutions are right, each known mistake is named, and commands keep progress."""
+
+import json
+import runpy
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from cupyfa.lab.exercises import attempt
+from cupyfa.lab.exercises.exercise import TASKS, exercise_named, exercises
+from cupyfa.lab.exercises.judge import judge
+from cupyfa.planner.source import ROOT
+
+EXERCISES = exercises()
+EACH = pytest.mark.parametrize("name", EXERCISES)
+MISTAKES = [(name, n) for name, x in EXERCISES.items() for n in range(len(x.mistakes))]
+MOST_SECONDS = 10.0
+
+
+def run(*arguments):
+    main = runpy.run_path(str(ROOT / "cli.py"))["main"]
+    return CliRunner().invoke(main, ["exercise", *arguments])
+
+
+def test_every_folder_is_an_exercise():
+    assert {x.name for x in TASKS.iterdir() if x.is_dir()} - {"__pycache__"} == EXERCISES.keys()
+
+
+@EACH
+def test_an_exercise_is_complete(name):
+    exercise = EXERCISES[name]
+    assert len(exercise.mistakes) >= 5
+    assert all((ROOT / page).is_file() for page in exercise.pages)
+    for language in ("en", "zh"):
+        assert len(exercise.hints[language]) == 3
+        assert exercise.statement(language).startswith("# ")
+        causes = [mistake.cause[language] for mistake in exercise.mistakes]
+        assert len({*causes}) == len(causes)
+
+
+@EACH
+def test_the_solution_is_right_and_the_starter_is_not(name):
+    exercise = EXERCISES[name]
+    start = time.perf_counter()
+    verdict = judge(exercise, exercise.solution())
+    assert verdict.is_right, verdict.symptom
+    assert time.perf_counter() - start < MOST_SECONDS
+    assert "hole" not in exercise.to_complete().replace("whole", "")
+    assert not judge(exercise, exercise.to_complete()).is_right
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, number", MISTAKES)
+def test_the_cause_of_a_mistake_is_named(name, number):
+    exercise = EXERCISES[name]
+    mistake = exercise.mistakes[number]
+    start = time.perf_counter()
+    verdict = judge(exercise, exercise.wrong_solution(mistake))
+    assert not verdict.is_right
+    assert verdict.mistake == mistake, verdict.symptom
+    assert time.perf_counter() - start < MOST_SECONDS
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_learner_starts_fails_takes_hints_and_solves(folder):
+    assert "open" in run("list", "--language", "en").stdout
+    started = run("start", "warp_sum", "--language", "en")
+    assert started.exit_code == 0
+    assert "Complete `warp_sum`" in started.stdout
+    untouched = run("check", "warp_sum", "--language", "en")
+    assert untouched.exit_code == 2
+    assert "is as it was written" in untouched.stderr
+
+    exercise = exercise_named("warp_sum")
+    file = Path("warp_sum", exercise.file)
+    file.write_text(exercise.wrong_solution(exercise.mistakes[0]))
+    wrong = run("check", "warp_sum", "--language", "en")
+    assert wrong.exit_code == 1
+    assert "Cause: The last exchange" in wrong.stdout
+    assert "1/3" in run("hint", "warp_sum", "--language", "zh").stdout
+    assert "3/3" not in run("hint", "warp_sum", "--language", "zh").stdout
+    assert "3/3" in run("hint", "warp_sum", "--language", "zh").stdout
+
+    file.write_text(run("solution", "warp_sum").stdout)
+    right = run("check", "warp_sum", "--language", "zh")
+    assert right.exit_code == 0
+    assert "正确" in right.stdout
+    assert json.loads(Path("exercises.json").read_text())["warp_sum"] == {
+        "tries": 2,
+        "hints": 3,
+        "solved": True,
+    }
+    assert "solved" in run("list", "--language", "en").stdout
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("start", "warp_sun"), "did you mean 'warp_sum'"),
+        (("check", "warp_sum"), "cupyfa exercise start warp_sum"),
+        (("hint", "nothing"), "cupyfa exercise list"),
+    ],
+)
+def test_wrong_commands_say_what_to_write(folder, arguments, message):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_a_folder_is_not_overwritten(folder):
+    run("start", "warp_sum")
+    again = run("start", "warp_sum")
+    assert again.exit_code == 2
+    assert "exists already" in again.stderr
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"warp_sum": 3}', "\x00"])
+def test_a_damaged_file_of_progress_counts_as_none(folder, content):
+    Path("exercises.json").write_text(content)
+    result = run("list", "--language", "en")
+    assert result.exit_code == 0
+    assert "solved" not in result.stdout.replace("solved=", "")
+
+
+@pytest.mark.parametrize(
+    "text, symptom",
+    [
+        ("def online_softmax(x, tile):\n    while True: pass", "did not end within"),
+        ("import os\nos._exit(3)", "ended the process with 3"),
+        ("def online_softmax(x, tile):\n    return x[99], 1", "IndexError"),
+        ("def online_softmax(x, tile):\n    return 1", "returns 1 values, not 2"),
+        ("def other(): pass", "no function online_softmax"),
+        ("def online_softmax(x, tile:", "SyntaxError"),
+    ],
+)
+def test_a_solution_may_fail_in_any_way(monkeypatch, text, symptom):
+    monkeypatch.setattr(attempt, "SECONDS", 3.0)
+    verdict = judge(exercise_named("online_softmax"), text)
+    assert verdict.right == 0
+    assert symptom in verdict.symptom
+
+
+@pytest.mark.parametrize(
+    "change, symptom",
+    [
+        (("return x;", "return x"), "does not compile"),
+        (("query[lane]", "query[lane + 32]"), "query"),
+    ],
+)
+def test_faults_of_a_kernel_are_told(change, symptom):
+    exercise = exercise_named("warp_sum")
+    verdict = judge(exercise, exercise.solution().replace(*change))
+    assert not verdict.is_right
+    assert symptom in verdict.symptom
