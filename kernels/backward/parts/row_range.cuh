@@ -1,5 +1,5 @@
 #pragma once
-// Rows row_begin … row_end - 1 see some key of first_key … first_key + keys - 1.
+// Returns the range of rows that see some of `keys` keys starting at first_key.
 
 #include <attention/extent.cuh>
 

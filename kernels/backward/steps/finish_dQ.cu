@@ -1,5 +1,5 @@
-// finish_dQ: multiplies the sums of `wgmma_columns` by the scale and writes dQ, where the blocks of
-// that kernel do not finish it themselves.
+// finish_dQ: scales and writes dQ of `wgmma_columns`, where the blocks of that kernel do not do so
+// themselves.
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   row_sums [batch, heads, cdiv(sizes.M, Br)]    dQ_sum [batch, heads, cdiv(sizes.M, Br), parts]

@@ -1,5 +1,5 @@
-// split_stats: writes row statistics for the dK and dV pass of `wgmma_fp16x2_two_pass`
-// contiguously, so that one copy loads those of a tile.
+// split_stats: packs the row statistics for the dK/dV pass of `wgmma_fp16x2_two_pass`, so that one
+// copy loads the statistics of a tile.
 //
 //   lse, delta, scale2, dO_units, flags [batch, heads, M]    stats [batch, heads, cdiv(M, Br), Br]
 //   grid (cdiv(M, Br) * heads * batch)    block (Br)
