@@ -2,10 +2,9 @@
 //
 // The forward pass does not store P: any tile of it is recomputed as exp(S - lse), without a row's
 // maximum or sum. A block accumulates dK and dV of its keys on chip, over all rows and all query
-// heads of the group, and writes them once. From each tile of Q it computes only a part of dQ,
-// which it adds to dQ_sum in global memory with atomics, since other blocks add to the same rows.
-// The order of additions varies, and with it the last bits of dQ. (Dao, 2023, arXiv:2307.08691,
-// algorithm 2)
+// heads of the group, and writes them once. A tile of Q yields only a part of dQ, which is added to
+// dQ_sum in global memory with atomics, since other blocks add to the same rows. The order of
+// additions varies, and with it the last bits of dQ. (Dao, 2023, arXiv:2307.08691, algorithm 2)
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   lse, delta [batch, heads, M]    dQ_sum [batch, heads, M, d]

@@ -78,7 +78,7 @@ __device__ __forceinline__ void multiply_keys(operand (&keys)[2][Bc][columns],
   multiply_scores<at_once>(keys, rows, products, own.key, own.lane, own.row);
 }
 
-// Adds to `sums` the product of weights P^T or dS^T of a tile and the warp's rows of B.
+// Adds weights * B to `sums`, with weights P^T or dS^T of a tile and the warp's rows of B.
 template <int columns>
 __device__ __forceinline__ void add_product(Sums<columns>& sums, Weights& weights,
                                             Largest<1>& largest, operand (&B)[2][Br][columns]) {

@@ -18,7 +18,7 @@
 constexpr int depth = cdiv(d, step) * step;   // columns of the Q and K tiles, zero-padded
 constexpr int width = cdiv(dv, step) * step;  // columns of the dO and V tiles
 constexpr int ahead_of_K = depth % 64 == 0 ? 4 : 1, ahead_of_V = width % 64 == 0 ? 4 : 1;
-constexpr int givens = Br == step ? 1 : 2;  // tiles of 16 rows save shared memory
+constexpr int givens = Br == step ? 1 : 2;  // 16-row tiles have one buffer for dS and P
 using Given = TeamWeights<Bc, Br>;
 
 struct Shared {  // index 0: high halves, index 1: low halves
@@ -27,7 +27,7 @@ struct Shared {  // index 0: high halves, index 1: low halves
   operand Q[2][Br][depth];
   operand dO[2][Br][width];
   SplitStats stats[2][Br];
-  Given given[givens];  // for dS and P side by side, or for one after the other
+  Given given[givens];  // dS and P, or each in turn if there is one buffer
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(warps == Bc / team_rows * team, "four warps own 32 keys");

@@ -24,7 +24,7 @@ using Stage = Tiles::Stage;
 using Own = Tiles::Own;
 
 constexpr int pairs_of_sums = Wr / 8 * (Wc / 8);  // pairs of accumulators per thread
-constexpr int slices = cdiv(d, Bd);               // of Q and K; slices of dO and V follow
+constexpr int slices = cdiv(d, Bd);               // slices of Q and K; those of dO and V follow
 
 struct Shared {
   Stage ring[stages];
@@ -98,8 +98,8 @@ __device__ __forceinline__ void drop(Sums& P, Shared& shared, const Own& own, co
 }
 
 // Replaces S by P = 2^(S * scale2 - lse2) and parks PS, P times the slope of the modified score.
-// masked: pairs may be hidden, or rows may have a huge lse, which have lse2 = NaN and lse =
-// lse_of(row).
+// masked: pairs may be hidden, or a row's lse may be huge; then lse2 is NaN, and lse_of(row) is
+// used.
 template <bool masked, class LseOf>
 __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& own,
                                           const TilePair<Br, Bc>& pair, const Scorer<float>& scorer,
@@ -152,7 +152,7 @@ __device__ __forceinline__ void compute_dS(Sums& dP, const Shared& shared, const
   }
 }
 
-// Writes the rows that exist of a warp's part of P or dS, eight columns at a time.
+// Writes the warp's part of P or dS to the tile at `to`, but no rows past the end.
 __device__ __forceinline__ void write_tile(operand* to, int stride, const Sums& part,
                                            const Own& own, int rows, int cols, int lane) {
   const timeline::Phase phase(timeline::epilogue);

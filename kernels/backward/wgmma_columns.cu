@@ -57,7 +57,7 @@ struct Shared {
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(Bc == consumers * warpgroup_rows && !Layout::is_wide, "a warpgroup owns 64 keys");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads and adds");
-static_assert(dS_stages == 1 || dS_stages == 2, "one that is written while one is read");
+static_assert(dS_stages == 1 || dS_stages == 2, "dS has one buffer or two");
 
 // Named barriers.
 constexpr int dS_full = 1;   // both warpgroups have written dS

@@ -23,7 +23,7 @@ constexpr int width = cdiv(dv, step) * step;  // columns of the dO and V tiles
 using Task = KeyTile<Br, Bc>;
 using Layout = QueryLayout<Br, d, dv>;
 using Part = RegisterTile<Layout::width>;
-constexpr int of_dV = 0, of_dK = 1;  // consumer warpgroups
+constexpr int of_dV = 0, of_dK = 1;  // consumer warpgroup that accumulates dV, dK
 
 struct Shared {
   TmaTile<scalar, Bc, d> K;
@@ -43,9 +43,9 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 static_assert(Bc == warpgroup_rows && Layout::is_wide, "two warpgroups share 64 keys");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads and adds");
 
-// Named barriers. Threads that wait at one do so at the same instruction: if both warpgroups waited
-// for dS at one barrier, in different code, the kernel would be correct but slower, and
-// compute-sanitizer would report divergent threads.
+// Named barriers. All waits for one are the same instruction: if both warpgroups waited for dS at
+// one barrier, in different code, the kernel would be correct but slower, and compute-sanitizer
+// would report divergent threads.
 constexpr int P_full = 1;   // P is written, and the previous dS is no longer read
 constexpr int dS_full = 2;  // dS is written, and P is no longer read
 constexpr int dS_kept = 8;  // dS is written, for the second warpgroup alone
@@ -53,7 +53,7 @@ constexpr int dS_kept = 8;  // dS is written, for the second warpgroup alone
 __device__ __forceinline__ void init_pipelines(Shared& shared) {
   shared.K_pipeline.init(1);
   shared.V_pipeline.init(1);
-  // Two loads, as in wgmma_columns.cu. Every thread releases the row sums; one more releases Q.
+  // Two loads per stage. Every consumer thread releases the row sums; one more arrival releases Q.
   shared.Q_pipeline.init(consuming_threads + 1, 2);
   shared.dO_pipeline.init(1);
   fence_barrier_init();
@@ -205,7 +205,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns_wide(
     store_or_repair<true>(values.dV, dV, values.own, task, repair);
   } else {
     KeyConsumer keys(shared);
-    if (any) shared.V_pipeline.wait();  // K arrives before dS
+    if (any) shared.V_pipeline.wait();  // no wait for K, which arrives before dS
     task.for_tiles([&](int, int, long long) { keys.advance(task.extent.kept_factor()); });
     store_or_repair<false>(keys.dK, dK, keys.own, task, repair);
   }

@@ -115,7 +115,7 @@ struct Consumer {
   // passes its accumulators through the buffer of Q, which is no longer read.
   __device__ __forceinline__ void join() {
     auto& place = reinterpret_cast<RegisterTile<depth>&>(shared.Q);
-    static_assert(sizeof place <= sizeof shared.Q, "sums take no more than Q");
+    static_assert(sizeof place <= sizeof shared.Q, "the accumulators fit into Q");
     const int row = own().row, lane = threadIdx.x % warp_size;
     barrier_sync(1, consuming_threads);  // both warpgroups have read Q
     if (warpgroup == 1) {

@@ -67,9 +67,9 @@ __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, con
   }
 }
 
-// The thread's two rows, 8 apart.
+// The thread's two rows.
 struct OwnRows {
-  int first;  // the first of the two
+  int first;  // the second one is first + 8
   float lse2[2], delta[2];
 };
 
@@ -87,7 +87,7 @@ __device__ __forceinline__ void mask(Sums<Bk>& P, const OwnRows& rows, int first
   }
 }
 
-// Replaces S by P = 2^(S * scale2 - lse2) times the slope of the modified score.
+// Replaces S by PS: P = 2^(S * scale2 - lse2) times the slope of the modified score.
 __device__ __forceinline__ void compute_PS(Sums<Bk>& S, const OwnRows& rows,
                                            const Scorer<float>& scorer, const RowTile& task,
                                            int first_key, const Extent& extent) {

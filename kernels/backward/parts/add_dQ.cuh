@@ -75,7 +75,7 @@ __device__ __forceinline__ void add_dQ(const RegisterTile<Layout::width>& part,
     for (int i = first; i < end; ++i) {
       barrier_arrive(dQ_empty(warpgroup), adding_threads);
       barrier_sync(dQ_full(warpgroup), adding_threads);
-      wait_for_launch_before();  // late, so that clearing the sums delays no block
+      wait_for_launch_before();  // the previous launch clears the sums; wait as late as possible
       if (elected) {
         bulk_add(&dQ_sum[tile * Layout::count + i].fours[0][0].x, &part.fours[0][0].x,
                  sizeof part / sizeof(float));

@@ -15,7 +15,7 @@ struct ExactSums {
   __device__ __forceinline__ static double power(int exponent) {
     return __builtin_bit_cast(double, (long long)(1023 + exponent) << 52);
   }
-  // Returns x * 2^exponent, also where 2^exponent itself is not a double.
+  // Returns x * 2^exponent, even if 2^exponent overflows or underflows.
   __device__ __forceinline__ static double times_power(double x, int exponent) {
     return x * power(exponent / 2) * power(exponent - exponent / 2);
   }

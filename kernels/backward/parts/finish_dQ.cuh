@@ -19,7 +19,7 @@ struct QuerySums {
   Tensor<result> dQ;
 };
 
-// Piece number `own` of a part of a dQ tile: 16 rows, which may lie outside the array.
+// Slice `own` of a part of a dQ tile: 16 rows, which may lie outside the array.
 template <int Br, int d, int dv>
 struct Piece {
   using Layout = QueryLayout<Br, d, dv>;

@@ -15,9 +15,9 @@ struct Slices {
   static constexpr int row_warps = Br / Wr, col_warps = Bc / Wc;
   static_assert(threads == warp_size * row_warps * col_warps, "the warps' tiles cover the tile");
   static_assert(Wr % step == 0 && Wc % (2 * step) == 0 && Bd % step == 0, "whole products");
-  static_assert(Br % Wr == 0 && Bc % Wc == 0, "warps have equal parts");
-  static_assert(Bc % Br == 0 && Br % Bd == 0, "what is read of P and dS lies in one tile of them");
-  static_assert(stages >= 2, "one slice is multiplied while another one comes");
+  static_assert(Br % Wr == 0 && Bc % Wc == 0, "the warps' parts are equal");
+  static_assert(Bc % Br == 0 && Br % Bd == 0, "a slice of P or dS lies in one of their tiles");
+  static_assert(stages >= 2, "one slice is multiplied while the next is copied");
 
   // A gradient with `cols` columns is split into cdiv(cols, Bc) tiles of equal width. A warp owns
   // Wr x own_width elements of a tile.
@@ -67,7 +67,7 @@ struct Ring {
     cp_async_commit_group();
   }
   // Half of the warps start copies before their products, in next(). The `late` ones start them
-  // after, in done(), so that warps which share a scheduler copy while others multiply.
+  // after, in done(), so that some warps of a scheduler copy while others multiply.
   __device__ __forceinline__ bool late() const { return threadIdx.x / warp_size / 4 % 2 == 1; }
   __device__ __forceinline__ Stage& next() {
     cp_async_wait_group<stages - 2>();

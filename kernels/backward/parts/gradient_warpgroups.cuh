@@ -9,7 +9,7 @@
 template <int columns>
 using Sums = float[columns / 2];  // accumulators of a 64-row product
 template <int columns>
-using Operands = unsigned[columns / step][4];  // the same elements in 16 bits, as operands
+using Operands = unsigned[columns / step][4];  // the same elements as 16-bit operands
 
 // Returns accumulators as 16-row fragments (mma.cuh).
 template <int count>

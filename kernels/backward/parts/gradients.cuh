@@ -21,7 +21,7 @@ __host__ __device__ constexpr int odd_width(int width) {
   return sizeof(T) < 4 ? (cdiv(width, 2) | 1) * 2 : width | 1;
 }
 
-// Returns how many adjacent elements a thread computes from the values that it reads.
+// Returns how many adjacent elements a thread computes, so that it reuses the values it reads.
 __host__ __device__ constexpr int per_thread(int count) {
   return count % 4 == 0 ? 4 : count % 2 == 0 ? 2 : 1;
 }

@@ -14,5 +14,5 @@ struct QueryLayout {
   static constexpr bool by_columns = is_wide || (!by_rows && d > 64);
   static constexpr int count = by_rows ? 2 : by_columns ? cdiv(d, 64) : 1;
   static constexpr int width = by_columns ? 64 : cdiv(d, 16) * 16;
-  static_assert(by_rows || Br == 64, "a tile has the rows of one warpgroup, or of two");
+  static_assert(by_rows || Br == 64, "a tile has 64 or 128 rows");
 };

@@ -1,5 +1,5 @@
 #pragma once
-// Returns the range of rows that see some of `keys` keys starting at first_key.
+// Rows row_begin() … row_end() - 1 see some of the `keys` keys from first_key on.
 
 #include <attention/extent.cuh>
 

@@ -1,5 +1,5 @@
 #pragma once
-// Tests the mask of a pair by the distance of its key from its row.
+// The mask of a pair, as a function of the distance between key and row.
 
 #include <attention/extent.cuh>
 

@@ -13,7 +13,7 @@ __device__ __forceinline__ void sum_tile(Tensor<const result> O, Tensor<const sc
                                          Tensor<const real> lse, RowSums<Br>& sums, int tile,
                                          int head, int batch, int M, const Mods& mods) {
   constexpr int lanes = threads / Br;
-  static_assert(threads == lanes * Br && warp_size % lanes == 0, "a warp has whole rows");
+  static_assert(threads == lanes * Br && warp_size % lanes == 0, "a row's lanes are in one warp");
   const int own = threadIdx.x / lanes, row = tile * Br + own;
   const real own_lse = row < M ? *lse.row(batch, head, row) : -infinity;
   const float delta = row_product<dv, lanes>(O, dO, batch, head, row, row < M);

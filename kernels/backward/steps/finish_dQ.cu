@@ -13,7 +13,7 @@
 using Part = RegisterTile<QueryLayout<Br, d, dv>::width>;
 using Rows = Piece<Br, d, dv>;
 static_assert(shared_bytes == 0, "nothing is shared");
-static_assert(threads == Rows::in_part * warp_size, "a warp has a piece");
+static_assert(threads == Rows::in_part * warp_size, "each warp finishes one piece");
 
 extern "C" __global__ __launch_bounds__(threads) void finish_dQ(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,

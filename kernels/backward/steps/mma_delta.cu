@@ -9,7 +9,7 @@
 
 static_assert(shared_bytes == 0, "nothing is shared");
 static_assert(threads % warp_size == 0, "lanes of a warp sum a row");
-static_assert(floats % 4 == 0, "sums are cleared by fours");
+static_assert(floats % 4 == 0, "sums are cleared four at a time");
 
 constexpr int chunks = cdiv(dv, 8);
 constexpr int lanes = chunks <= 4 ? 4 : chunks <= 8 ? 8 : chunks <= 16 ? 16 : 32;  // lanes per row

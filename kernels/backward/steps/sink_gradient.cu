@@ -12,7 +12,7 @@
 #include <tile/tensor.cuh>
 #include <tile/warp.cuh>
 
-static_assert(shared_bytes == 0, "nothing is shared but the sums of warps");
+static_assert(shared_bytes == 0, "only the warps' sums are in shared memory");
 
 using Element = decltype(Mods::sink_)::Type;
 

@@ -8,7 +8,7 @@
 #include <backward/parts/split_f32/split_row_stats.cuh>
 
 static_assert(shared_bytes == 0, "nothing is shared");
-static_assert(threads == Br, "a thread has a row");
+static_assert(threads == Br, "one thread per row");
 
 extern "C" __global__ __launch_bounds__(threads) void split_stats(
     Tensor<const real> lse, Tensor<const real> delta, Tensor<const real> scale2,

@@ -112,7 +112,7 @@ struct BiasPairs {
 // The bias of a tile in shared memory, in chunks. It stays there for all heads that share the tile.
 template <int stages>
 struct CopiedBias {
-  static_assert(stages >= chunks, "all of a tile's bias stays");
+  static_assert(stages >= chunks, "all of a tile's bias fits");
   using State = PipelineState<stages>;
   BiasChunk copied[stages];
   Pipeline<stages> pipeline;

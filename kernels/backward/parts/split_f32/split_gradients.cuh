@@ -137,7 +137,7 @@ struct Largest {
 template <int cols, int m, int n, class HasNumbers>
 __device__ __forceinline__ bool is_wrong(const float (&sums)[m][n][4], int i, int half, float least,
                                          int lane, HasNumbers has_numbers, int first_col = 0) {
-  static_assert(2 * n <= 64, "a bit for each column of a lane");
+  static_assert(2 * n <= 64, "one bit per column of a lane");
   bool wrong = false, zero = false;
   const auto at = [&](int j) { return sums[i][j / 2][half * 2 + j % 2]; };
   const auto column = [&](int j) { return first_col + j / 2 * 8 + 2 * (lane % 4) + j % 2; };

@@ -1,7 +1,7 @@
 #pragma once
 // Computes dK and dV when their accumulators do not fit into the registers of one warp. A team of
 // four warps shares 32 keys, called rows here, and each warp accumulates 64 or 32 columns. In each
-// tile of 16 or 32 queries a warp computes 16 x 16 weights (of 16 queries, only two warps do) and
+// tile of 16 or 32 queries a warp computes 16 x 16 weights (with 16 queries, only two warps do) and
 // passes them to the team as split operands, with a power of two for each row.
 
 #include <backward/parts/split_f32/split_gradients.cuh>
@@ -41,7 +41,7 @@ template <int rows, int across>
 struct TeamWeights {
   static_assert(rows % team_rows == 0 && (across == step || across == 2 * step));
   static constexpr int block = rows / team_rows * team * warp_size;  // threads per block
-  Registers parts[rows / step][across / step][2][warp_size];         // [high, low]
+  Registers parts[rows / step][across / step][2][warp_size];         // high and low halves
   float factors[across / step][rows];
   unsigned char wrong[team][rows];
 
@@ -81,13 +81,13 @@ struct TeamWeights {
                                            operand (&B)[2][across][columns]) const {
     const timeline::Phase phase(timeline::products);
     constexpr int width = own_columns<columns>, steps = width / step;
-    static_assert(columns <= team * width && steps % 2 == 0, "what is loaded last has place 0");
+    static_assert(columns <= team * width && steps % 2 == 0, "the last load goes to buffer 0");
     const TeamPlace own;
     const int col = own.turn * width;
     constexpr bool whole = columns == team * width;
     if (!whole && col >= columns) return;
     ChunkAddresses values(B[0], own.lane % 16, col / in_chunk + own.lane / 16);
-    unsigned B_high[2][4], B_low[2][4];  // of the current and the next step
+    unsigned B_high[2][4], B_low[2][4];  // for this step and the next
     const auto has = [&](int j) { return whole || col + j * step < columns; };
     const auto load = [&](int i, int j) {
       if (!has(j)) return;
