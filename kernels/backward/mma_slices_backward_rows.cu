@@ -22,7 +22,7 @@ using Own = Tiles::Own;
 
 constexpr int own_cols = Tiles::own_width<d>;
 constexpr int tile_cols = Tiles::tile_width<d>;
-constexpr int fragments = Wr / step * (own_cols / 8);  // of a thread, with 4 floats each
+constexpr int fragments = Wr / step * (own_cols / 8);  // 4-float fragments of dQ per thread
 using Sums = float[Wr / step][own_cols / 8][4];
 
 struct Shared {

@@ -1,6 +1,6 @@
 // wgmma_columns: `columns` on Hopper's tensor cores, warp-specialized. Two consumer warpgroups own
-// 64 keys each. One producer warp loads K, Q and row sums, another V and dO, and two add dQ to
-// global memory, so that consumers do not wait for the additions.
+// 64 keys each. One producer warp loads K, Q and row sums, another V and dO, and two others add dQ
+// to global memory in the background.
 //
 // Scores are computed transposed, S^T = K Q^T, so that P^T and dS^T stay in registers as operands
 // of dV += P^T dO and dK += dS^T Q. Only dS for dQ = dS K goes through shared memory, because this
@@ -166,9 +166,9 @@ struct Consumer {
       begin_scores(V, dO, dP, first);
     else
       begin_scores(shared.V, dO, dP, own.warpgroup * warpgroup_rows, first);
-    // The compiler may move exponentials below the wait for dP. With 128 rows a branch keeps half
-    // of them above it: the wait for a barrier that has already completed. With 64 rows they are
-    // faster when interleaved with the arithmetic of dS.
+    // The compiler may move exponentials below the wait for dP. With 128 rows, a branch keeps half
+    // of them above it: a wait for a barrier that has already completed. With 64 rows, exponentials
+    // are faster when interleaved with the arithmetic of dS.
     constexpr bool overlaps = Br == 128;
     const auto branch = [&] {
       if constexpr (overlaps) shared.dO_pipeline.wait(rows);

@@ -23,7 +23,7 @@ constexpr int width = cdiv(dv, step) * step;  // columns of the dO and V tiles
 using Task = KeyTile<Br, Bc>;
 using Layout = QueryLayout<Br, d, dv>;
 using Part = RegisterTile<Layout::width>;
-constexpr int of_dV = 0, of_dK = 1;  // consumer warpgroup that accumulates dV, dK
+constexpr int of_dV = 0, of_dK = 1;  // consumer warpgroups for dV and for dK
 
 struct Shared {
   TmaTile<scalar, Bc, d> K;

@@ -18,7 +18,7 @@ constexpr int depth = padded_columns(d);   // columns of the Q and K tiles, zero
 constexpr int width = padded_columns(dv);  // columns of the dO and V tiles
 using Task = KeyTile<Br, Bc>;
 constexpr int warps = warpgroup_size / warp_size;  // warps per warpgroup
-constexpr int of_dV = 0, of_dK = 1;                // consumer warpgroup that accumulates dV, dK
+constexpr int of_dV = 0, of_dK = 1;                // consumer warpgroups for dV and for dK
 
 struct Shared {
   SplitTile<warpgroup_rows, d> K[1];

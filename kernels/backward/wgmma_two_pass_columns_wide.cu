@@ -19,7 +19,7 @@ constexpr int depth = cdiv(d, step) * step;   // columns of the Q and K tiles, z
 constexpr int width = cdiv(dv, step) * step;  // columns of the dO and V tiles
 using Task = KeyTile<Br, Bc>;
 constexpr int warps = warpgroup_size / warp_size;  // warps per warpgroup
-constexpr int of_dV = 0, of_dK = 1;                // consumer warpgroup that accumulates dV, dK
+constexpr int of_dV = 0, of_dK = 1;                // consumer warpgroups for dV and for dK
 
 struct Shared {
   TmaTile<scalar, Bc, d> K;

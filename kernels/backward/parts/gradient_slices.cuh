@@ -66,8 +66,8 @@ struct Ring {
     source.begin(ring[place]);
     cp_async_commit_group();
   }
-  // Half of the warps start copies before their products, in next(). The `late` ones start them
-  // after, in done(), so that some warps of a scheduler copy while others multiply.
+  // Half of the warps start copies before their products, in next(). The `late` half starts them
+  // after, in done(), so that on each scheduler some warps copy while others multiply.
   __device__ __forceinline__ bool late() const { return threadIdx.x / warp_size / 4 % 2 == 1; }
   __device__ __forceinline__ Stage& next() {
     cp_async_wait_group<stages - 2>();

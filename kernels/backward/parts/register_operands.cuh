@@ -4,7 +4,7 @@
 #include <ptx/wgmma_rows.cuh>
 #include <tile/warpgroup_products.cuh>
 
-// Row statistics of a tile, from the first row that is processed.
+// Pointers into a tile's row statistics, at the first row that is processed.
 struct SumsOfRows {
   const float *lse2, *delta;
 };

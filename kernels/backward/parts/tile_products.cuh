@@ -26,8 +26,8 @@ __device__ __forceinline__ void multiply_step(float (&D)[rows][blocks][4],
   }
 }
 
-// Computes D += A B^T. The loop over the sum is unrolled `at_once` times; larger factors prefetch
-// into registers that other values need.
+// Computes D += A B^T with the loop over the sum unrolled `at_once` times. Larger factors make the
+// compiler load fragments ahead, into registers that other values need.
 template <int at_once = 2, class Own, int rows, int blocks, int height, int other, int length>
 __device__ __forceinline__ void multiply_transposed(float (&D)[rows][blocks][4],
                                                     operand (&A)[height][length],

@@ -9,7 +9,7 @@
 struct TileQueue {
   static constexpr int depth = 2;
   int numbers[depth];
-  Pipeline<depth> pipeline;  // every reading warp arrives once
+  Pipeline<depth> pipeline;  // each warp that reads a number arrives once
 };
 
 // Iterates over the block's tiles, out of `all`. The tile index is warp-uniform: otherwise the

@@ -94,7 +94,7 @@ struct BiasPairs {
     row = of.box[0][first_row + lane % 8];
     swizzle = lane % 8 ^ lane / 8;
   }
-  // The lane's elements of its row `half`, for its keys j to j + 7 (see wgmma.cuh).
+  // The lane's bias elements in its row `half`, for its keys j to j + 7 (see wgmma.cuh).
   struct Part {
     unsigned r[4];
   };
