@@ -11,7 +11,7 @@
 #include <attention/extent.cuh>
 
 constexpr int rows_at_once = keys < threads ? threads / keys : 1;
-constexpr int steps = 16;  // rows per thread between two checks for both kinds
+constexpr int steps = 16;  // rows per thread between two checks whether to stop
 
 extern "C" __global__ __launch_bounds__(threads) void classify_tiles(unsigned char* states,
                                                                      Sizes sizes, Mods mods) {

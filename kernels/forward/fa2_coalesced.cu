@@ -45,7 +45,7 @@ static_assert(threads == Br, "one thread per row of the Q tile");
 // element that it reads from its row of Q or P is used for all of them.
 constexpr int keys_together = Bc < 16 ? Bc : 16;
 constexpr int cols_together = 32;
-static_assert(Bc % keys_together == 0, "the tile's keys are taken in whole groups");
+static_assert(Bc % keys_together == 0, "a tile has whole groups of keys");
 
 // Computes this thread's row of S in groups of keys; returns the maximum over the visible keys.
 __device__ real scores(Shared& shared, const Seen& seen, const Scorer<real>& scorer) {

@@ -170,7 +170,7 @@ extern "C" __global__ __launch_bounds__(threads) void fa2_split_kv(
     __syncthreads();  // P and V are ready
     accumulate(shared, sums);
   }
-  __syncthreads();  // a block without keys has written its initial maxima and sums
+  __syncthreads();  // the initial maxima and sums are written, even without keys
   const timeline::Phase phase(timeline::epilogue);
 
 #pragma unroll

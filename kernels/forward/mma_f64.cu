@@ -32,14 +32,14 @@ constexpr int width = cdiv(dv, step) * step;  // columns of V and O
 using OwnRows = Rows<step, pack_gqa>;
 
 struct Shared {
-  double2 Q[Br / step][depth / step][4][warp_size];  // rows r and r + 8 of a column
+  double2 Q[Br / step][depth / step][4][warp_size];  // pairs: rows r and r + 8 of a column
   operand K[stages][Bc][depth];
   operand V[stages][Bc][width];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(sizeof(operand) == 8, "these tensor-core products take float64");
 static_assert(threads == warp_size * Br / step, "each warp owns 16 rows");
-static_assert(Br % step == 0 && Bc % step == 0, "tiles are made of whole products");
+static_assert(Br % step == 0 && Bc % step == 0, "tiles are multiples of the MMA shape");
 
 // State of a warp in the main loop over tiles of keys.
 struct Task : KeyTiles {
@@ -104,8 +104,8 @@ __device__ __forceinline__ void multiply_output(const Task& task, operand (&V)[B
 }
 
 // Processes one tile of keys: S = Q K^T, P = softmax(S), O += P V. On entry the tile's K has
-// arrived, and with two buffers its V as well; on exit the next tile's have. `masked` is false if
-// every row sees every key of the tile.
+// arrived, and with two buffers its V as well; on exit the same holds for the next tile. `masked`
+// is false if every row sees every key of the tile.
 template <bool masked>
 __device__ __forceinline__ void attend(const Task& task, int first_key, int buffer,
                                        Fragments<step, width>& O, OwnRows& rows) {

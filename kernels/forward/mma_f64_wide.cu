@@ -35,7 +35,7 @@ using TeamRows = Rows<team_rows, pack_gqa>;
 using Sums = Fragments<team_rows, own_width>;
 
 struct Shared {
-  double2 Q[Br / step][depth / step][4][warp_size];  // rows r and r + 8 of a column
+  double2 Q[Br / step][depth / step][4][warp_size];  // pairs: rows r and r + 8 of a column
   operand K[Bc][depth];
   operand V[Bc][width];
   double2 exchange[Br / 8][team][2][warp_size];  // per 8 rows: partial S of each warp, then P
@@ -61,7 +61,7 @@ __device__ __forceinline__ void load_values(operand (&V)[Bc][width], const Head&
   copy_tile<threads, width, width == dv>(V, values, first_key, 0, dv);
 }
 
-// Computes S = Q K^T of the team's rows over the warp's columns only, and writes it for the team.
+// Computes S = Q K^T of the team's rows over the warp's columns, and shares it with the team.
 __device__ __forceinline__ void write_scores(const Task& task) {
   const timeline::Phase phase(timeline::products);
   constexpr int share = cdiv(depth / step, team);
@@ -93,8 +93,8 @@ __device__ __forceinline__ void write_scores(const Task& task) {
   }
 }
 
-// Computes P = exp(S - maximum) of the warp's 8 rows, and writes it and the factors that rescale O
-// for the team.
+// Computes P = exp(S - maximum) of the warp's 8 rows, and shares it and the factors that rescale O
+// with the team.
 template <bool masked>
 __device__ __forceinline__ void write_weights(const Task& task, OwnRows& rows, int first_key) {
   double2(&exchange)[team][2][warp_size] = task.shared.exchange[task.eight];
@@ -127,7 +127,7 @@ __device__ __forceinline__ void write_weights(const Task& task, OwnRows& rows, i
   }
   rows.maximum[0][0] = now;
   rows.sum[0][0] = rows.sum[0][0] * factor + sum;
-  // Rows r and r + 8 of 16 share random bits, but each row of packed heads has its own.
+  // In dropout rows r and r + 8 of 16 share random bits, but packed rows have their own.
   const int half = pack_gqa == 1 ? rows.first / 8 % 2 : 0;
   for_dropped(S, 0, 1, rows, first_key, [&](int i, int j, int e) {
     if (e / 2 == half) S[i][j][e % 2] = 0;
@@ -239,8 +239,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64_wide(
   // Recomputes the block's position, so that it occupies no registers during the loop.
   const Place same =
       place_of_rows<Br, pack_gqa>(opaque(int(blockIdx.x)), sizes, mods, heads / pack_gqa);
-  // Warps of a team must agree on repairs, because the warp that repairs a row writes all its
-  // columns.
+  // Warps of a team must agree on repairs: the warp that repairs a row writes all its columns.
   const bool wrong = needs_repair(sums, rows);
   if (__syncthreads_or(wrong)) {
     if (turn == 0)

@@ -37,7 +37,7 @@ struct Shared {  // high parts, then low parts
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(threads == warp_size * Br / Wr, "each warp owns Wr rows");
-static_assert(Wr % step == 0 && Bc % step == 0, "tiles are made of whole products");
+static_assert(Wr % step == 0 && Bc % step == 0, "tiles are multiples of the MMA shape");
 
 // State of a warp in the main loop over tiles of keys.
 struct Task : KeyTiles {
@@ -50,8 +50,8 @@ struct Task : KeyTiles {
 };
 
 // Processes one tile of keys: S = Q K^T, P = softmax(S), O += P V. On entry the tile's K has
-// arrived, and with two buffers its V as well; on exit the next tile's have. `masked` is false if
-// every row sees every key of the tile.
+// arrived, and with two buffers its V as well; on exit the same holds for the next tile. `masked`
+// is false if every row sees every key of the tile.
 template <bool masked>
 __device__ __forceinline__ void attend(const Task& task, int first_key, int buffer,
                                        Fragments<Wr, width>& O, OwnRows& rows) {

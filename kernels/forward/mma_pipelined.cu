@@ -1,11 +1,11 @@
 // mma_pipelined: `mma_async`, rearranged to keep the tensor cores busy.
 //
 // Registers and shared memory limit the number of warps per multiprocessor, so K and V may have one
-// buffer instead of two: V is then copied during S = Q K^T, and the next K during the softmax and O
-// += P V. The exponentials of some keys overlap with the products of others. Warps skip tiles that
-// are masked for all of their rows. Query heads that share a key head (GQA) are packed into one
-// tile if the rows of one head would not fill it. O is stored through the shared memory of Q, in
-// 16-byte chunks. An earlier launch rounds float32 inputs to the 16-bit type `operand`.
+// buffer instead of two: V is then copied during S = Q K^T, and the next K during the softmax and
+// O += P V. The exponentials of some keys overlap with the products of others. Warps skip tiles
+// that are masked for all of their rows. Query heads that share a key head (GQA) are packed into
+// one tile if the rows of one head would not fill it. O is stored through the shared memory of Q,
+// in 16-byte chunks. An earlier launch rounds float32 inputs to the 16-bit type `operand`.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M * pack_gqa, Br) * heads / pack_gqa * batch)    block (32 * Br / Wr)
@@ -38,7 +38,7 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(threads == warp_size * Br / Wr, "each warp owns Wr rows");
-static_assert(Wr % step == 0 && Bc % step == 0, "tiles are made of whole products");
+static_assert(Wr % step == 0 && Bc % step == 0, "tiles are multiples of the MMA shape");
 
 // State of a warp in the main loop over tiles of keys.
 struct Task : KeyTiles {
@@ -50,8 +50,8 @@ struct Task : KeyTiles {
 };
 
 // Processes one tile of keys: S = Q K^T, P = softmax(S), O += P V. On entry the tile's K has
-// arrived, and with two buffers its V as well; on exit the next tile's have. `masked` is false if
-// every row sees every key of the tile.
+// arrived, and with two buffers its V as well; on exit the same holds for the next tile. `masked`
+// is false if every row sees every key of the tile.
 template <bool masked>
 __device__ __forceinline__ void attend(const Task& task, int first_key, int buffer,
                                        Fragments<Wr, width>& O, OwnRows& rows) {

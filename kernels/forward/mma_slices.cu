@@ -59,9 +59,9 @@ struct Shared {
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(sizeof(operand) == 2, "these tensor-core products take 16-bit numbers");
 static_assert(threads == warp_size * (Br / Wr) * col_warps, "the warps' tiles must cover S");
-static_assert(Wr % step == 0 && Wc % step == 0 && Bd % step == 0, "tiles are whole products");
+static_assert(Wr % step == 0 && Wc % step == 0 && Bd % step == 0, "tiles are multiples of 16 x 16");
 static_assert(span % Bc == 0, "a span is made of whole tiles of keys");
-static_assert(stages >= 2, "one slice is multiplied while another one comes");
+static_assert(stages >= 2, "one slice is multiplied while the next one is loaded");
 
 // The sequence of slices that a block multiplies. Each span of keys begins with the slices of Q and
 // K for every tile of S, followed by the slices of V for every tile of O.

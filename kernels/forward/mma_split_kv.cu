@@ -51,12 +51,12 @@ struct Shared {
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(threads == warp_size * Br / Wr * key_warps, "each warp owns Wr rows and Wc keys");
 static_assert(stages >= 2, "the next tile is loaded while this one is multiplied");
-static_assert(Wr % step == 0 && Bc % (step * key_warps) == 0, "tiles are made of whole products");
+static_assert(Wr % step == 0 && Bc % (step * key_warps) == 0, "tiles are multiples of MMA tiles");
 
 using OwnSums = WarpSums<Wr / step, width / 8>;
 static_assert(Br / Wr * key_warps * sizeof(OwnSums) <= sizeof(Shared::K) + sizeof(Shared::V) ||
                   key_warps == 1,
-              "sums of warps take the place of keys and values");
+              "warps' sums reuse the memory of K and V");
 
 // One split of the keys start … end - 1. Splits differ by at most one tile in length.
 struct Split {

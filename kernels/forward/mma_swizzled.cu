@@ -37,7 +37,7 @@ struct Shared {
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(sizeof(scalar) == 2, "these tensor-core products take 16-bit numbers");
 static_assert(threads == warp_size * Br / Wr, "each warp owns Wr rows");
-static_assert(Wr % step == 0 && Bc % step == 0, "tiles are made of whole products");
+static_assert(Wr % step == 0 && Bc % step == 0, "tiles are multiples of the MMA shape");
 
 template <int height, int columns>
 __device__ __forceinline__ scalar* at(scalar (&tile)[height][columns], int row, int chunk) {
@@ -64,7 +64,7 @@ __device__ __forceinline__ void load_chunks(scalar (&tile)[height][columns],
   });
 }
 
-// D += A B for 16 columns of A. load(b, j) loads the two fragments of B's columns 16 * j …
+// D += A B for 16 columns of A. load(b, j) loads B's fragments for columns 16 j to 16 j + 15.
 template <int m, int n, class Load>
 __device__ __forceinline__ void multiply_step(float (&D)[m][n][4], const unsigned (&a)[m][4],
                                               Load load) {

@@ -38,7 +38,7 @@ struct Shared {
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(sizeof(operand) == 4, "these tensor-core products take float32");
 static_assert(threads == warp_size * Br / Wr, "each warp owns Wr rows");
-static_assert(Wr % step == 0 && Bc % step == 0, "tiles are made of whole products");
+static_assert(Wr % step == 0 && Bc % step == 0, "tiles are multiples of the MMA shape");
 
 // Loads four matrices with ldmatrix and rounds their elements to tf32.
 __device__ __forceinline__ void load_rounded(unsigned (&r)[4], const operand* row) {
@@ -71,8 +71,8 @@ __device__ __forceinline__ void multiply_scores(Shared& shared, operand (&K)[Bc]
   }
 }
 
-// Computes P = exp(S - maximum) and O += P V. P of 8 keys is one operand, in which columns c and c
-// + 4 are keys 2c and 2c + 1. Each operand is computed right before its product, so that the
+// Computes P = exp(S - maximum) and O += P V. P of 8 keys is one operand, in which columns c and
+// c + 4 are keys 2c and 2c + 1. Each operand is computed right before its product, so that the
 // exponentials of some keys overlap with the products of others.
 __device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], Fragments<Wr, Bc>& S,
                                                 Fragments<Wr, width>& O, OwnRows& rows,
@@ -111,12 +111,12 @@ struct Task : KeyTiles {
   Scorer<real> scorer;
   Head keys, values;
   int own_row, lane;
-  int end, seen;  // ends of the keys visible to any row of the block, of the warp
+  int end, seen;  // ends of the keys visible to the rows of the block and the warp
 };
 
 // Processes one tile of keys: S = Q K^T, P = softmax(S), O += P V. On entry the tile's K has
-// arrived, and with two buffers its V as well; on exit the next tile's have. `masked` is false if
-// every row sees every key of the tile.
+// arrived, and with two buffers its V as well; on exit the same holds for the next tile. `masked`
+// is false if every row sees every key of the tile.
 template <bool masked>
 __device__ __forceinline__ void attend(const Task& task, int first_key, int buffer,
                                        Fragments<Wr, width>& O, OwnRows& rows) {

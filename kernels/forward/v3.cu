@@ -37,7 +37,7 @@ struct Shared {
   __half P[Br][Bc];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
-static_assert(sizeof(real) == sizeof(float), "tensor cores of this kind sum in float");
+static_assert(sizeof(real) == sizeof(float), "WMMA accumulators are float");
 static_assert(threads == warp_size * (Br / Wr) * (Bc / Wc), "the warps' tiles must cover S");
 static_assert(Wr % step == 0 && Wc % step == 0, "a warp's tile is made of 16 x 16 tiles");
 

@@ -42,7 +42,7 @@ constexpr bool e4m3_inputs = sizeof(scalar) == sizeof(E4m3);
 // Whether the softmax processes a tile in halves. For fewer columns, whole tiles measured faster.
 constexpr bool in_halves = width > (e4m3_inputs ? 64 : 96);
 static_assert(Br % warpgroup_rows == 0 && Wr == step && pack_gqa == 1, "a warpgroup owns 64 rows");
-static_assert(Bc % depth == 0, "a tile is a whole number of products");
+static_assert(Bc % depth == 0, "tiles are multiples of the MMA depth");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
 
 using Registers = RegisterBudget<consumers, consumers == 3 ? 32 : 40>;
@@ -121,7 +121,7 @@ struct Scales {
     if constexpr (e4m3_inputs) return {fabs(descales.q * descales.k), 1};
     return {K[first_key / Bc], V[first_key / Bc]};
   }
-  // Raises the scale of O to that of a tile of V. Returns log2 of the tile's over the old scale.
+  // Returns log2(of_V / of_O), and raises of_O to of_V if that is larger.
   __device__ __forceinline__ int take(float of_V) {
     const unsigned before = __float_as_uint(of_O) >> 23;
     of_O = fmax(of_O, of_V);
@@ -188,7 +188,7 @@ struct Consumer {
   }
 
   // Computes softmax() in halves: exponentials of the first half overlap with the previous P V,
-  // those of the second half with the packing of P. Exponents scale P down, which avoids a branch.
+  // those of the second half with the packing of P. P is scaled without a branch, in its exponents.
   __device__ __forceinline__ bool softmax_in_halves(int row, int first_key, float (&factor)[1][2]) {
     using Half = float (&)[1][Bc / 16][4];
     Half low = reinterpret_cast<Half>(S[0][0]), high = reinterpret_cast<Half>(S[0][Bc / 16]);

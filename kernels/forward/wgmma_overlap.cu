@@ -27,7 +27,7 @@
 constexpr int width = cdiv(dv, step) * step;    // columns of O
 constexpr int consumers = Br / warpgroup_rows;  // consumer warpgroups; one more warpgroup loads
 static_assert(Br % warpgroup_rows == 0 && Wr == step && pack_gqa == 1, "a warpgroup owns 64 rows");
-static_assert(Bc % step == 0, "a tile is a whole number of products");
+static_assert(Bc % step == 0, "tiles are multiples of the MMA depth");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
 
 using Registers = RegisterBudget<consumers, consumers == 3 ? 32 : 40>;

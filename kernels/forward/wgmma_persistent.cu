@@ -24,7 +24,7 @@
 constexpr int width = cdiv(dv, step) * step;    // columns of O
 constexpr int consumers = Br / warpgroup_rows;  // consumer warpgroups; one more warpgroup loads
 static_assert(Br % warpgroup_rows == 0 && Wr == step && pack_gqa == 1, "a warpgroup owns 64 rows");
-static_assert(Bc % step == 0, "a tile is a whole number of products");
+static_assert(Bc % step == 0, "tiles are multiples of the MMA depth");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
 
 using Registers = RegisterBudget<consumers, consumers == 3 ? 32 : 40>;
@@ -126,7 +126,7 @@ struct Consumer {
                                           float (&factor)[1][2]) {
     const int lane = threadIdx.x % warp_size;
     shared.bias.own().complete();
-    if (!ragged || rows.extent.N > 0)  // captured arrays of an empty sequence are empty
+    if (!ragged || rows.extent.N > 0)  // captured arrays have no elements for an empty sequence
       scorer.apply(S, rows, first_key, task.is_full<Bc>(first_key), shared.bias.own());
     if (const int next = task.after<Bc>(first_key); next < task.kv_end)
       shared.bias.own().load(rows, next);

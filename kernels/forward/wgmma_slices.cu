@@ -29,7 +29,7 @@
 
 constexpr int consumers = Br / warpgroup_rows;  // consumer warpgroups; one more warpgroup loads
 static_assert(Br % warpgroup_rows == 0 && Wr == step && pack_gqa == 1, "a warpgroup owns 64 rows");
-static_assert(Bc % step == 0, "a tile is a whole number of products");
+static_assert(Bc % step == 0, "tiles are multiples of the MMA depth");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
 
 using Registers = RegisterBudget<consumers, 24>;
@@ -64,8 +64,8 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(span == Bc || span == 2 * Bc, "a span is one or two tiles of keys");
-static_assert(span == Bc || Bv % (2 * step) == 0, "registers of two products take turns");
-static_assert(consumers <= 2, "three would not have 240 registers a thread");
+static_assert(span == Bc || Bv % (2 * step) == 0, "P is loaded for two products at a time");
+static_assert(consumers <= 2, "three consumers would have fewer than 240 registers per thread");
 static_assert(stages >= 2, "one slice is multiplied while the next one is loaded");
 
 __device__ __forceinline__ void init_pipeline(Shared& shared) {

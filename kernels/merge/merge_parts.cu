@@ -5,8 +5,7 @@
 // order of the parts, so results are equal in every run. Weights are normalized before they
 // multiply outputs: no sum is larger than the largest output. (Dao et al., 2023, Flash-Decoding)
 //
-// If there are more parts than `room`, several launches pass on running sums in `sums` and
-// `totals`.
+// If there are more parts than `room`, several launches pass on their sums (`sums`, `totals`).
 //
 //   O [batch, heads, M, dv]    lse [batch, heads, M]    parts: `count` pairs of these shapes
 //   sums [rows, dv], totals [rows, lanes]: state between launches, if `carries`

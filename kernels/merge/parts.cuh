@@ -10,7 +10,7 @@
 #include <tile/tensor.cuh>
 #include <tile/warp.cuh>
 
-static_assert(warp_size % lanes == 0 && threads % lanes == 0, "a row's threads are in one warp");
+static_assert(warp_size % lanes == 0 && threads % lanes == 0, "a row's threads share a warp");
 
 template <class T, class Sum>
 struct Part {
@@ -23,7 +23,7 @@ struct Parts {
 };
 
 constexpr int width = 16 / sizeof(scalar);
-static_assert(width % vector == 0, "accesses end where a thread's columns end");
+static_assert(width % vector == 0, "a thread owns whole accesses");
 
 struct alignas(vector * sizeof(scalar)) Access {
   scalar x[vector];

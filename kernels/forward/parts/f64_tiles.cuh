@@ -6,8 +6,8 @@
 #include <tile/async_copy.cuh>
 #include <tile/warp.cuh>
 
-// Loads Q in operand order: of each 16 columns, lane c = 0 … 3 of a row gets columns 2c, 2c + 1, 2c
-// + 8 and 2c + 9. Each pair holds rows r and r + 8 of a column.
+// Loads Q in operand order: of each 16 columns, lane c = 0 … 3 of a row gets columns 2c, 2c + 1,
+// 2c + 8 and 2c + 9. Each pair holds rows r and r + 8 of a column.
 template <int threads, int pack_gqa, int cols, int groups, int steps>
 __device__ __forceinline__ void load_queries(double2 (&Q)[groups][steps][4][warp_size],
                                              const Head& queries, int first_row) {

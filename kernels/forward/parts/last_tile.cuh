@@ -1,6 +1,6 @@
 #pragma once
-// Returns the last tile of `size` keys that a row sees; at least 0, so that a row without visible
-// keys is written, too.
+// Returns the index of the last tile of `size` keys that a row sees; at least 0, so that a row
+// without visible keys is written, too.
 
 #include <tile/math.cuh>
 

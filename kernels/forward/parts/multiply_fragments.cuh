@@ -3,7 +3,7 @@
 
 #include <ptx/mma.cuh>
 
-// D += A B for 16 columns of A. load(b, j) loads the two fragments of B's columns 16 * j …
+// D += A B for 16 columns of A. load(b, j) loads B's fragments for columns 16 j to 16 j + 15.
 template <class T, int m, int n, class Load>
 __device__ __forceinline__ void multiply_fragments(float (&D)[m][n][4], const unsigned (&a)[m][4],
                                                    Load load) {

@@ -9,7 +9,7 @@
 // raised. P is then at most 2^8, and float16 holds numbers up to almost 2^16.
 constexpr int slack = 8;
 
-// The turns of `consumers` warpgroups, which are ordered by named barriers 1 … consumers.
+// Orders the turns of `consumers` warpgroups by named barriers 1 … consumers.
 template <int consumers>
 struct PingPong {
   // Waits for the warpgroup's turn to issue products.

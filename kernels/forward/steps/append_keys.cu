@@ -14,7 +14,7 @@
 //   divisors of new rows, if K and V are e4m3 (`has_e4m3`)
 //   cosines, sines [positions, angles]: if `rotates`
 //   prefix_keys [batch]: number of keys before those in the cache, if `has_prefix`
-//   lengths, used [batch]: numbers of keys before and, if `appends`, after the new ones
+//   lengths, used [batch]: number of keys before and, if `appends`, after appending
 //   numbers [batch, most]: the page table, if page_size is not 0; nothing is written to pages
 //   that do not exist
 //   grid (cdiv(rows, threads / 32): one warp per row)    block (threads)
@@ -28,7 +28,7 @@
 #include <tile/warp.cuh>
 
 constexpr int pairs = angles > 0 ? angles : 1;
-static_assert(2 * angles <= d, "pairs are columns of a row");
+static_assert(2 * angles <= d, "a row has enough columns for all pairs");
 static_assert(threads % warp_size == 0, "a warp writes a row");
 
 template <bool of_sums>

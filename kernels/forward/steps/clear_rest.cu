@@ -11,7 +11,7 @@
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
 
-static_assert(shared_bytes == 0, "nothing is shared");
+static_assert(shared_bytes == 0, "uses no shared memory");
 
 template <bool sums, bool operands>
 struct Element {

@@ -19,7 +19,7 @@ extern "C" __global__ __launch_bounds__(threads) void merge_rows(
     Tensor<real> lse, int num_splits, Sizes sizes, int heads, Mods mods) {
   if (num_splits == 1) return;  // the only split has written O and lse itself
   const auto [row, head, batch] = place(blockIdx.x, sizes.M, heads);
-  if (!extent_of(sizes, mods, batch).has_tile_of_rows(row)) return;  // no split has computed it
+  if (!extent_of(sizes, mods, batch).has_tile_of_rows(row)) return;  // no split computed this row
   const long long first = (long long)blockIdx.x * num_splits;
 
   OnlineSoftmax softmax;

@@ -27,7 +27,7 @@
 constexpr int width = cdiv(dv, 16) * 16;
 constexpr int rounds = cdiv(width, 4 * warp_size);
 constexpr int warps = threads / warp_size;
-static_assert(threads % warp_size == 0, "a warp takes whole splits");
+static_assert(threads % warp_size == 0, "splits are divided among whole warps");
 
 struct Shared {
   float O[warps][width];
@@ -43,7 +43,7 @@ extern "C" __global__ __launch_bounds__(threads) void merge_splits(
   if (num_splits == 1) return;  // the only split has written O and lse itself
   Shared& shared = shared_memory<Shared>();
   const auto [row, head, batch] = place(blockIdx.x, sizes.M, heads);
-  if (!extent_of(sizes, mods, batch).has_tile_of_rows(row)) return;  // no split has computed it
+  if (!extent_of(sizes, mods, batch).has_tile_of_rows(row)) return;  // no split computed this row
   const int lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size;
   const long long first = (long long)blockIdx.x * num_splits;
 

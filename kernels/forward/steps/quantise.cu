@@ -27,7 +27,7 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 constexpr int resident = sizeof(scalar) == 2 ? 1152 / threads : 1;  // blocks per multiprocessor
-static_assert(Bc % 32 == 0, "keys change their order within 32");
+static_assert(Bc % 32 == 0, "keys are permuted within groups of 32");
 
 // Convert between a number and its bits, which are the lowest bits of an unsigned integer.
 __device__ __forceinline__ scalar as_scalar(unsigned bits) {
@@ -55,7 +55,7 @@ struct alignas(count < 8 ? count * sizeof(scalar) : 16) Piece {
   static constexpr int bits = 8 * sizeof(scalar), in_word = 32 / bits;
   unsigned words[count / in_word];
 
-  // Returns the bits of an element's magnitude, which sort as integers like magnitudes, NaN last.
+  // Returns the bits of an element's magnitude; as integers they sort like magnitudes, NaN last.
   __device__ __forceinline__ unsigned magnitude(int j) const {
     return words[j / in_word] >> j % in_word * bits & (1u << (bits - 1)) - 1;
   }
@@ -70,7 +70,7 @@ struct alignas(count < 8 ? count * sizeof(scalar) : 16) Piece {
 // A tile in registers: each thread holds groups of `tall` rows and `wide` columns.
 template <int rows, int cols, int tall, int wide>
 struct Tile {
-  static_assert(rows % tall == 0, "threads have whole groups of rows");
+  static_assert(rows % tall == 0, "threads hold whole groups of rows");
   static constexpr int in_row = cdiv(cols, 16) * 16 / wide, groups = rows / tall * in_row;
   static constexpr int rounds = cdiv(groups, threads);
   int first_row, end;
@@ -107,8 +107,7 @@ struct Tile {
   }
 
   // Calls body(row, col, round) for the first element of each group; surplus groups have rows past
-  // the end. If groups have several rows, two neighbouring threads hold 32 rows of the same
-  // columns.
+  // the end. If groups have several rows, two neighbouring threads share columns and hold 32 rows.
   template <class Body>
   __device__ __forceinline__ void each(Body body) const {
     constexpr int pair = tall > 1 ? 2 : 1;

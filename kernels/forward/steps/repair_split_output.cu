@@ -28,7 +28,7 @@ struct Shared {
   unsigned char flags[rows_of_block];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
-static_assert(rows_of_block <= threads, "a thread reads the flag of each row");
+static_assert(rows_of_block <= threads, "one thread reads the flag of one row");
 
 // Returns whether a flagged row of O is accurate after all: no column with a small element has too
 // many small values. `counts` holds the number of small values for each `counted` keys.

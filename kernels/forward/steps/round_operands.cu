@@ -13,8 +13,8 @@
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
 
-static_assert(sizeof(operand) == 2, "two operands are packed into a word");
-static_assert(shared_bytes == 0, "nothing is shared");
+static_assert(sizeof(operand) == 2, "two operands share a register");
+static_assert(shared_bytes == 0, "uses no shared memory");
 
 // Rounds Br rows of a head with `cols` columns.
 template <int cols>

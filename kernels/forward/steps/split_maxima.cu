@@ -24,7 +24,7 @@ template <int cols>
 __device__ bool write_maxima(Tensor<const scalar> X, int batch, int head, int first_row, int end,
                              Shared& shared, float* maxima) {
   constexpr int columns = power_of_two(cols), rows = threads / columns;
-  static_assert(rows > 0, "a block has a thread for each column");
+  static_assert(rows > 0, "a block has at least one thread per column");
   const int col = threadIdx.x % columns;
   float largest = 0;
   bool finite = true;

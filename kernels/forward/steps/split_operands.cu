@@ -38,11 +38,11 @@
 
 struct Shared {
   int exponents[d + dv];                      // column exponents of K, then of V
-  unsigned small[cdiv(dv, step) * step / 2];  // small values in a pair of columns, 16 bits each
+  unsigned small[cdiv(dv, step) * step / 2];  // two 16-bit counters of small values, one per column
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
-static_assert(sizeof(operand) == 2, "two parts are packed into a word");
-static_assert(rows_of_block < 256, "a byte counts the small values of a block's column");
+static_assert(sizeof(operand) == 2, "two 16-bit parts share a register");
+static_assert(rows_of_block < 256, "counts of small values fit into a byte");
 constexpr float largest_score = 0x1p22f;  // largest score that a row's largest numbers may cause
 constexpr int resident = resident_threads / threads;  // blocks per multiprocessor
 

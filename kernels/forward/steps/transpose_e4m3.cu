@@ -10,8 +10,8 @@
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
 
-static_assert(shared_bytes == 0, "nothing is shared");
-static_assert(Bc % 32 == 0, "keys change their order within 32");
+static_assert(shared_bytes == 0, "uses no shared memory");
+static_assert(Bc % 32 == 0, "keys are permuted within groups of 32");
 
 // Loads four elements of a row, zeros past its end. The first is in the lowest bits.
 __device__ __forceinline__ unsigned load_four(const E4m3* row, int col, bool aligned) {

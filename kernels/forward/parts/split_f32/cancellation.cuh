@@ -22,8 +22,8 @@ __device__ __forceinline__ float small_value(int keys) {
   return 0x1p-10f * sqrtf(float(keys));
 }
 
-// Returns the flag of a row with weight sum l: 2 + log2(l), rounded down, if the row is accurate
-// unless a column has many small values; otherwise 1.
+// Returns the flag of a row whose weights add up to l: 1 if the row is inaccurate in any case, or
+// 2 + log2(l), rounded down, if it is inaccurate only where a column has many small values.
 __device__ __forceinline__ unsigned char flag_of_sum(float sum) {
   return counts_values ? max(exponent_of(sum) + 2, 1) : 1;
 }

@@ -11,9 +11,9 @@ __device__ __forceinline__ bool is_beyond_split(real maximum) {
 }
 
 // Returns the smallest magnitude of O / sum that is known to be accurate; below it the errors of
-// the low parts of weights and values may exceed float32 rounding. It is in units of the split V,
-// so it is less than 2^15 (split_operands.cu). A mask expression may hide most keys in range, but
-// at least `sum` keys are visible, because no weight is above 1.
+// the low parts of weights and values may exceed float32 rounding. The result is in units of the
+// split V (split_operands.cu) and less than 2^15. A mask expression may hide most keys in range,
+// but at least `sum` keys are visible, because no weight is above 1.
 __device__ __forceinline__ float least_output(float sum, const Extent& extent, int query) {
   const float keys = has_mask_mod ? sum : float(extent.kv_end(query) - extent.kv_begin(query));
   return least_share * rsqrtf(sum * fmax(keys, 1.0f));

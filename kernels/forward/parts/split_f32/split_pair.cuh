@@ -34,7 +34,7 @@ __device__ __forceinline__ float times_two_to(float x, int power) {
 // Splits two neighbouring numbers into packed high and low parts.
 template <class T>
 __device__ __forceinline__ void split_pair(float x, float y, unsigned& high, unsigned& low) {
-  static_assert(is_half<T>, "float16 has the mantissa that parts need");
+  static_assert(is_half<T>, "parts need the mantissa of float16");
   high = pack<T>(x, y);
   const T* rounded = reinterpret_cast<const T*>(&high);
   low = pack<T>((x - float(rounded[0])) * 0x1p11f, (y - float(rounded[1])) * 0x1p11f);

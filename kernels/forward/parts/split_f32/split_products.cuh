@@ -77,14 +77,14 @@ __device__ __forceinline__ void multiply_scores(operand (&Q)[2][Br][depth],
   };
   constexpr int steps = depth / step;
   if constexpr (at_once == 4 && steps % 4 == 0) {
-    constexpr int span = 4 * step * int(sizeof(operand));  // bytes that are swizzled together
+    constexpr int span = 4 * step * int(sizeof(operand));  // swizzle span of a row in bytes
     StepFragments<m, n> fragments[2];
     load(fragments[0], 0);
 #pragma unroll 1
     for (int left = steps / 4; left > 0; --left) {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        if (k == 3) {  // wraps after the last step; those fragments are unused
+        if (k == 3) {  // after the last step, wraps to the first (unused)
           const int on = left > 1 ? span : span - depth * int(sizeof(operand));
           queries.first.bytes += on;
           keys.first.bytes += on;

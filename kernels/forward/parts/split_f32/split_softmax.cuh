@@ -9,8 +9,8 @@
 
 constexpr int weight_exponent = 15;  // exponent of a row's largest weight in each tile
 
-// A warp's rows. Products times `units` are scores as exponents of two. Row maxima are those of the
-// scores minus 15.
+// A warp's rows. A product times its row's unit is a score as an exponent of two. Row maxima are
+// maxima of scores minus 15.
 template <int Wr, int pack_gqa>
 struct SplitRows : Rows<Wr, pack_gqa> {
   real units[Wr / step][2];

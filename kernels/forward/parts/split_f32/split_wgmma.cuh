@@ -41,7 +41,7 @@ struct SplitScores {
   template <int A_rows, int B_rows, int columns>
   __device__ __forceinline__ void begin(const TmaTile<operand, A_rows, columns>& A,
                                         const TmaTile<operand, B_rows, columns>& B) {
-    static_assert(A_rows == 2 * warpgroup_rows && B_rows == 2 * n, "both parts of whole tiles");
+    static_assert(A_rows == 2 * warpgroup_rows && B_rows == 2 * n, "tiles hold high and low parts");
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < cdiv(columns, step); ++k) {
