@@ -224,8 +224,7 @@ struct Consumer {
   }
 };
 
-// Stores rows like store_rows(), but two neighbouring columns at a time if the row is aligned to
-// the size of both.
+// Stores rows like store_rows(), but two columns at a time if rows are aligned to pairs of columns.
 template <int cols>
 __device__ __forceinline__ void store_row_pairs(const Fragments<step, width>& O,
                                                 const OwnRows& rows, Tensor<result> out, int batch,

@@ -15,7 +15,7 @@ __device__ __forceinline__ void hide_masked(real (&S)[1][n][4], const Rows<step>
   }
 }
 
-// Finds the lane's largest score per row. Even and odd keys stay apart, as in find_maxima().
+// Finds the lane's largest score per row, with separate maxima of even and odd keys until the end.
 template <int n>
 __device__ __forceinline__ void find_own_maxima(const real (&S)[1][n][4], real (&maximum)[2]) {
   const timeline::Phase phase(timeline::softmax, n * 4);

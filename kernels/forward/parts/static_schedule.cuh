@@ -36,9 +36,9 @@ struct StaticSchedule {
         turned(heads_in_turn()),
         first(may_skip && blockIdx.x >= slots ? turned : 0) {}
 
-  // Returns the number of heads that are assigned one by one; with more tiles per head that is no
-  // faster. Heads form groups that take an even number of rounds, after which each block is back in
-  // its first slot. The last group may lack up to 1/32 of all heads.
+  // Returns the number of heads that are assigned one by one, which gains nothing with more tiles.
+  // They form groups of an even number of rounds, after which each block is back in its first slot;
+  // the last group may be short by up to 1/32 of all heads.
   __device__ __forceinline__ int heads_in_turn() const {
     const int blocks = gridDim.x, group = tiles % 2 ? 2 * slots : slots;
     if (!by_length || has_key_tiles || tiles < 2 || tiles > (may_skip ? 8 : 4)) return 0;

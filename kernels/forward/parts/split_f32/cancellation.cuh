@@ -12,7 +12,7 @@
 #include <attention/score.cuh>
 #include <forward/parts/split_f32/split_pair.cuh>
 
-// Whether small values are counted. Dropped weights and the sink contribute to l, but no value.
+// Whether small values are counted: dropped weights and sinks add to the weight sum, but no value.
 constexpr bool counts_values = !ragged && !has_dropout && !has_sink;
 
 constexpr float least_share = 0x1p-23f * 0x1p15f;  // larger elements of O are accurate
@@ -27,7 +27,7 @@ __device__ __forceinline__ float small_value(int keys) {
 __device__ __forceinline__ unsigned char flag_of_sum(float sum) {
   return counts_values ? max(exponent_of(sum) + 2, 1) : 1;
 }
-// Returns how many small values make a row with this flag inaccurate: about l / 2, at least 1.
+// Returns how many small values make a flagged row inaccurate: half of its weight sum, or 1.
 __device__ __forceinline__ int many_of_flag(int flag) {
   return 1 << max(flag - 3, 0);
 }
