@@ -6,7 +6,7 @@
 // elements indexed by the key are loaded once.
 //
 //   states [batch, heads, cdiv(M, rows), cdiv(N, keys)]
-//   grid (number of tiles)    block (threads)
+//   grid (number of states)    block (threads)
 //   the host sets: rows, keys, heads, threads and options (extent.cuh)
 #include <attention/extent.cuh>
 

@@ -26,7 +26,7 @@
 #include <tile/warp.cuh>
 #include <timeline.cuh>
 
-constexpr int team = 4, team_rows = 2 * step;              // warps of a team, and their rows
+constexpr int team = 4, team_rows = 2 * step;              // warps per team, rows per team
 constexpr int depth = cdiv(d, step) * step;                // columns of Q and K, padded with zeros
 constexpr int width = cdiv(dv, team* step) * team * step;  // columns of V and O
 constexpr int own_width = width / team;

@@ -2,7 +2,7 @@
 //
 // A block computes a whole Br x Bc tile of S with 16x16x16 matrix instructions instead of dot
 // products. Q, K and V are also tiled along d and rounded to half as slices of Bd columns are
-// loaded, so shared memory no longer depends on d. Accumulators are float, only operands are half.
+// loaded, so shared memory no longer depends on d. Accumulators are float; only operands are half.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   O_sum [batch, heads, M, dv], row_max, row_sum [batch, heads, M]: scratch
@@ -220,7 +220,7 @@ extern "C" __global__ __launch_bounds__(threads) void v3(
           else
             O.row(batch, head, query)[slice + col] = result(sum);
         });
-        if constexpr (causal) __syncthreads();  // before the next load overwrites tile_output's V
+        if constexpr (causal) __syncthreads();  // before V, read by tile_output, is overwritten
       }
     }
   }

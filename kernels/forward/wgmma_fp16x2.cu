@@ -187,7 +187,7 @@ struct Consumer {
   template <class Finish>
   __device__ __forceinline__ void run(Tasks tasks, Finish finish) {
     if (!tasks.advance()) return;
-    if (warpgroup == 0) Turns::arrive(consumers - 1);  // gives itself the first turn
+    if (warpgroup == 0) Turns::arrive(consumers - 1);  // gives warpgroup 0 the first turn
     RowTile task = tasks.task();
     shared.Q_pipeline[warpgroup].wait(queries);
     begin_scores();

@@ -256,7 +256,7 @@ struct Consumer {
     units = scales.at(task.kv_begin, descales);
     if constexpr (in_halves) scales.of_O = units.V;
     shared.bias.own().load(rows, task.kv_begin);
-    if (warpgroup == 0) Turns::arrive(consumers - 1);  // gives itself the first turn
+    if (warpgroup == 0) Turns::arrive(consumers - 1);  // gives warpgroup 0 the first turn
     begin_scores();
     Turns::arrive(warpgroup);
     wgmma_wait_group<0>(flat(S));

@@ -132,7 +132,7 @@ struct Consumer {
   __device__ __forceinline__ void begin(const RowTile& task) {
     float factor[1][2];
     shared.bias.own().load(rows, task.kv_begin);
-    if (warpgroup == 0) Turns::arrive(consumers - 1);  // gives itself the first turn
+    if (warpgroup == 0) Turns::arrive(consumers - 1);  // gives warpgroup 0 the first turn
     begin_scores();
     Turns::arrive(warpgroup);
     wgmma_wait_group<0>(flat(S));

@@ -36,7 +36,7 @@ using Registers = RegisterBudget<consumers, 24>;
 using PackedP = unsigned[Bc / step][4];  // P of a tile of keys as operands of O += P V
 
 constexpr int d_slices = cdiv(d, box_columns);  // slices of Q and K along d
-constexpr int output_tiles = cdiv(dv, 256);     // equally wide tiles of O
+constexpr int output_tiles = cdiv(dv, 256);     // number of tiles of O, of equal width
 constexpr int Wv = step * cdiv(dv, step* output_tiles);
 
 // Returns the number of keys in a slice of V: as many as fit into a stage, but at most `most`.
@@ -245,7 +245,7 @@ __device__ __forceinline__ void add_sums(Fragments<step, Wv>& O, const float4* f
   }
 }
 
-// Returns tile of Q number `index`; under a causal mask the longest tiles of a head come first.
+// Returns the tile of Q with this index; under a causal mask a head's longest tiles come first.
 __device__ __forceinline__ RowTile task_at(int index, const Sizes& sizes, int heads) {
   const int tiles = cdiv(sizes.M, Br);
   const auto [tile, head, batch] = place(index, tiles, heads);

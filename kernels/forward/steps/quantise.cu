@@ -164,7 +164,7 @@ __device__ __forceinline__ void round_rows(const Tile& tile, Tensor<unsigned cha
   });
 }
 
-// Scales and rounds a tile of V in the same way, and transposes it, 16 keys of a column at a time.
+// Scales a tile of V by a power of two, rounds it to e4m3 and transposes it, 16 keys at a time.
 __device__ __forceinline__ void transpose_values(const Tile<Bc, dv, 16, 2>& tile,
                                                  Tensor<unsigned char> to, int batch, int head,
                                                  float factor) {

@@ -1,13 +1,13 @@
 #pragma once
-// Detects cancellation: a row is accurate in spite of a small element of O if its values are large,
-// compared to the errors of the split, and cancel each other.
+// Detects cancellation: although an element of O is small, its row is accurate if the values are
+// large compared to the errors of the split, and only cancel each other.
 //
 // A weight is off by at most 2^-51 of its row's largest weight, which is about 1, and a value by at
 // most 2^-51 of its column's largest value. For n keys with weights that add up to l, O is off by
-// at most 2^-50 n / l of that value. The error bound of float32 has a term 2^-23 * 1.2 sqrt(n)
-// sum(p |v|) / l. If c values of the column are below t, sum(p |v|) is at least t (l - w c), where
-// the largest weight w is at most 2^(1/4), as the maximum is rounded. With t from small_value(), O
-// is off by at most half of that term if c < l / 2.
+// at most 2^-50 n / l of the column's largest value. The error bound of float32 has a term
+// 2^-23 * 1.2 sqrt(n) sum(p |v|) / l. If c values of the column are below t, sum(p |v|) is at least
+// t (l - w c), where the largest weight w is at most 2^(1/4), as the maximum is rounded. With t
+// from small_value(), O is off by at most half of that term if c < l / 2.
 
 #include <attention/score.cuh>
 #include <forward/parts/split_f32/split_pair.cuh>
