@@ -1,10 +1,10 @@
-// columns: one block for each tile of K and V loops over the tiles of Q.
+// columns: each block owns one tile of K and V and loops over the tiles of Q.
 //
-// The forward pass does not store P: any tile of it is exp(S - lse), without a row's maximum or
-// sum. A block sums dK and dV of its keys on chip, over all rows and over all heads that share
-// them, and writes them once. Each of its steps computes only a part of dQ of some rows and adds it
-// to sums in memory, with atomics, since other blocks add to the same rows. The order of additions
-// is not fixed, nor are the last bits of dQ. (Dao, 2023, arXiv:2307.08691, algorithm 2)
+// The forward pass does not store P: any tile of it is recomputed as exp(S - lse), without a row's
+// maximum or sum. A block accumulates dK and dV of its keys on chip, over all rows and all query
+// heads of the group, and writes them once. A tile of Q yields only a part of dQ, which is added to
+// dQ_sum in global memory with atomics, since other blocks add to the same rows. The order of
+// additions varies, and with it the last bits of dQ. (Dao, 2023, arXiv:2307.08691, algorithm 2)
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   lse, delta [batch, heads, M]    dQ_sum [batch, heads, M, d]

@@ -1,12 +1,12 @@
 // mma_columns: `columns` on tensor cores, with asynchronous copies of Q and dO.
 //
-// A block's warps divide each of a step's five products so that they read little shared memory. P
-// and dS pass through it as 16-bit numbers, because other warps read them, and for dV and dK
-// transposed. dK and dV stay in registers. Each step's dQ is added to sums in memory, in the order
-// of the registers, four at a time on sm_90.
+// For each row tile a block computes five products. Its warps divide every product so that they
+// read little shared memory. P and dS pass through shared memory in 16 bits, because other warps
+// read them, transposed for dV and dK. dK and dV stay in registers. dQ of each row tile is added to
+// dQ_sum in global memory, in register order, four floats at a time on sm_90.
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
-//   lse, delta [batch, heads, M]    dQ_sum: the tiles of rows, as red.cuh has them
+//   lse, delta [batch, heads, M]    dQ_sum: row tiles in the layout of red.cuh
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (32 * warps)
 //   the host sets: scalar, result, operand, real, Br, Bc, warps, stages, d, dv, threads,
 //   shared_bytes and options (extent.cuh)
@@ -21,8 +21,8 @@
 #include <tile/own_lane.cuh>
 #include <tile/shared.cuh>
 
-constexpr int depth = cdiv(d, step) * step;   // columns of Q and K, padded with zeros
-constexpr int width = cdiv(dv, step) * step;  // columns of dO and V
+constexpr int depth = cdiv(d, step) * step;   // columns of the Q and K tiles, zero-padded
+constexpr int width = cdiv(dv, step) * step;  // columns of the dO and V tiles
 
 struct Shared {
   operand K[Bc][depth];
@@ -41,14 +41,14 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 static_assert(Br % step == 0 && Bc % step == 0, "tiles are made of whole products");
 static_assert(Scores::whole, "warps divide S evenly");
 
-// How many steps of the products S and dP are unrolled, as far as registers allow: during dP they
-// also hold P, and tiles are largest up to d = 64.
+// Unroll factors of the products S and dP. Registers limit them: they also hold P during dP, and
+// tiles are largest up to d = 64.
 constexpr int S_steps = depth > 64 ? 4 : 2;
 constexpr int dP_steps = depth > 128 || (depth > 64 && !has_mask) ? 4 : 2;
 
 using Walk = RowTileLoads<Br, Bc, d, dv, threads>;
 
-// Adds dS K to the sums of dQ of a tile of rows, one slice of columns after the other.
+// Adds dS K of a row tile to dQ_sum in global memory, one slice of columns at a time.
 constexpr int query_slices = depth > 128 ? 2 : 1;
 using Queries = QueryPartition<Br, depth, warps, query_slices>;
 
@@ -68,9 +68,9 @@ __device__ __forceinline__ void add_dQ(Shared& shared, float* dQ_sum, long long 
   }
 }
 
-// Computes P and dS of one tile of rows, then dV += P^T dO and dK += dS^T Q. Q and dO have arrived
-// when it begins, and copies of the next tile are under way when it ends. Unless the tile is
-// `masked`, every row sees every key.
+// Processes one row tile: computes P and dS, then dV += P^T dO and dK += dS^T Q. On entry Q and dO
+// have arrived; on return copies of the next tile are in flight. If `masked` is false, every row
+// must see every key.
 template <bool masked>
 __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const TilePair<Br, Bc>& pair,
                                           KeyPart::Sums& dK, ValuePart::Sums& dV, int turn,
@@ -82,10 +82,10 @@ __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const Tile
   {
     const Scores own;
     const int lane = own_lane();
-    const int lane_of_P = windowed && depth > 64 ? own_lane() : lane;  // registers are few there
+    const int lane_of_P = windowed && depth > 64 ? own_lane() : lane;  // reread to save registers
     Scores::Sums S = {}, PS, dP = {};
     multiply_transposed<S_steps>(S, shared.Q[stage], shared.K, own, lane);
-    // The addresses of the next tile are computed while these products go on.
+    // Address arithmetic for the next tile overlaps with these tensor-core products.
     if (more) walk.load_stats(next);
     if (stages == 2 && more) walk.begin_copies(shared, 1 - stage);
     cp_async_commit_group();

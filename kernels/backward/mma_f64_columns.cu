@@ -1,13 +1,14 @@
 // mma_f64_columns: `mma_columns` for float64, on tensor cores.
 //
-// Sums of doubles take twice the registers and tiles four times the shared memory, so that a tile
-// has few rows: above d = 64 there are more warps than squares of 16 x 16 scores. Then two or four
-// warps share a square: one half of them computes S, the other dP, and with four, each takes half
-// of the depth. The first warp gets the sums of the others and computes P and dS. Each step's dQ is
-// added to sums in memory, in the order of the registers.
+// Double accumulators take twice the registers of float ones, and double tiles four times the
+// shared memory of 16-bit ones, so tiles have few rows. Above d = 64 there are more warps than
+// squares of 16 x 16 scores, and two or four warps share a square: one half of them computes S, the
+// other dP, and of four warps, each sums over half of the depth. The first warp adds up the sums
+// and computes P and dS. dQ of each row tile is added to dQ_sum in global memory, in register
+// order.
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
-//   lse, delta [batch, heads, M]    dQ_sum: the tiles of rows, as red.cuh has them
+//   lse, delta [batch, heads, M]    dQ_sum: row tiles in the layout of red.cuh
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (32 * warps)
 //   the host sets: scalar, result, operand, real, Br, Bc, warps, sharing, stages, d, dv, threads,
 //   shared_bytes and options (extent.cuh)
@@ -24,10 +25,10 @@
 #include <tile/shared.cuh>
 #include <timeline.cuh>
 
-constexpr int depth = cdiv(d, step) * step;   // columns of Q and K, padded with zeros
-constexpr int width = cdiv(dv, step) * step;  // columns of dO and V
+constexpr int depth = cdiv(d, step) * step;   // columns of the Q and K tiles, zero-padded
+constexpr int width = cdiv(dv, step) * step;  // columns of the dO and V tiles
 
-// The scores that a warp computes; it is number `role` of the warps that share them.
+// The scores that a warp computes; `role` is its rank among the warps that share them.
 struct Scores : WarpPartition<Br, Bc, warps / sharing> {
   int role;
 
@@ -39,7 +40,7 @@ struct Scores : WarpPartition<Br, Bc, warps / sharing> {
   }
 };
 
-// Sums of S and dP of the other warps, in the order of their registers.
+// Partial sums of S and dP from the other warps, in register order.
 template <int others>
 struct Exchange {
   operand parts[others][Scores::fours * 4][warps / sharing * warp_size];
@@ -51,7 +52,7 @@ struct Exchange {
       parts[role - 1][i][threadIdx.x % (warps / sharing * warp_size)] =
           part[i / 4 / blocks][i / 4 % blocks][i % 4];
   }
-  // Adds the sums of the warp with this role.
+  // Adds the partial sums of the warp with this role.
   __device__ __forceinline__ void add(Scores::Sums& sum, int role) const {
     constexpr int blocks = Scores::cols / 8;
 #pragma unroll
@@ -86,7 +87,7 @@ static_assert(sizeof(operand) == 8, "these tensor-core products take float64");
 
 using Walk = RowTileLoads<Br, Bc, d, dv, threads>;
 
-// Adds dS K to the sums of dQ of a tile of rows, one slice of columns after the other.
+// Adds dS K of a row tile to dQ_sum in global memory, one slice of columns at a time.
 constexpr int query_slices = depth > 128 ? 2 : 1;
 using Queries = QueryPartition<Br, depth, warps, query_slices>;
 
@@ -106,7 +107,7 @@ __device__ __forceinline__ void add_dQ(Shared& shared, real* dQ_sum, long long t
   }
 }
 
-// Computes the warp's part of S or dP, over all of the depth, or half of it if four warps share it.
+// Computes the warp's part of S or dP, over only half of the depth if four warps share a square.
 template <int length>
 __device__ __forceinline__ void multiply_part(Scores::Sums& part, operand (&A)[Br][length],
                                               operand (&B)[Bc][length], const Scores& own) {
@@ -115,7 +116,7 @@ __device__ __forceinline__ void multiply_part(Scores::Sums& part, operand (&A)[B
   multiply_rows(part, A, B, own, own_lane(), first, min(first + half, steps));
 }
 
-// Computes S and dP; the first of the warps that share them gets the sums.
+// Computes S and dP. Among warps that share them, only the warp with role 0 gets the sums.
 __device__ __forceinline__ void multiply_scores(Shared& shared, int stage, const Scores& own,
                                                 Scores::Sums& S, Scores::Sums& dP) {
   if constexpr (sharing == 1) {
@@ -127,7 +128,7 @@ __device__ __forceinline__ void multiply_scores(Shared& shared, int stage, const
     else
       multiply_part(S, shared.dO[stage], shared.V, own);
     if (own.role > 0) shared.give(S, own.role);
-    __syncthreads();  // S and dP are written
+    __syncthreads();  // partial sums are written
     if (own.role > 0) return;
     if (sharing == 4) shared.add(S, 2);
     shared.add(dP, 1);
@@ -135,9 +136,9 @@ __device__ __forceinline__ void multiply_scores(Shared& shared, int stage, const
   }
 }
 
-// Computes P and dS of one tile of rows, then dV += P^T dO and dK += dS^T Q. Q and dO have arrived
-// when it begins, and copies of the next tile are under way when it ends. Unless the tile is
-// `masked`, every row sees every key.
+// Processes one row tile: computes P and dS, then dV += P^T dO and dK += dS^T Q. On entry Q and dO
+// have arrived; on return copies of the next tile are in flight. If `masked` is false, every row
+// must see every key.
 template <bool masked>
 __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const TilePair<Br, Bc>& pair,
                                           KeyPart::Sums& dK, ValuePart::Sums& dV, int turn,
@@ -172,7 +173,7 @@ __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const Tile
   }
 }
 
-// Stores a warp's part of dK or dV, or computes it again if it is not finite.
+// Stores the warp's part of dK or dV, or recomputes it if it is not finite.
 template <bool of_V, class Own, class Repair>
 __device__ __forceinline__ void store_or_repair(const typename Own::Sums& sums,
                                                 Tensor<result> gradient, const Own& own,

@@ -1,12 +1,13 @@
 // mma_fp16x2_two_pass_columns: `mma_two_pass_columns` with float32 accuracy. Each operand is split
 // into two float16 numbers (split_pair.cuh).
 //
-// A warp owns 16 keys. Scores are transposed, S^T = K Q^T, so that P^T and dS^T are operands of dV
-// += P^T dO and dK += dS^T Q in the registers where they are computed. They are multiplied by the
-// powers of two that scale rows of dO and Q; then each key of a tile gets another one.
+// A warp owns 16 keys. Scores are computed transposed, S^T = K Q^T, so that P^T and dS^T stay in
+// registers as operands of dV += P^T dO and dK += dS^T Q. They are multiplied by the powers of two
+// that scale rows of dO and Q, and then by another power of two for each key and tile.
 //
-// Where several warps share 16 keys, each takes some rows of every tile, and their sums are added
-// at the end. Where dK and dV of 16 keys do not fit into registers, another kernel computes them.
+// If several warps share 16 keys, each processes some rows of every tile, and their accumulators
+// are added up at the end. If dK and dV of 16 keys do not fit into registers,
+// `mma_fp16x2_two_pass_columns_wide` computes them.
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   Q_high …, scale2, flags: see split_operands.cu    dO_high …, dO_units: see split_gradient.cu
@@ -26,17 +27,17 @@
 #include <tile/shared.cuh>
 #include <tile/warp.cuh>
 
-constexpr int depth = cdiv(d, step) * step;   // columns of Q and K, padded with zeros
-constexpr int width = cdiv(dv, step) * step;  // columns of dO and V
-constexpr int sharing = warps * step / Bc;    // warps that share keys
-constexpr int own_rows = Br / sharing;        // rows of a tile for each warp
-// Whether fragments of S and dP are loaded ahead, which is 3 % faster. For sm_80 ptxas has no
-// registers left for that above d + dv = 128, and spills in the loop.
+constexpr int depth = cdiv(d, step) * step;   // columns of the Q and K tiles, zero-padded
+constexpr int width = cdiv(dv, step) * step;  // columns of the dO and V tiles
+constexpr int sharing = warps * step / Bc;    // warps that share 16 keys
+constexpr int own_rows = Br / sharing;        // rows of a tile per warp
+// Whether fragments of S and dP are prefetched, which is 3 % faster. On sm_80, above d + dv = 128,
+// ptxas lacks the registers for it and spills in the loop.
 constexpr bool looks_ahead =
     depth % 64 == 0 && width % 64 == 0 && (on_hopper || depth + width <= 128);
-constexpr int at_once = looks_ahead ? 4 : depth > 64 ? 1 : 2;  // steps that are unrolled
+constexpr int at_once = looks_ahead ? 4 : depth > 64 ? 1 : 2;  // unroll factor of the products
 
-struct Shared {  // high halves, then low ones
+struct Shared {  // index 0: high halves, index 1: low halves
   operand K[2][Bc][depth];
   operand V[2][Bc][width];
   operand Q[stages][2][Br][depth];
@@ -54,7 +55,7 @@ using Weights = float[1][own_rows / 8][4];
 template <int columns>
 using Sums = float[1][columns / 8][4];
 
-// The first key and row of each tile that a warp owns.
+// A warp's first key, and its first row in each row tile.
 struct Own {
   int key, row, lane;
 
@@ -77,7 +78,7 @@ __device__ __forceinline__ void multiply_keys(operand (&keys)[2][Bc][columns],
   multiply_scores<at_once>(keys, rows, products, own.key, own.lane, own.row);
 }
 
-// Adds the product of a tile's weights, P^T or dS^T, and the warp's rows of B to `sums`.
+// Adds weights * B to `sums`, with weights P^T or dS^T of a tile and the warp's rows of B.
 template <int columns>
 __device__ __forceinline__ void add_product(Sums<columns>& sums, Weights& weights,
                                             Largest<1>& largest, operand (&B)[2][Br][columns]) {
@@ -87,10 +88,10 @@ __device__ __forceinline__ void add_product(Sums<columns>& sums, Weights& weight
   multiply_output<true>(B, weights, sums, factor, own.lane, own.row);
 }
 
-// Computes P^T and dS^T of one tile of rows, then dV += P^T dO and dK += dS^T Q. With two stages Q
-// and dO have arrived when it begins, and the next ones when it ends. With one stage only Q has
-// arrived, and each of Q and dO is replaced while the other one is read. Unless the tile is
-// `masked`, every row sees every key.
+// Processes one row tile: computes P^T and dS^T, then dK += dS^T Q and dV += P^T dO. With two
+// stages, Q and dO have arrived on entry, and the next Q and dO on return. With one stage only Q
+// has arrived, and each of Q and dO is replaced while the other one is read. If `masked` is false,
+// every row must see every key.
 template <bool masked>
 __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const TilePair<Br, Bc>& pair,
                                           Sums<depth>& dK, Sums<width>& dV,
@@ -128,15 +129,15 @@ __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const Tile
   multiply_units<&SplitStats::dO_unit>(P, stats, Own().scores());
   add_product(dV, P, largest[1], shared.dO[stage]);
   if (more) next.store(shared.stats[1 - turn]);
-  meet();  // the next tile has arrived; with one stage only its Q
+  meet();  // the next tile has arrived (with one stage, only its Q)
   if (stages == 1) {
     if (more) walk.begin_dO(shared.dO[0]);
     cp_async_commit_group();
   }
 }
 
-// Combines the sums and maxima of warps that share keys into those of the first one, in a fixed
-// order. The other warps' sums pass through the tile of keys, which is no longer read.
+// Adds up the accumulators and combines the maxima of warps that share keys, in a fixed order, in
+// the first warp. The others pass theirs through the tile of K or V, which is no longer read.
 template <int columns>
 __device__ __forceinline__ void join_sums(operand (&tile)[2][Bc][columns],
                                           float (&maxima)[sharing][Bc], Sums<columns>& sums,

@@ -1,6 +1,6 @@
 // mma_fp16x2_two_pass_columns_wide: `mma_fp16x2_two_pass_columns` where dK and dV of 16 keys do not
-// fit into the registers of a warp. Teams of four warps own 32 keys (team_gradients.cuh): each warp
-// computes some of P^T and dS^T, and adds some columns of dV += P^T dO and dK += dS^T Q.
+// fit into a warp's registers. A team of four warps owns 32 keys (team_gradients.cuh): each warp
+// computes a part of P^T and dS^T and accumulates some columns of dV and dK.
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   Q_high …, scale2, flags: see split_operands.cu    dO_high …, dO_units: see split_gradient.cu
@@ -15,19 +15,19 @@
 #include <backward/parts/split_f32/team_gradients.cuh>
 #include <tile/shared.cuh>
 
-constexpr int depth = cdiv(d, step) * step;   // columns of Q and K, padded with zeros
-constexpr int width = cdiv(dv, step) * step;  // columns of dO and V
+constexpr int depth = cdiv(d, step) * step;   // columns of the Q and K tiles, zero-padded
+constexpr int width = cdiv(dv, step) * step;  // columns of the dO and V tiles
 constexpr int ahead_of_K = depth % 64 == 0 ? 4 : 1, ahead_of_V = width % 64 == 0 ? 4 : 1;
-constexpr int givens = Br == step ? 1 : 2;  // tiles have 16 rows where shared memory is short
+constexpr int givens = Br == step ? 1 : 2;  // 16-row tiles have one buffer for dS and P
 using Given = TeamWeights<Bc, Br>;
 
-struct Shared {  // high halves, then low ones
+struct Shared {  // index 0: high halves, index 1: low halves
   operand K[2][Bc][depth];
   operand V[2][Bc][width];
   operand Q[2][Br][depth];
   operand dO[2][Br][width];
   SplitStats stats[2][Br];
-  Given given[givens];  // dS and P at once, or one after the other
+  Given given[givens];  // for dS and P, or one that both use in turn
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(warps == Bc / team_rows * team, "four warps own 32 keys");
@@ -35,9 +35,9 @@ static_assert(warps == Bc / team_rows * team, "four warps own 32 keys");
 using Loads = SplitStatsLoads<threads, Br>;
 using Walk = SplitRowIterator<threads, Br, Bc, depth, width>;
 
-// Computes P^T and dS^T of one tile of rows, then dK += dS^T Q and dV += P^T dO. Q has arrived when
-// it begins. Each of Q and dO is replaced while the other one is read. Unless the tile is `masked`,
-// every row sees every key.
+// Processes one row tile: computes P^T and dS^T, then dK += dS^T Q and dV += P^T dO. On entry Q has
+// arrived. Each of Q and dO is replaced while the other one is read. If `masked` is false, every
+// row must see every key.
 template <bool masked>
 __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const TilePair<Br, Bc>& pair,
                                           TeamSums<depth>& dK, TeamSums<width>& dV,
@@ -83,7 +83,7 @@ __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const Tile
   cp_async_commit_group();
 }
 
-// Stores the warp's columns of dK, or of dV, and the flags of keys, like SplitKeys::store().
+// Stores the warp's columns of dK or dV, and the flags of keys, like SplitKeys::store().
 template <bool of_V, int columns>
 __device__ __forceinline__ void store_keys(Shared& shared, const TeamSums<columns>& sums,
                                            const Largest<1>& largest,

@@ -1,6 +1,6 @@
-// mma_fp16x2_two_pass_rows: dQ of `mma_fp16x2_two_pass`; one block for each tile of Q loops over
-// the tiles of K and V. It is `mma_fp16x2` with dO V^T beside Q K^T, and dS in place of P: each row
-// of dS is scaled by a power of two in each tile.
+// mma_fp16x2_two_pass_rows: computes dQ of `mma_fp16x2_two_pass`. A block owns one tile of Q and
+// loops over the tiles of K and V. Like `mma_fp16x2`, but it also computes dO V^T and multiplies K
+// by dS instead of V by P. In each tile every row of dS is scaled by a power of two.
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   Q_high …, scale2, flags: see split_operands.cu    dO_high …, dO_units: see split_gradient.cu
@@ -18,14 +18,14 @@
 #include <tile/shared.cuh>
 #include <tile/warp.cuh>
 
-constexpr int depth = cdiv(d, step) * step;   // columns of Q and K, padded with zeros
-constexpr int width = cdiv(dv, step) * step;  // columns of dO and V
-// Whether fragments of S and dP are loaded ahead, which is 8 % faster at d = 128. With 32 rows per
-// warp at d = 64 that makes ptxas spill, and is 3 % slower.
+constexpr int depth = cdiv(d, step) * step;   // columns of the Q and K tiles, zero-padded
+constexpr int width = cdiv(dv, step) * step;  // columns of the dO and V tiles
+// Whether fragments of S and dP are prefetched, which is 8 % faster at d = 128. With 32 rows per
+// warp at d = 64, prefetching makes ptxas spill and is 3 % slower.
 constexpr bool looks_ahead = depth % 64 == 0 && width % 64 == 0 && Wr == step;
-constexpr int at_once = looks_ahead ? 4 : depth > 64 ? 1 : 2;  // steps that are unrolled
+constexpr int at_once = looks_ahead ? 4 : depth > 64 ? 1 : 2;  // unroll factor of the products
 
-struct Shared {  // high halves, then low ones
+struct Shared {  // index 0: high halves, index 1: low halves
   operand Q[2][Br][depth];
   operand dO[2][Br][width];
   operand K[stages][2][Bc][depth];
@@ -39,8 +39,7 @@ static_assert(Wr % step == 0 && Bc % step == 0, "tiles are made of whole product
 using Weights = float[Wr / step][Bc / 8][4];
 using Queries = float[Wr / step][depth / 8][4];
 
-// The keys and values of a head. The addresses of heads are recomputed for each copy: registers do
-// not keep them.
+// K and V of one head. Head addresses are recomputed for each copy rather than kept in registers.
 struct Keys {
   Tensor<const operand> K_high, K_low, V_high, V_low;
   int batch, head, N;
@@ -55,9 +54,9 @@ struct Keys {
   }
 };
 
-// Computes P, dS and dQ += dS K of one tile of keys. With two stages K and V have arrived when it
-// begins, and the next ones when it ends. With one stage only V has arrived, and each of K and V is
-// replaced while the other one is read. Unless the tile is `masked`, every row sees every key.
+// Processes one key tile: computes P and dS, then dQ += dS K. With two stages, K and V have arrived
+// on entry, and the next K and V on return. With one stage only V has arrived, and each of K and V
+// is replaced while the other one is read. If `masked` is false, every row must see every key.
 template <bool masked>
 __device__ __forceinline__ void step_along(Shared& shared, const Keys& keys,
                                            const TilePair<Br, Bc>& pair, const RowTile& rows,
@@ -100,7 +99,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_row
   Shared& shared = shared_memory<Shared>();
   const auto [tile, head, batch] = place_of_rows<Br>(blockIdx.x, sizes, mods, heads);
   const Extent extent = extent_of(sizes, mods, batch, head);
-  // The longest rows of a causal mask come first.
+  // Reversed order: under a causal mask the longest row tiles start first.
   const int first_row = (cdiv(extent.M, Br) - 1 - tile) * Br;
   if (!extent.has_tile_of_rows(first_row)) return;
   const Scorer<float> scorer = {scale, mods};
@@ -138,7 +137,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_row
       step_along<true>(shared, keys, pair, rows, buffer, sums, largest, scorer, own_row, lane);
     buffer = stages - 1 - buffer;
   }
-  cp_async_wait_group<0>();  // the copies of a tile whose rows see no key
+  cp_async_wait_group<0>();  // if no row sees a key, the first copies are still in flight
   const int* exponents = K_exponents + ((long long)batch * (heads / group) + kv_head) * d;
   store_dQ<d>(sums, largest, exponents, scale, dQ, flags, batch, head, first_row + own_row,
               extent.M, lane);

@@ -1,7 +1,7 @@
-// mma_slices_backward_columns: dV = P^T dO and dK = dS^T Q of a round, as plain products.
+// mma_slices_backward_columns: computes dV = P^T dO and dK = dS^T Q of a round, as plain products.
 //
-// A block owns a tile of dV or dK and loops over the rows that see its keys, of all heads that
-// share them, in slices of Bd rows.
+// A block owns a tile of dV or dK and loops over the rows that see its keys, in all query heads of
+// the group, in slices of Bd rows.
 //
 //   Q, dO [batch, heads, M, d | dv]    dK, dV [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   P, dS: [heads of the round, M, stride], see gradient_slices.cuh
@@ -36,7 +36,7 @@ struct Slice {
   operand right[Bd][tile_width<cols>];
 };
 
-// Iterates over slices of rows, one head after the other.
+// Iterates over row slices, one head after the other.
 struct RowWalk {
   int local_head, row, start, end, left;
 
@@ -69,8 +69,8 @@ struct Source {
   }
 };
 
-// Computes the warp's keys of a gradient from only the rows that see each key: an infinity or NaN
-// of another row, times a weight of 0, would be NaN.
+// Recomputes the warp's keys of a gradient from only the rows that see each key, because 0 times an
+// infinity or NaN of another row is NaN.
 template <int cols>
 __device__ void repair(Tensor<result> gradient, const operand* left, Tensor<const operand> right,
                        Tensor<const real> lse, const Extent& extent, const Round& round, int heads,

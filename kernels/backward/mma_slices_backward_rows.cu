@@ -1,11 +1,11 @@
-// mma_slices_backward_rows: dQ = dS K of a round, as a plain product.
+// mma_slices_backward_rows: computes dQ = dS K of a round, as a plain product.
 //
 // A block owns a tile of dQ and loops over the keys that its rows see, in slices of Bd keys. If a
-// round does not hold all of them, the sums wait in memory for the next round.
+// round does not cover all keys, the accumulators are kept in global memory for the next round.
 //
 //   K [batch, kv_heads, N, d]    dQ [batch, heads, M, d]    lse [batch, heads, M]
 //   dS: [heads of the round, M, stride], see gradient_slices.cuh
-//   dQ_sum: scratch, a float for each element of a block's tile, if there are rounds of keys
+//   dQ_sum: scratch, one float per element of a block's tile, if keys take several rounds
 //   grid (tiles of d * cdiv(M, Br) * heads of the round)    block (32 * Br * Bc / (Wr * Wc))
 //   the host sets: scalar, result, operand, real, Br, Bc, Wr, Wc, Bd, stages, room, d, dv, threads,
 //   shared_bytes and options (extent.cuh)
@@ -22,7 +22,7 @@ using Own = Tiles::Own;
 
 constexpr int own_cols = Tiles::own_width<d>;
 constexpr int tile_cols = Tiles::tile_width<d>;
-constexpr int fragments = Wr / step * (own_cols / 8);  // of a thread's dQ, 4 floats each
+constexpr int fragments = Wr / step * (own_cols / 8);  // 4-float fragments of dQ per thread
 using Sums = float[Wr / step][own_cols / 8][4];
 
 struct Shared {
@@ -53,15 +53,15 @@ struct Source {
   }
 };
 
-// Returns where a block keeps its sums of dQ for the next round, in the order of registers.
+// Returns where a thread keeps its dQ accumulators for the next round, in register order.
 __device__ __forceinline__ float4* saved(float* dQ_sum) {
   const long long place = (long long)opaque(int(blockIdx.x)) * (fragments * threads);
   return reinterpret_cast<float4*>(dQ_sum) + place + threadIdx.x;
 }
 
-// Sums the thread's elements of a round again, over only the keys that each row sees: an infinity
-// or NaN of a masked key, times a weight of 0, would be NaN. The sums are in memory, because a loop
-// over registers would have to be unrolled.
+// Recomputes the thread's elements of a round from only the keys that each row sees, because 0
+// times an infinity or NaN of a masked key is NaN. The sums are in memory, because a loop over
+// registers would have to be unrolled.
 __device__ void repair(float* dQ_sum, Tensor<result> dQ, const Head& dS, Tensor<const operand> K,
                        Tensor<const real> lse, const Extent& extent, const Round& round, int batch,
                        int head, int kv_head, int first_row, int first_col, float scale) {
@@ -99,7 +99,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_row
   const int head = (first_head + local_head) % heads, batch = (first_head + local_head) / heads;
   const Extent extent = extent_of(sizes, mods, batch, head);
   const int M = extent.M, N = extent.N;
-  const int first_row = (cdiv(M, Br) - 1 - row_tile) * Br;  // longest rows of a causal mask first
+  const int first_row = (cdiv(M, Br) - 1 - row_tile) * Br;  // longest causal rows first
   const int last_row = min(first_row + Br, M) - 1, col = tile * tile_cols;
   const int kv_begin = extent.kv_begin(first_row);
   const int kv_end = extent.kv_end(last_row);

@@ -1,8 +1,8 @@
-// mma_slices_backward_scores: writes P and dS of a round of heads to memory, in 16 bits.
+// mma_slices_backward_scores: computes P and dS for a round of heads and writes them in 16 bits.
 //
-// S = Q K^T is summed over slices of d, and P is parked in shared memory in float32; then dP = dO
-// V^T is summed over slices of dv in the same registers. Tiles without a visible pair are neither
-// written nor read.
+// S = Q K^T is accumulated over slices of d, and P is parked in shared memory in float32. Then dP =
+// dO V^T is accumulated over slices of dv in the same registers. Tiles without a visible pair are
+// neither written here nor read later.
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   lse, delta [batch, heads, M]    P, dS: [heads of the round, M, stride], see gradient_slices.cuh
@@ -23,12 +23,12 @@ using Tiles = Slices<threads, Br, Bc, Wr, Wc, Bd, stages>;
 using Stage = Tiles::Stage;
 using Own = Tiles::Own;
 
-constexpr int pairs_of_sums = Wr / 8 * (Wc / 8);  // of a thread
-constexpr int slices = cdiv(d, Bd);               // of Q and K, before those of dO and V
+constexpr int pairs_of_sums = Wr / 8 * (Wc / 8);  // pairs of accumulators per thread
+constexpr int slices = cdiv(d, Bd);               // slices of Q and K; those of dO and V follow
 
 struct Shared {
   Stage ring[stages];
-  float2 PS[pairs_of_sums][threads];  // P times the slope of the modification
+  float2 PS[pairs_of_sums][threads];  // P times the slope of the modified score
   RowStats stats[Br];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
@@ -45,7 +45,7 @@ struct Source {
   template <int cols>
   __device__ __forceinline__ void copy(Slice& to, Tensor<const operand> of_rows,
                                        Tensor<const operand> of_keys, int col) const {
-    const int b = opaque(batch);  // addresses of heads are recomputed to save registers
+    const int b = opaque(batch);  // head addresses are recomputed to save registers
     copy_tile<threads, Bd, cols % Bd == 0>(to.rows, Head(of_rows, b, head, M), first_row, col,
                                            cols - col);
     copy_tile<threads, Bd, cols % Bd == 0>(to.keys, Head(of_keys, b, kv_head, N), first_key, col,
@@ -73,12 +73,12 @@ __device__ __forceinline__ void multiply_slices(Ring<Source, Stage, stages>& rin
   }
 }
 
-// The range of a tile's keys that a row sees.
+// The range of keys in a tile that a row sees.
 struct RowMask {
   int first, end;  // relative to the tile's first key
 
   __device__ __forceinline__ RowMask(const TilePair<Br, Bc>& pair, int row) {
-    const int key = opaque(pair.first_key);  // so that the mask takes no registers earlier
+    const int key = opaque(pair.first_key);  // delays the mask arithmetic, which needs registers
     first = pair.extent.kv_begin(pair.first_row + row) - key;
     end = pair.extent.kv_end(pair.first_row + row) - key;
   }
@@ -97,8 +97,9 @@ __device__ __forceinline__ void drop(Sums& P, Shared& shared, const Own& own, co
                   });
 }
 
-// Replaces S by P = 2^(S * scale2 - lse2), and parks PS, P times the slope of the modified score.
-// masked: a key may be hidden, or a row's lse is huge: lse2 is NaN, lse_of(row) is lse.
+// Replaces S by P = 2^(S * scale2 - lse2) and parks PS, P times the slope of the modified score.
+// masked: pairs may be hidden, or a row's lse may be huge; then lse2 is NaN, and lse_of(row) is
+// used.
 template <bool masked, class LseOf>
 __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& own,
                                           const TilePair<Br, Bc>& pair, const Scorer<float>& scorer,
@@ -119,7 +120,7 @@ __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& ow
       const Index at_row = pair.row(row);
       const auto at_key = pair.key<masked>(key, more);
       const auto [score, slope] = scorer.with_slope<caps_tiles>(x, pair.extent, at_row, at_key);
-      // Without expressions the scale and log2e are one factor.
+      // Without expressions, the scale and log2e are combined into one factor.
       const float exponent = has_expressions ? score * log2e : x * (scorer.scale * log2e);
       x = exp2f(is_huge ? log_weight(score, lse) * log2e : exponent - lse2);
       if ((masked && !mask.reaches(key + more)) || pair.hides<masked>(row, key, more)) x = 0;
@@ -130,7 +131,7 @@ __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& ow
   drop(S, shared, own, pair, lane);
 }
 
-// Replaces dP by dS = PS * (dP - delta), without the scale.
+// Replaces dP by the unscaled dS = PS * (dP - delta).
 template <bool masked>
 __device__ __forceinline__ void compute_dS(Sums& dP, const Shared& shared, const Own& own,
                                            const TilePair<Br, Bc>& pair, int lane) {
@@ -151,7 +152,7 @@ __device__ __forceinline__ void compute_dS(Sums& dP, const Shared& shared, const
   }
 }
 
-// Writes a warp's part of P or dS to the tile at `to`: rows that exist, eight columns at once.
+// Writes the warp's part of P or dS to the tile at `to`, but no rows past the end.
 __device__ __forceinline__ void write_tile(operand* to, int stride, const Sums& part,
                                            const Own& own, int rows, int cols, int lane) {
   const timeline::Phase phase(timeline::epilogue);

@@ -1,7 +1,7 @@
-// mma_two_pass_columns: `mma_columns` without dQ, which another pass sums.
+// mma_two_pass_columns: `mma_columns` without dQ, which another pass computes.
 //
-// The sums of dK and dV stay on chip from the first row to the last, so nothing is added to memory,
-// and every sum has a fixed order.
+// dK and dV are accumulated on chip over all rows, without atomics. The order of additions is
+// fixed, so every run returns the same bits.
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   lse, delta [batch, heads, M]
@@ -17,8 +17,8 @@
 #include <tile/own_lane.cuh>
 #include <tile/shared.cuh>
 
-constexpr int depth = cdiv(d, step) * step;   // columns of Q and K, padded with zeros
-constexpr int width = cdiv(dv, step) * step;  // columns of dO and V
+constexpr int depth = cdiv(d, step) * step;   // columns of the Q and K tiles, zero-padded
+constexpr int width = cdiv(dv, step) * step;  // columns of the dO and V tiles
 
 struct Shared {
   operand K[Bc][depth];
@@ -37,16 +37,16 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 static_assert(Br % step == 0 && Bc % step == 0, "tiles are made of whole products");
 static_assert(Scores::whole, "warps divide S evenly");
 
-// How many steps of the products S and dP are unrolled, as far as registers allow: during dP they
-// also hold P, and tiles are largest up to d = 64.
+// Unroll factors of the products S and dP. Registers limit them: they also hold P during dP, and
+// tiles are largest up to d = 64.
 constexpr int S_steps = depth > 64 ? 4 : 2;
 constexpr int dP_steps = depth > 128 || (depth > 64 && !has_mask) ? 4 : 2;
 
 using Walk = RowTileLoads<Br, Bc, d, dv, threads>;
 
-// Computes P and dS of one tile of rows, then dV += P^T dO and dK += dS^T Q. Q and dO have arrived
-// when it begins, and copies of the next tile are under way when it ends. Unless the tile is
-// `masked`, every row sees every key.
+// Processes one row tile: computes P and dS, then dV += P^T dO and dK += dS^T Q. On entry Q and dO
+// have arrived; on return copies of the next tile are in flight. If `masked` is false, every row
+// must see every key.
 template <bool masked>
 __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const TilePair<Br, Bc>& pair,
                                           KeyPart::Sums& dK, ValuePart::Sums& dV, int turn,
@@ -58,10 +58,10 @@ __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const Tile
   {
     const Scores own;
     const int lane = own_lane();
-    const int lane_of_P = windowed && depth > 64 ? own_lane() : lane;  // registers are few there
+    const int lane_of_P = windowed && depth > 64 ? own_lane() : lane;  // reread to save registers
     Scores::Sums S = {}, PS, dP = {};
     multiply_transposed<S_steps>(S, shared.Q[stage], shared.K, own, lane);
-    // The addresses of the next tile are computed while these products go on.
+    // Address arithmetic for the next tile overlaps with these tensor-core products.
     if (more) walk.load_stats(next);
     if (stages == 2 && more) walk.begin_copies(shared, 1 - stage);
     cp_async_commit_group();

@@ -1,8 +1,9 @@
-// mma_two_pass_rows: dQ; one block for each tile of Q loops over the tiles of K and V.
+// mma_two_pass_rows: computes dQ. Each block owns one tile of Q and loops over the tiles of K and
+// V.
 //
-// As in the forward pass a warp owns its rows from start to end: dS of 16 keys is an operand of dQ
-// += dS K in the registers where S and dO V^T were summed, and no scores pass through shared
-// memory.
+// As in the forward pass, a warp owns its rows throughout. S and dO V^T are accumulated in
+// registers, and the resulting dS stays there as an operand of dQ += dS K, so that no scores pass
+// through shared memory.
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   lse, delta [batch, heads, M]
@@ -20,8 +21,8 @@
 #include <tile/shared.cuh>
 #include <timeline.cuh>
 
-constexpr int depth = cdiv(d, step) * step;   // columns of Q and K, padded with zeros
-constexpr int width = cdiv(dv, step) * step;  // columns of dO and V
+constexpr int depth = cdiv(d, step) * step;   // columns of the Q and K tiles, zero-padded
+constexpr int width = cdiv(dv, step) * step;  // columns of the dO and V tiles
 
 struct Shared {
   operand Q[Br][depth];
@@ -37,7 +38,7 @@ static_assert(Wr % step == 0 && Bc % step == 0, "tiles are made of whole product
 using Scores = float[Wr / step][Bc / 8][4];      // a warp's rows of S, P or dS
 using Queries = float[Wr / step][depth / 8][4];  // a warp's rows of dQ
 
-// A warp's rows, with all keys of a tile.
+// A warp's rows; each warp computes the scores of all keys in a tile.
 struct OwnRows {
   static constexpr int col = 0;
   int row;
@@ -66,8 +67,7 @@ __device__ __forceinline__ void multiply_keys(const Scores& dS, operand (&K)[Bc]
   }
 }
 
-// The keys and values of a head. The addresses of heads are recomputed for each copy: registers do
-// not keep them.
+// K and V of one head. Head addresses are recomputed for each copy rather than kept in registers.
 struct Keys {
   Tensor<const operand> K, V;
   int batch, head, N;
@@ -78,8 +78,8 @@ struct Keys {
   }
 };
 
-// Computes P, dS and dQ += dS K of one tile of keys. K and V have arrived when it begins, and the
-// next ones when it ends. Unless the tile is `masked`, every row sees every key.
+// Processes one key tile: computes P and dS, then dQ += dS K. On entry K and V have arrived, and on
+// return the next K and V. If `masked` is false, every row must see every key.
 template <bool masked>
 __device__ __forceinline__ void step_along(Shared& shared, const Keys& keys,
                                            const TilePair<Br, Bc>& pair, const RowTile& rows,
@@ -111,7 +111,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_rows(
   Shared& shared = shared_memory<Shared>();
   const auto [tile, head, batch] = place_of_rows<Br>(blockIdx.x, sizes, mods, heads);
   const Extent extent = extent_of(sizes, mods, batch, head);
-  // The longest rows of a causal mask come first.
+  // Reversed order: under a causal mask the longest row tiles start first.
   const int first_row = (cdiv(extent.M, Br) - 1 - tile) * Br;
   if (!extent.has_tile_of_rows(first_row)) return;
   const Scorer<float> scorer = {scale, mods};

@@ -1,8 +1,8 @@
-// rows: one block for each tile of Q loops over the tiles of K and V.
+// rows: each block owns one tile of Q and loops over the tiles of K and V.
 //
-// The mirror image of `columns`: dQ of a block's rows is summed on chip and written once, and each
-// step's parts of dK and dV are added to sums in memory. With shared key heads more blocks add to
-// the same sums than in `columns`, and there are two arrays of sums.
+// The mirror image of `columns`: a block accumulates dQ of its rows on chip and writes it once. It
+// adds each tile's parts of dK and dV to dK_sum and dV_sum in global memory with atomics: to two
+// arrays instead of one, and with GQA more blocks add to each element than in `columns`.
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   lse, delta [batch, heads, M]    dK_sum, dV_sum [batch, kv_heads, N, d | dv]

@@ -1,7 +1,7 @@
-// two_pass_columns: `columns` without dQ, which another pass sums.
+// two_pass_columns: `columns` without dQ, which another pass computes.
 //
-// The sums of dK and dV stay on chip from the first row to the last, so nothing is added to memory,
-// and every sum has a fixed order.
+// dK and dV are accumulated on chip over all rows, without atomics. The order of additions is
+// fixed, so every run returns the same bits.
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   lse, delta [batch, heads, M]

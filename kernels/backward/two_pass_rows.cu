@@ -1,4 +1,4 @@
-// two_pass_rows: `rows` without dK and dV, which another pass sums.
+// two_pass_rows: `rows` without dK and dV, which another pass computes.
 //
 // Both passes compute S and dO V^T: seven products instead of five, but no atomics.
 //

@@ -1,19 +1,20 @@
-// wgmma_columns: `columns` on Hopper's tensor cores. Two warpgroups own 64 keys each. One
-// warp loads Q, K and row sums, another V and dO; two more add to dQ, for which no warpgroup waits.
+// wgmma_columns: `columns` on Hopper's tensor cores, warp-specialized. Two consumer warpgroups own
+// 64 keys each. One producer warp loads K, Q and row sums, another V and dO, and two others add dQ
+// to global memory in the background.
 //
-// Scores are computed transposed, S^T = K Q^T: so P^T and dS^T stay in the registers where they are
-// computed, as operands of dV += P^T dO and dK += dS^T Q. Only dS for dQ = dS K, a sum over the
-// keys of both warpgroups, goes through shared memory. dQ keeps the order of registers: the copy
-// engine adds it to sums in memory, and the last block of a key head converts them.
+// Scores are computed transposed, S^T = K Q^T, so that P^T and dS^T stay in registers as operands
+// of dV += P^T dO and dK += dS^T Q. Only dS for dQ = dS K goes through shared memory, because this
+// product sums over the keys of both warpgroups. dQ stays in register order: TMA reduce-add adds it
+// to dQ_sum, and the last block of a key head converts it.
 //
-// A block has one tile of keys. Where sequences are short it is `persistent` instead: it takes one
-// tile after the other, and loads the next while it stores the gradients of the last one. The next
-// tile is the first that no block has taken; counts[0] counts the tiles taken.
+// A block processes one key tile. For short sequences, blocks are `persistent` instead: a block
+// takes tiles from a queue, whose counter is counts[0], and loads the next tile while it stores the
+// gradients of the last one.
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   row_sums [batch, heads, cdiv(M, Br)]    dQ_sum [batch, heads, cdiv(M, Br), parts]
 //   counts [batch, kv_heads]
-//   grid (max(cdiv(N, Bc), 1) * kv_heads * batch), or if persistent one for each multiprocessor
+//   grid (max(cdiv(N, Bc), 1) * kv_heads * batch), or one block per SM if persistent
 //   block (384)
 //   the host sets: scalar, result, real, Br, Bc, stages, dS_stages, finishes, persistent,
 //   bias_bytes, batch_first, d, dv, threads, shared_bytes and options (extent.cuh)
@@ -25,14 +26,14 @@
 #include <tile/shared.cuh>
 #include <tile/warpgroup_products.cuh>
 
-constexpr int depth = cdiv(d, step) * step;   // columns of Q and K, padded with zeros
-constexpr int width = cdiv(dv, step) * step;  // columns of dO and V
+constexpr int depth = cdiv(d, step) * step;   // columns of the Q and K tiles, zero-padded
+constexpr int width = cdiv(dv, step) * step;  // columns of the dO and V tiles
 using Task = KeyTile<Br, Bc>;
 using Layout = QueryLayout<Br, d, dv>;
 using Part = RegisterTile<Layout::width>;
 using Bias = OfWarps<StagedBiasColumns<bias_bytes, Br / 8>, 4 * consumers>;
-// Whether V stays in registers, so that it is read from shared memory once. An expression that
-// reads indices or arrays leaves too few registers for it.
+// Whether V stays in registers, so that it is read from shared memory only once. Expressions that
+// read indices or arrays leave too few registers for it.
 constexpr bool keeps_V = Layout::by_rows && dv <= 64 && unit_slope && !has_dropout &&
                          !(has_score_mod && reads_places && bias_bytes == 0);
 // Whether warpgroups skip the quarter of a tile that a causal mask hides.
@@ -56,36 +57,36 @@ struct Shared {
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(Bc == consumers * warpgroup_rows && !Layout::is_wide, "a warpgroup owns 64 keys");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads and adds");
-static_assert(dS_stages == 1 || dS_stages == 2, "one that is written while one is read");
+static_assert(dS_stages == 1 || dS_stages == 2, "dS has one buffer or two");
 
 // Named barriers.
 constexpr int dS_full = 1;   // both warpgroups have written dS
-constexpr int dS_empty = 2;  // both have read the previous dS
+constexpr int dS_empty = 2;  // both warpgroups have read the previous dS
 
-// One for each stage, from this number on: both warpgroups have read its row sums.
+// The first of `stages` barriers: both warpgroups have read the row sums of a stage.
 constexpr int sums_read = sums_left + 1;
-// In a tile with a skipped quarter each warpgroup waits for the other one's dS at a separate
-// barrier, because the two run different code.
+// In a tile with a skipped quarter each warpgroup waits for the other's dS at a separate barrier,
+// because the two run different code.
 constexpr int dS_of = sums_read + stages;
 static_assert(dS_of + 2 * has_quarters <= 16, "a block has 16 named barriers");
 
 __device__ __forceinline__ void init_pipelines(Shared& shared) {
   shared.K_pipeline.init(consumers);
   shared.V_pipeline.init(consumers);
-  shared.Q_pipeline.init(consumers, 2);  // two loads: Q, and the row sums
+  shared.Q_pipeline.init(consumers, 2);  // two loads per stage: Q and the row sums
   shared.dO_pipeline.init(consumers);
-  shared.queue.pipeline.init(threads / warp_size - 1);  // all warps but the one that counts
+  shared.queue.pipeline.init(threads / warp_size - 1);  // all warps but the one that counts tiles
   fence_barrier_init();
 }
 
-// A warpgroup of consumers.
+// A consumer warpgroup.
 struct Consumer {
   Shared& shared;
   KeyRows own;
   Scorer<float> scorer;
   Sums<depth> dK;
   Sums<width> dV;
-  Operands<keeps_V ? width : step> V;  // the warpgroup's 64 keys, if they are kept
+  Operands<keeps_V ? width : step> V;  // V of the warpgroup's 64 keys, if keeps_V
   PipelineState<1> keys;
   PipelineState<stages> rows;
   PipelineState<dS_stages> dS_tile;
@@ -93,7 +94,7 @@ struct Consumer {
   __device__ __forceinline__ Consumer(Shared& shared, int warpgroup, const Scorer<float>& scorer)
       : shared(shared), own(warpgroup), scorer(scorer) {}
 
-  // Computes dK and dV of a tile of keys.
+  // Computes dK and dV of a key tile.
   __device__ __forceinline__ void run(const Task& task) {
     for (float& x : dK) x = 0;
     for (float& x : dV) x = 0;
@@ -114,7 +115,7 @@ struct Consumer {
     keys.advance();
   }
 
-  // Begins the warpgroup's part of dQ = dS K: its rows, its columns, or the sum over its keys.
+  // Starts the warpgroup's part of dQ = dS K: its rows, its columns, or the sum over its keys.
   template <int summed>
   __device__ __forceinline__ void begin_dQ(Sums<Layout::width>& dQ) const {
     const int first = own.warpgroup * warpgroup_rows;
@@ -122,10 +123,9 @@ struct Consumer {
                        Layout::count == 1 ? first : 0, Layout::by_columns ? own.warpgroup : 0);
   }
 
-  // Processes a tile of rows. Its products with dS run while it waits for others. Tiles that are
-  // not masked use a copy of this code without masks. Two more copies are for tiles whose first 64
-  // rows see none of the last 64 keys: the warpgroup of these keys skips the rows, and the one that
-  // has these rows of dQ skips the keys.
+  // Processes one row tile. Tiles without masked pairs use an instance without mask tests. Two more
+  // instances are for tiles whose first 64 rows see none of the last 64 keys: the warpgroup that
+  // owns these keys skips the rows, and the one that computes dQ of these rows skips the keys.
   __device__ __forceinline__ void advance(const TilePair<Br, Bc>& pair, int next_row) {
     constexpr int all = Layout::count == 1 ? warpgroup_rows : Bc, half = warpgroup_rows;
     if (!is_masked(pair)) return advance<false, 0, all>(pair, next_row);
@@ -136,8 +136,8 @@ struct Consumer {
       }
     advance<true, 0, all>(pair, next_row);
   }
-  // Waits until both warpgroups have stored dS. compute-sanitizer wants all threads that wait at a
-  // barrier to do so at one instruction.
+  // Waits until both warpgroups have stored dS. compute-sanitizer requires that all threads that
+  // wait at a barrier do so at the same instruction.
   template <bool whole, int warpgroup>
   __device__ __forceinline__ void meet() const {
     if constexpr (whole) {
@@ -166,9 +166,9 @@ struct Consumer {
       begin_scores(V, dO, dP, first);
     else
       begin_scores(shared.V, dO, dP, own.warpgroup * warpgroup_rows, first);
-    // The compiler may move exponentials behind the wait for dP. With 128 rows a branch keeps half
-    // of them before it: the wait for a barrier that is already complete. With 64 rows they are
-    // faster between the arithmetic of dS.
+    // The compiler may move exponentials below the wait for dP. With 128 rows, a branch keeps half
+    // of them above it: a wait for a barrier that has already completed. With 64 rows, exponentials
+    // are faster when interleaved with the arithmetic of dS.
     constexpr bool overlaps = Br == 128;
     const auto branch = [&] {
       if constexpr (overlaps) shared.dO_pipeline.wait(rows);
@@ -220,7 +220,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
   };
   const Task first = task_of(blockIdx.x);
   if (!first.extent.has_tile_of_keys(first.first_key)) {
-    wait_for_launch_before();  // in every block
+    wait_for_launch_before();  // every block must wait
     return;
   }
   if (warpgroup < 0) {
@@ -246,7 +246,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
   for (auto own = own_tiles(); own.has_tile; own.advance()) {
     const Task task = task_of(own.number);
     consumer.run(task);
-    wait_for_launch_before();  // a block without rows has not waited yet
+    wait_for_launch_before();  // a block without row tiles has not waited yet
     const StatsOfTiles<Br> stats = {row_sums, task.number, lse, task.batch};
     const Repair<d, dv, scalar, StatsOfTiles<Br>> repair = {
         task.extent, Q, K, V, dO, stats, scorer, task.batch, task.kv_head};

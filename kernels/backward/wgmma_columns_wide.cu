@@ -1,9 +1,9 @@
-// wgmma_columns_wide: `wgmma_columns` for 129 to 256 columns, of Q and K or of dO and V.
+// wgmma_columns_wide: `wgmma_columns` if d or dv is 129 to 256.
 //
-// dK and dV of 64 keys fill the registers of two warpgroups, so a block has 64 keys. The first
-// warpgroup computes P^T and sums dV += P^T dO. The second gets P from it through shared memory,
-// computes dP^T and dS^T, and sums dK += dS^T Q: no product is computed twice. They divide dQ = dS
-// K by columns. Copies, and how dQ reaches memory, are the same.
+// dK and dV of 64 keys fill the registers of two warpgroups, so a block owns 64 keys. The first
+// warpgroup computes P^T and accumulates dV += P^T dO. The second reads P from shared memory,
+// computes dP^T and dS^T, and accumulates dK += dS^T Q, so that no product is computed twice. They
+// divide dQ = dS K by columns. dQ reaches global memory as in `wgmma_columns`.
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   row_sums [batch, heads, cdiv(M, Br)]    dQ_sum [batch, heads, cdiv(M, Br), parts]
@@ -18,12 +18,12 @@
 #include <tile/shared.cuh>
 #include <tile/warpgroup_products.cuh>
 
-constexpr int depth = cdiv(d, step) * step;   // columns of Q and K, padded with zeros
-constexpr int width = cdiv(dv, step) * step;  // columns of dO and V
+constexpr int depth = cdiv(d, step) * step;   // columns of the Q and K tiles, zero-padded
+constexpr int width = cdiv(dv, step) * step;  // columns of the dO and V tiles
 using Task = KeyTile<Br, Bc>;
 using Layout = QueryLayout<Br, d, dv>;
 using Part = RegisterTile<Layout::width>;
-constexpr int of_dV = 0, of_dK = 1;  // the warpgroups of consumers, by what they sum
+constexpr int of_dV = 0, of_dK = 1;  // consumer warpgroups for dV and for dK
 
 struct Shared {
   TmaTile<scalar, Bc, d> K;
@@ -43,23 +43,23 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 static_assert(Bc == warpgroup_rows && Layout::is_wide, "two warpgroups share 64 keys");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads and adds");
 
-// Named barriers; the threads that wait at one do so at the same instruction. If both warpgroups
-// waited for dS at one barrier, in different code, that would be correct, but slower, and
-// compute-sanitizer would report threads that diverge.
-constexpr int P_full = 1;   // the second warpgroup may read P, and write dS: the last dQ is done
-constexpr int dS_full = 2;  // the first may read dS, and P was read
-constexpr int dS_kept = 8;  // the second may read dS
+// Named barriers. All waits for one are the same instruction: if both warpgroups waited for dS at
+// one barrier, in different code, the kernel would be correct but slower, and compute-sanitizer
+// would report divergent threads.
+constexpr int P_full = 1;   // P is written, and the previous dS is no longer read
+constexpr int dS_full = 2;  // dS is written, and P is no longer read
+constexpr int dS_kept = 8;  // dS is written, for the second warpgroup alone
 
 __device__ __forceinline__ void init_pipelines(Shared& shared) {
   shared.K_pipeline.init(1);
   shared.V_pipeline.init(1);
-  // Two loads, as in wgmma_columns.cu. Each thread releases the row sums, and one Q.
+  // Two loads per stage. Every consumer thread releases the row sums; one more arrival releases Q.
   shared.Q_pipeline.init(consuming_threads + 1, 2);
   shared.dO_pipeline.init(1);
   fence_barrier_init();
 }
 
-// The producer's thread loads K and V and, tile by tile, Q, the row sums and dO.
+// The elected producer thread loads K and V once, then Q, the row sums and dO tile by tile.
 __device__ __forceinline__ void produce(Shared& shared, const Task& task, const TensorMap& Q,
                                         const TensorMap& K, const TensorMap& V, const TensorMap& dO,
                                         const RowSums<Br>* row_sums) {
@@ -75,7 +75,7 @@ __device__ __forceinline__ void produce(Shared& shared, const Task& task, const 
   task.for_tiles([&](int head, int row, long long tile) {
     Barrier& full = shared.Q_pipeline.acquire(rows);
     load_async(shared.Q[rows.stage], Q, full, task.extent.packed_row(row), head, packed);
-    if (!has_waited) wait_for_launch_before();  // which computes the row sums
+    if (!has_waited) wait_for_launch_before();  // the previous launch writes the row sums
     has_waited = true;
     arrive_expect_tx(full, sizeof(RowSums<Br>));
     bulk_load(&shared.sums[rows.stage], row_sums + tile, sizeof(RowSums<Br>), full);
@@ -86,7 +86,7 @@ __device__ __forceinline__ void produce(Shared& shared, const Task& task, const 
   });
 }
 
-// The first warpgroup of consumers, which sums dV.
+// The first consumer warpgroup, which accumulates dV.
 struct ValueConsumer {
   Shared& shared;
   KeyRows own;
@@ -98,7 +98,7 @@ struct ValueConsumer {
   __device__ __forceinline__ ValueConsumer(Shared& shared, const Scorer<float>& scorer)
       : shared(shared), own(0), scorer(scorer), dV() {}
 
-  // Processes a tile of rows.
+  // Processes one row tile.
   __device__ __forceinline__ void advance(const TilePair<Br, Bc>& pair) {
     const auto& dO = shared.dO[dO_rows.stage];
     Sums<Br> S, PS;
@@ -110,7 +110,7 @@ struct ValueConsumer {
     own.compute_P(S, PS, shared.sums[rows.stage], scorer, pair);
     shared.P.write(PS);
     barrier_arrive(P_full, consuming_threads);
-    shared.Q_pipeline.arrive(rows);  // row sums were read
+    shared.Q_pipeline.arrive(rows);  // this thread has read the row sums
     drop_marked(S, PS);
     pack_operands<scalar>(S, P);
     shared.dO_pipeline.wait(dO_rows);
@@ -118,14 +118,14 @@ struct ValueConsumer {
     barrier_sync(dS_full, consuming_threads);
     dQ.begin(shared.dS, shared.K);
     wgmma_wait_group<1>(dV);
-    shared.dO_pipeline.release(dO_rows);  // dP, which reads it too, was complete before dS
+    shared.dO_pipeline.release(dO_rows);  // dP also reads dO, but was complete before dS
     dQ.pass<0>(shared.dQ[of_dV]);
     rows.advance();
     dO_rows.advance();
   }
 };
 
-// The second warpgroup of consumers, which sums dK.
+// The second consumer warpgroup, which accumulates dK.
 struct KeyConsumer {
   Shared& shared;
   KeyRows own;
@@ -135,7 +135,7 @@ struct KeyConsumer {
 
   __device__ __forceinline__ explicit KeyConsumer(Shared& shared) : shared(shared), own(0), dK() {}
 
-  // Processes a tile of rows.
+  // Processes one row tile.
   __device__ __forceinline__ void advance(float factor) {
     const auto& Q = shared.Q[rows.stage];
     Sums<Br> PS, dP;
@@ -144,7 +144,7 @@ struct KeyConsumer {
     shared.dO_pipeline.wait(dO_rows);
     begin_scores(shared.V, shared.dO[dO_rows.stage], dP);
     wgmma_wait_group<0>(dP);
-    barrier_sync(P_full, consuming_threads);  // Q and the row sums are ready by then, too
+    barrier_sync(P_full, consuming_threads);  // Q and the row sums have arrived by then, too
     shared.P.read(PS);
     own.compute_dS(PS, dP, shared.sums[rows.stage], factor);
     pack_operands<scalar>(dP, dS);
@@ -154,7 +154,7 @@ struct KeyConsumer {
     barrier_sync(dS_kept, warpgroup_size);
     dQ.begin(shared.dS, shared.K);
     begin_output(Q, dS, dK);
-    shared.Q_pipeline.arrive(rows);  // row sums were read
+    shared.Q_pipeline.arrive(rows);  // this thread has read the row sums
     dQ.pass<1>(shared.dQ[of_dK]);
     wgmma_wait_group<0>(dK);
     shared.Q_pipeline.release(rows);
@@ -176,7 +176,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns_wide(
   __syncthreads();
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   const Task task = key_tile<Br, Bc>(sizes, mods, kv_heads, group, heads);
-  if (warpgroup >= 0) wait_for_launch_before();  // in every block, also one that ends here
+  if (warpgroup >= 0) wait_for_launch_before();  // every block must wait, even if it returns below
   if (!task.extent.has_tile_of_keys(task.first_key)) return;
   if (warpgroup < 0) {
     decrease_registers<producer_registers>();
@@ -205,7 +205,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns_wide(
     store_or_repair<true>(values.dV, dV, values.own, task, repair);
   } else {
     KeyConsumer keys(shared);
-    if (any) shared.V_pipeline.wait();  // K has arrived before dS
+    if (any) shared.V_pipeline.wait();  // no wait for K, which arrives before dS
     task.for_tiles([&](int, int, long long) { keys.advance(task.extent.kept_factor()); });
     store_or_repair<false>(keys.dK, dK, keys.own, task, repair);
   }

@@ -1,8 +1,9 @@
 // wgmma_fp16x2_two_pass_columns: `wgmma_two_pass_columns` with float32 accuracy. Each operand is
 // split into two float16 numbers (split_pair.cuh).
 //
-// P and dS are multiplied by the powers of two that scale rows of dO and Q; then each key of a tile
-// gets another one (split_gradients.cuh). Sums of a tile begin at zero and are added in registers.
+// P and dS are multiplied by the powers of two that scale rows of dO and Q, and then by another
+// power of two for each key and tile (split_gradients.cuh). Products of a tile start at zero and
+// are added to the accumulators in registers.
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   Q_high …: see split_operands.cu    dO_high …: see split_gradient.cu
@@ -14,8 +15,8 @@
 #include <backward/parts/split_f32/split_key_pass.cuh>
 #include <tile/shared.cuh>
 
-constexpr int depth = cdiv(d, step) * step;   // columns of Q and K, padded with zeros
-constexpr int width = cdiv(dv, step) * step;  // columns of dO and V
+constexpr int depth = cdiv(d, step) * step;   // columns of the Q and K tiles, zero-padded
+constexpr int width = cdiv(dv, step) * step;  // columns of the dO and V tiles
 using Task = KeyTile<Br, Bc>;
 
 struct Shared {
@@ -34,31 +35,31 @@ static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup l
 __device__ __forceinline__ void init_pipelines(Shared& shared) {
   shared.K_pipeline.init(1, consumers);
   shared.V_pipeline.init(1, consumers);
-  // Two loads, as in wgmma_two_pass_columns.cu. Each thread arrives when it has read stats.
+  // Two loads, as in wgmma_two_pass_columns.cu. Every thread arrives after reading stats.
   shared.Q_pipeline.init(consuming_threads, 2);
   shared.dO_pipeline.init(consumers);
   fence_barrier_init();
 }
 
-// A warpgroup of consumers.
+// A consumer warpgroup.
 struct Consumer {
   Shared& shared;
   int warpgroup;
   Scorer<float> scorer;
   SplitSums<depth> dK;
   SplitSums<width> dV;
-  Largest<1> of_K, of_V;  // the largest weights for dK and dV
+  Largest<1> of_K, of_V;  // largest weights for dK and dV
   PipelineState<stages> rows;
 
   __device__ __forceinline__ Consumer(Shared& shared, int warpgroup, const Scorer<float>& scorer)
       : shared(shared), warpgroup(warpgroup), scorer(scorer), dK(), dV() {}
 
-  // The positions of the thread's scores, recomputed at each use to save registers.
+  // Returns the positions of the thread's scores; recomputed at each use to save registers.
   __device__ __forceinline__ OwnScores<true> own() const {
     return own_scores(warpgroup * warpgroup_rows);
   }
 
-  // Processes a tile of rows.
+  // Processes one row tile.
   __device__ __forceinline__ void advance(const TilePair<Br, Bc>& pair) {
     const auto& Q = shared.Q[rows.stage];
     const auto& dO = shared.dO[rows.stage];

@@ -1,7 +1,7 @@
 // wgmma_fp16x2_two_pass_columns_wide: `wgmma_fp16x2_two_pass_columns` with two warpgroups that
-// share 64 keys, as in `wgmma_two_pass_columns_wide`: the first sums dV, the second dK.
+// share 64 keys, as in `wgmma_two_pass_columns_wide`: the first accumulates dV, the second dK.
 //
-// This leaves registers for larger tiles of rows, whose products read shared memory less often.
+// This leaves registers for larger row tiles, which read shared memory less often.
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   Q_high …: see split_operands.cu    dO_high …: see split_gradient.cu
@@ -14,11 +14,11 @@
 #include <backward/parts/split_f32/split_key_pass.cuh>
 #include <tile/shared.cuh>
 
-constexpr int depth = padded_columns(d);   // columns of Q and K, padded with zeros
-constexpr int width = padded_columns(dv);  // columns of dO and V
+constexpr int depth = padded_columns(d);   // columns of the Q and K tiles, zero-padded
+constexpr int width = padded_columns(dv);  // columns of the dO and V tiles
 using Task = KeyTile<Br, Bc>;
-constexpr int warps = warpgroup_size / warp_size;  // of a warpgroup
-constexpr int of_dV = 0, of_dK = 1;                // the warpgroups of consumers, by what they sum
+constexpr int warps = warpgroup_size / warp_size;  // warps per warpgroup
+constexpr int of_dV = 0, of_dK = 1;                // consumer warpgroups for dV and for dK
 
 struct Shared {
   SplitTile<warpgroup_rows, d> K[1];
@@ -29,7 +29,7 @@ struct Shared {
   SplitStats stats[stages][Br];
   Pipeline<1> K_pipeline, V_pipeline;
   Pipeline<stages> Q_pipeline, dO_pipeline;
-  Barrier P_full[stages][warps];  // the same warp of the first warpgroup has written its P
+  Barrier P_full[stages][warps];  // a warp of the first warpgroup has written its P
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(Bc == warpgroup_rows, "two warpgroups share 64 keys");
@@ -38,25 +38,25 @@ static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup l
 __device__ __forceinline__ void init_pipelines(Shared& shared) {
   shared.K_pipeline.init(1);
   shared.V_pipeline.init(1);
-  // Two loads, as in wgmma_two_pass_columns.cu. Each thread arrives when done with P and stats.
+  // Two loads, as in wgmma_two_pass_columns.cu. Every thread arrives after reading P and stats.
   shared.Q_pipeline.init(consuming_threads, 2);
   shared.dO_pipeline.init(consumers);
   for (int i = 0; i < stages * warps; ++i) init_barrier(shared.P_full[i / warps][i % warps], 32);
   fence_barrier_init();
 }
 
-// The first warpgroup of consumers, which sums dV.
+// The first consumer warpgroup, which accumulates dV.
 struct ValueConsumer {
   Shared& shared;
   Scorer<float> scorer;
   SplitSums<width> dV;
-  Largest<1> largest;  // of its weights
+  Largest<1> largest;  // largest weight of each key
   PipelineState<stages> rows;
 
   __device__ __forceinline__ ValueConsumer(Shared& shared, const Scorer<float>& scorer)
       : shared(shared), scorer(scorer), dV() {}
 
-  // Processes a tile of rows.
+  // Processes one row tile.
   __device__ __forceinline__ void advance(const TilePair<Br, Bc>& pair) {
     const auto& stats = shared.stats[rows.stage];
     SplitScores<Br> scores;
@@ -75,16 +75,16 @@ struct ValueConsumer {
   }
 };
 
-// The second warpgroup of consumers, which sums dK.
+// The second consumer warpgroup, which accumulates dK.
 struct KeyConsumer {
   Shared& shared;
   SplitSums<depth> dK;
-  Largest<1> largest;  // of its weights
+  Largest<1> largest;  // largest weight of each key
   PipelineState<stages> rows;
 
   __device__ __forceinline__ explicit KeyConsumer(Shared& shared) : shared(shared), dK() {}
 
-  // Processes a tile of rows.
+  // Processes one row tile.
   __device__ __forceinline__ void advance(float factor) {
     const auto& stats = shared.stats[rows.stage];
     SplitScores<Br> gradients;
@@ -92,7 +92,7 @@ struct KeyConsumer {
     shared.dO_pipeline.wait(rows);
     gradients.begin(shared.V[0], shared.dO[rows.stage]);
     wait(shared.P_full[rows.stage][threadIdx.x / warp_size % warps],
-         rows.phase);  // Q and stats are ready by then
+         rows.phase);  // Q and stats have arrived by then
     shared.P[rows.stage].read(flat(PS));
     gradients.wait(dS);
     shared.dO_pipeline.release(rows);

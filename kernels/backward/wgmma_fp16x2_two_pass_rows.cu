@@ -1,6 +1,6 @@
-// wgmma_fp16x2_two_pass_rows: dQ of `wgmma_fp16x2_two_pass`; one block for each 128 rows loops over
-// the tiles of K and V. It is `wgmma_two_pass_rows` with operands split into two float16 numbers;
-// each row of dS is scaled by a power of two in each tile.
+// wgmma_fp16x2_two_pass_rows: `wgmma_two_pass_rows` with float32 accuracy. A block owns 128 rows of
+// dQ and loops over the tiles of K and V. Each operand is split into two float16 numbers, and each
+// row of dS is scaled by a power of two in each tile.
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   Q_high …, scale2, flags: see split_operands.cu    dO_high …, dO_units: see split_gradient.cu
@@ -14,7 +14,7 @@
 #include <backward/parts/split_f32/store_split_dQ.cuh>
 #include <tile/shared.cuh>
 
-constexpr int depth = cdiv(d, step) * step;  // columns of Q and K, padded with zeros
+constexpr int depth = cdiv(d, step) * step;  // columns of the Q and K tiles, zero-padded
 constexpr int own_rows = consumers * warpgroup_rows;
 using Pair = TilePair<own_rows, Bk>;
 
@@ -40,7 +40,7 @@ __device__ __forceinline__ void init_pipelines(Shared& shared) {
   fence_barrier_init();
 }
 
-// The producer's thread loads Q and dO and, tile by tile, K and V.
+// The elected producer thread loads Q and dO once, then K and V tile by tile.
 __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, const SplitMaps& Q,
                                         const SplitMaps& K, const SplitMaps& V, const SplitMaps& dO,
                                         int kv_head) {
@@ -54,7 +54,7 @@ __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, con
   }
   PipelineState<stages> keys;
   PipelineState<V_stages> values;
-#pragma unroll 1  // the producer has few registers
+#pragma unroll 1  // not unrolled: the producer has few registers
   for (int first_key = task.kv_begin; first_key < task.kv_end;
        first_key = task.after<Bk>(first_key), keys.advance(), values.advance()) {
     const int key = task.packed_key(first_key);
@@ -63,26 +63,26 @@ __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, con
   }
 }
 
-// A warpgroup of consumers.
+// A consumer warpgroup.
 struct Consumer {
   Shared& shared;
   int warpgroup;
   Scorer<float> scorer;
   SplitSums<depth> dQ;
-  Largest<1> largest;  // of its weights
+  Largest<1> largest;  // largest weight of each row
   PipelineState<stages> keys;
   PipelineState<V_stages> values;
 
   __device__ __forceinline__ Consumer(Shared& shared, int warpgroup, const Scorer<float>& scorer)
       : shared(shared), warpgroup(warpgroup), scorer(scorer), dQ() {}
 
-  // The positions of the thread's scores, recomputed at each use to save registers.
+  // Returns the positions of the thread's scores; recomputed at each use to save registers.
   __device__ __forceinline__ OwnScores<false> own() const {
     const int lane = opaque(int(threadIdx.x)) % warp_size;
     return {warpgroup * warpgroup_rows + own_first() + lane / 4, 2 * (lane % 4)};
   }
 
-  // Processes a tile of keys.
+  // Processes one key tile.
   __device__ __forceinline__ void advance(const Pair& pair) {
     const auto& K = shared.K[keys.stage];
     SplitScores<Bk> scores, gradients;
@@ -115,7 +115,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp16x2_two_pass_r
   if (threadIdx.x == 0) init_pipelines(shared);
   const auto [tile, head, batch] = place_of_rows<own_rows>(blockIdx.x, sizes, mods, heads);
   const Extent extent = extent_of(sizes, mods, batch, head);
-  // The longest rows of a causal mask come first.
+  // Reversed order: under a causal mask the longest row tiles start first.
   const int first_row = (cdiv(extent.M, own_rows) - 1 - tile) * own_rows;
   if (!extent.has_tile_of_rows(first_row)) return;
   const RowTile task = row_tile<own_rows, Bk>(extent, first_row, head, batch);

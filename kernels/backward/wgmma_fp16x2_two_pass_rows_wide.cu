@@ -1,9 +1,9 @@
-// wgmma_fp16x2_two_pass_rows_wide: `wgmma_fp16x2_two_pass_rows` with two warpgroups that share 64
-// rows, because shared memory holds no more: they take tiles of keys in turn, each with its own
-// sums of dQ, which are added up at the end.
+// wgmma_fp16x2_two_pass_rows_wide: `wgmma_fp16x2_two_pass_rows` with 64 rows per block, because
+// shared memory holds no more. Two warpgroups process alternate key tiles, each with its own
+// accumulators of dQ, which are added up at the end.
 //
-// dP is computed before S, so that K is needed only from S to dQ, and is loaded during dP. V is
-// needed only for dP: both warpgroups share one buffer, but each waits at a separate barrier.
+// dP is computed before S, so that K is needed only from S to dQ and is loaded during dP. V is
+// needed only for dP. Both warpgroups share one buffer for V, but each waits at its own barrier.
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   Q_high …, scale2, flags: see split_operands.cu    dO_high …, dO_units: see split_gradient.cu
@@ -19,7 +19,7 @@
 #include <ptx/named_barrier.cuh>
 #include <tile/shared.cuh>
 
-constexpr int depth = padded_columns(d);  // columns of Q and K, padded with zeros
+constexpr int depth = padded_columns(d);  // columns of the Q and K tiles, zero-padded
 constexpr int own_rows = warpgroup_rows;
 using Pair = TilePair<own_rows, Bk>;
 
@@ -29,7 +29,7 @@ struct Shared {
   SplitTile<Bk, d> K[consumers];
   SplitTile<Bk, dv> V;
   SplitStats stats[own_rows];
-  float largest[own_rows];  // weights of the second warpgroup
+  float largest[own_rows];  // largest weights of the second warpgroup
   Pipeline<1> Q_pipeline, dO_pipeline;
   Pipeline<consumers> K_pipeline;
   Barrier V_full[consumers], V_empty;
@@ -47,7 +47,7 @@ __device__ __forceinline__ void init_pipelines(Shared& shared) {
   fence_barrier_init();
 }
 
-// The producer's thread loads Q and dO and, tile by tile, K and V.
+// The elected producer thread loads Q and dO once, then K and V tile by tile.
 __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, const SplitMaps& Q,
                                         const SplitMaps& K, const SplitMaps& V, const SplitMaps& dO,
                                         int kv_head) {
@@ -57,7 +57,7 @@ __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, con
   load_split(shared.dO, dO, shared.dO_pipeline.acquire(), row, task.head, batch);
   PipelineState<consumers> keys;
   PipelineState<1> values;
-#pragma unroll 1  // the producer has few registers
+#pragma unroll 1  // not unrolled: the producer has few registers
   for (int first_key = task.kv_begin; first_key < task.kv_end;
        first_key = task.after<Bk>(first_key), keys.advance(), values.advance()) {
     const int key = task.packed_key(first_key);
@@ -69,25 +69,25 @@ __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, con
   }
 }
 
-// A warpgroup of consumers.
+// A consumer warpgroup.
 struct Consumer {
   Shared& shared;
   int warpgroup;
   Scorer<float> scorer;
   SplitSums<depth> dQ;
-  Largest<1> largest;  // of its weights
+  Largest<1> largest;  // largest weight of each row
   PipelineState<consumers> keys;
 
   __device__ __forceinline__ Consumer(Shared& shared, int warpgroup, const Scorer<float>& scorer)
       : shared(shared), warpgroup(warpgroup), scorer(scorer), dQ() {}
 
-  // The positions of the thread's scores, recomputed at each use to save registers.
+  // Returns the positions of the thread's scores; recomputed at each use to save registers.
   __device__ __forceinline__ OwnScores<false> own() const {
     const int lane = opaque(int(threadIdx.x)) % warp_size;
     return {own_first() + lane / 4, 2 * (lane % 4)};
   }
 
-  // Processes a tile of keys if it is the warpgroup's, and skips one of the other's.
+  // Processes a key tile if it is this warpgroup's turn, or else skips it.
   __device__ __forceinline__ void advance(const Pair& pair) {
     if (keys.stage == warpgroup) add(pair);
     keys.advance();
@@ -111,11 +111,11 @@ struct Consumer {
     add_weighted(dS, largest, K, dQ, [&] { shared.K_pipeline.release(keys); });
   }
 
-  // Combines the sums and largest weights of both warpgroups in the first. The second one's sums
-  // pass through Q, which is no longer read.
+  // Combines accumulators and largest weights of both warpgroups in the first one. The second
+  // passes its accumulators through the buffer of Q, which is no longer read.
   __device__ __forceinline__ void join() {
     auto& place = reinterpret_cast<RegisterTile<depth>&>(shared.Q);
-    static_assert(sizeof place <= sizeof shared.Q, "sums take no more than Q");
+    static_assert(sizeof place <= sizeof shared.Q, "the accumulators fit into Q");
     const int row = own().row, lane = threadIdx.x % warp_size;
     barrier_sync(1, consuming_threads);  // both warpgroups have read Q
     if (warpgroup == 1) {
@@ -124,7 +124,7 @@ struct Consumer {
       for (int half = 0; half < 2; ++half)
         if (lane % 4 == 0) shared.largest[row + half * 8] = largest.weight[0][half];
     }
-    barrier_sync(1, consuming_threads);  // the sums of the second are written
+    barrier_sync(1, consuming_threads);  // the second warpgroup's sums are written
     if (warpgroup == 1) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
@@ -149,7 +149,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp16x2_two_pass_r
   if (threadIdx.x == 0) init_pipelines(shared);
   const auto [tile, head, batch] = place_of_rows<own_rows>(blockIdx.x, sizes, mods, heads);
   const Extent extent = extent_of(sizes, mods, batch, head);
-  // The longest rows of a causal mask come first.
+  // Reversed order: under a causal mask the longest row tiles start first.
   const int first_row = (cdiv(extent.M, own_rows) - 1 - tile) * own_rows;
   if (!extent.has_tile_of_rows(first_row)) return;
   const RowTile task = row_tile<own_rows, Bk>(extent, first_row, head, batch);

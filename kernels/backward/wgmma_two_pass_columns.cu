@@ -1,7 +1,7 @@
-// wgmma_two_pass_columns: `wgmma_columns` without dQ, which another pass sums.
+// wgmma_two_pass_columns: `wgmma_columns` without dQ, which another pass computes.
 //
-// dK and dV stay in registers from the first row to the last: warpgroups share only the tiles that
-// they read, and every sum has a fixed order.
+// dK and dV are accumulated in registers over all rows. Warpgroups share only the tiles that they
+// read. The order of additions is fixed, so every run returns the same bits.
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   lse [batch, heads, M]    row_sums [batch, heads, cdiv(M, Br)]
@@ -12,8 +12,8 @@
 #include <tile/shared.cuh>
 #include <tile/warpgroup_products.cuh>
 
-constexpr int depth = cdiv(d, step) * step;   // columns of Q and K, padded with zeros
-constexpr int width = cdiv(dv, step) * step;  // columns of dO and V
+constexpr int depth = cdiv(d, step) * step;   // columns of the Q and K tiles, zero-padded
+constexpr int width = cdiv(dv, step) * step;  // columns of the dO and V tiles
 using Task = KeyTile<Br, Bc>;
 
 struct Shared {
@@ -29,19 +29,19 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 static_assert(Bc == consumers * warpgroup_rows, "a warpgroup owns 64 keys");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
 
-// A named barrier for each stage, from this number on: both warpgroups have read its row sums.
+// The first of `stages` named barriers: both warpgroups have read the row sums of a stage.
 constexpr int sums_read = 1;
 static_assert(sums_read + stages <= 16, "a block has 16 named barriers");
 
 __device__ __forceinline__ void init_pipelines(Shared& shared) {
   shared.K_pipeline.init(1);
   shared.V_pipeline.init(1);
-  shared.Q_pipeline.init(consumers, 2);  // two loads: Q, and the row sums
+  shared.Q_pipeline.init(consumers, 2);  // two loads per stage: Q and the row sums
   shared.dO_pipeline.init(consumers);
   fence_barrier_init();
 }
 
-// A warpgroup of consumers.
+// A consumer warpgroup.
 struct Consumer {
   Shared& shared;
   KeyRows own;
@@ -53,7 +53,7 @@ struct Consumer {
   __device__ __forceinline__ Consumer(Shared& shared, int warpgroup, const Scorer<float>& scorer)
       : shared(shared), own(warpgroup), scorer(scorer), dK(), dV() {}
 
-  // Processes a tile of rows.
+  // Processes one row tile.
   __device__ __forceinline__ void advance(const TilePair<Br, Bc>& pair) {
     const auto& Q = shared.Q[rows.stage];
     const auto& dO = shared.dO[rows.stage];
@@ -90,9 +90,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_columns(
   __syncthreads();
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   const Task task = key_tile<Br, Bc>(sizes, mods, kv_heads, group, heads);
-  if (warpgroup >= 0) {  // in every block, also one that ends here
+  if (warpgroup >= 0) {  // every block must wait, even if it returns below
     wait_for_launch_before();
-    launch_dependents();  // which read row sums
+    launch_dependents();  // not earlier: the next launch reads row sums without waiting
   }
   if (!task.extent.has_tile_of_keys(task.first_key)) return;
   if (warpgroup < 0) {

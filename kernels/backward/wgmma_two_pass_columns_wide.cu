@@ -1,7 +1,7 @@
-// wgmma_two_pass_columns_wide: `wgmma_columns_wide` without dQ, which another pass sums.
+// wgmma_two_pass_columns_wide: `wgmma_columns_wide` without dQ, which another pass computes.
 //
-// Only P passes between warpgroups, and each stage has a buffer for it as for Q and dO: the first
-// warpgroup may be a tile ahead of the second.
+// Only P passes between the warpgroups. Each stage has a buffer for P, as for Q and dO, so that the
+// first warpgroup may run one tile ahead of the second.
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   lse [batch, heads, M]    row_sums [batch, heads, cdiv(M, Br)]
@@ -15,11 +15,11 @@
 #include <tile/shared.cuh>
 #include <tile/warpgroup_products.cuh>
 
-constexpr int depth = cdiv(d, step) * step;   // columns of Q and K, padded with zeros
-constexpr int width = cdiv(dv, step) * step;  // columns of dO and V
+constexpr int depth = cdiv(d, step) * step;   // columns of the Q and K tiles, zero-padded
+constexpr int width = cdiv(dv, step) * step;  // columns of the dO and V tiles
 using Task = KeyTile<Br, Bc>;
-constexpr int warps = warpgroup_size / warp_size;  // of a warpgroup
-constexpr int of_dV = 0, of_dK = 1;                // the warpgroups of consumers, by what they sum
+constexpr int warps = warpgroup_size / warp_size;  // warps per warpgroup
+constexpr int of_dV = 0, of_dK = 1;                // consumer warpgroups for dV and for dK
 
 struct Shared {
   TmaTile<scalar, Bc, d> K;
@@ -30,7 +30,7 @@ struct Shared {
   RowSums<Br> sums[stages];
   Pipeline<1> K_pipeline, V_pipeline;
   Pipeline<stages> Q_pipeline, dO_pipeline;
-  Barrier P_full[stages][warps];  // the same warp of the first warpgroup has written its P
+  Barrier P_full[stages][warps];  // a warp of the first warpgroup has written its P
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(Bc == warpgroup_rows, "two warpgroups share 64 keys");
@@ -39,14 +39,14 @@ static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup l
 __device__ __forceinline__ void init_pipelines(Shared& shared) {
   shared.K_pipeline.init(1);
   shared.V_pipeline.init(1);
-  // Two loads, as in wgmma_two_pass_columns.cu. Each thread arrives when done with P and sums.
+  // Two loads, as in wgmma_two_pass_columns.cu. Every thread arrives after reading P and sums.
   shared.Q_pipeline.init(consuming_threads, 2);
   shared.dO_pipeline.init(consumers);
   for (int i = 0; i < stages * warps; ++i) init_barrier(shared.P_full[i / warps][i % warps], 32);
   fence_barrier_init();
 }
 
-// The producer's thread loads K and V and, tile by tile, Q, the row sums and dO.
+// The elected producer thread loads K and V once, then Q, the row sums and dO tile by tile.
 __device__ __forceinline__ void produce(Shared& shared, const Task& task, const TensorMap& Q,
                                         const TensorMap& K, const TensorMap& V, const TensorMap& dO,
                                         const RowSums<Br>* row_sums) {
@@ -61,7 +61,7 @@ __device__ __forceinline__ void produce(Shared& shared, const Task& task, const 
   task.for_tiles([&](int head, int row, long long tile) {
     Barrier& full = shared.Q_pipeline.acquire(rows);
     load_async(shared.Q[rows.stage], Q, full, task.extent.packed_row(row), head, packed);
-    if (!has_waited) wait_for_launch_before();  // which computes the row sums
+    if (!has_waited) wait_for_launch_before();  // the previous launch writes the row sums
     has_waited = true;
     arrive_expect_tx(full, sizeof(RowSums<Br>));
     bulk_load(&shared.sums[rows.stage], row_sums + tile, sizeof(RowSums<Br>), full);
@@ -71,7 +71,7 @@ __device__ __forceinline__ void produce(Shared& shared, const Task& task, const 
   });
 }
 
-// The first warpgroup of consumers, which sums dV.
+// The first consumer warpgroup, which accumulates dV.
 struct ValueConsumer {
   Shared& shared;
   KeyRows own;
@@ -82,7 +82,7 @@ struct ValueConsumer {
   __device__ __forceinline__ ValueConsumer(Shared& shared, const Scorer<float>& scorer)
       : shared(shared), own(0), scorer(scorer), dV() {}
 
-  // Processes a tile of rows.
+  // Processes one row tile.
   __device__ __forceinline__ void advance(const TilePair<Br, Bc>& pair) {
     const auto& dO = shared.dO[rows.stage];
     Sums<Br> S, PS;
@@ -104,7 +104,7 @@ struct ValueConsumer {
   }
 };
 
-// The second warpgroup of consumers, which sums dK.
+// The second consumer warpgroup, which accumulates dK.
 struct KeyConsumer {
   Shared& shared;
   KeyRows own;
@@ -113,14 +113,14 @@ struct KeyConsumer {
 
   __device__ __forceinline__ explicit KeyConsumer(Shared& shared) : shared(shared), own(0), dK() {}
 
-  // Processes a tile of rows.
+  // Processes one row tile.
   __device__ __forceinline__ void advance(float factor) {
     const auto& Q = shared.Q[rows.stage];
     Sums<Br> PS, dP;
     Operands<Br> dS;
     shared.dO_pipeline.wait(rows);
     begin_scores(shared.V, shared.dO[rows.stage], dP);
-    wait(shared.P_full[rows.stage][own.warp], rows.phase);  // Q and the row sums are ready by then
+    wait(shared.P_full[rows.stage][own.warp], rows.phase);  // Q and row sums have arrived by then
     shared.P[rows.stage].read(PS);
     wgmma_wait_group<0>(dP);
     shared.dO_pipeline.release(rows);
@@ -145,9 +145,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_columns_
   __syncthreads();
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   const Task task = key_tile<Br, Bc>(sizes, mods, kv_heads, group, heads);
-  if (warpgroup >= 0) {  // in every block, also one that ends here
+  if (warpgroup >= 0) {  // every block must wait, even if it returns below
     wait_for_launch_before();
-    launch_dependents();  // which read row sums
+    launch_dependents();  // not earlier: the next launch reads row sums without waiting
   }
   if (!task.extent.has_tile_of_keys(task.first_key)) return;
   if (warpgroup < 0) {

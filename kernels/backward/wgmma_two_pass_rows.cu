@@ -1,9 +1,9 @@
-// wgmma_two_pass_rows: dQ; a block owns 128 rows and loops over tiles of keys.
+// wgmma_two_pass_rows: computes dQ. A block owns 128 rows and loops over the tiles of K and V.
 //
-// S = Q K^T and dP = dO V^T are fragments, and dS stays in registers as an operand of dQ += dS K:
-// nothing goes through shared memory, and nothing is added in global memory.
+// S = Q K^T and dP = dO V^T are accumulated in registers, and dS stays there as an operand of dQ +=
+// dS K. Nothing is exchanged through shared memory, and no atomics are needed.
 //
-// It runs while wgmma_two_pass_columns does: both only read row sums.
+// The launch overlaps with wgmma_two_pass_columns: both only read row sums.
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   lse [batch, heads, M]    row_sums [batch, heads, cdiv(M, Br)]
@@ -25,7 +25,7 @@
 #include <tile/warpgroup_products.cuh>
 #include <timeline.cuh>
 
-constexpr int depth = cdiv(d, step) * step;  // columns of Q and K, padded with zeros
+constexpr int depth = cdiv(d, step) * step;  // columns of the Q and K tiles, zero-padded
 constexpr int own_rows = consumers * warpgroup_rows;
 
 struct Shared {
@@ -34,7 +34,7 @@ struct Shared {
   TmaTile<scalar, Bk, d> K[stages];
   TmaTile<scalar, Bk, dv> V[stages];
   Pipeline<1> Q_pipeline, dO_pipeline;
-  Pipeline<stages, 2> pipeline;  // K, then V
+  Pipeline<stages, 2> pipeline;  // full[0] for K, full[1] for V
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(Bk % step == 0, "tiles are made of whole products");
@@ -47,7 +47,7 @@ __device__ __forceinline__ void init_pipelines(Shared& shared) {
   fence_barrier_init();
 }
 
-// The producer's thread loads Q and dO and, tile by tile, K and V.
+// The elected producer thread loads Q and dO once, then K and V tile by tile.
 __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, const TensorMap& Q,
                                         const TensorMap& K, const TensorMap& V, const TensorMap& dO,
                                         int kv_head) {
@@ -57,7 +57,7 @@ __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, con
   load_async(shared.dO, dO, shared.dO_pipeline.acquire(), task.packed_row(task.row), task.head,
              task.packed_batch(task.batch));
   PipelineState<stages> keys;
-#pragma unroll 1  // the producer has few registers
+#pragma unroll 1  // not unrolled: the producer has few registers
   for (int first_key = task.kv_begin; first_key < task.kv_end;
        first_key = task.after<Bk>(first_key), keys.advance()) {
     load_async(shared.K[keys.stage], K, shared.pipeline.acquire(keys), task.packed_key(first_key),
@@ -67,14 +67,14 @@ __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, con
   }
 }
 
-// The two rows of a thread.
+// The thread's two rows.
 struct OwnRows {
-  int first;  // of the two
+  int first;  // the second one is first + 8
   float lse2[2], delta[2];
 };
 
-// Sets P of masked pairs to 0. The mask depends only on the distance of a key from a row, which
-// Extent::sees would compute for each pair anew.
+// Sets P of masked pairs to 0. The mask depends only on the distance of the key from the row, so it
+// is cheaper than calling Extent::sees for every pair.
 __device__ __forceinline__ void mask(Sums<Bk>& P, const OwnRows& rows, int first_key,
                                      const Extent& extent) {
   const int key = first_key + 2 * (opaque(int(threadIdx.x)) % 4);
@@ -87,7 +87,7 @@ __device__ __forceinline__ void mask(Sums<Bk>& P, const OwnRows& rows, int first
   }
 }
 
-// Replaces S by P = 2^(S * scale2 - lse2) times the slope of the modified score.
+// Replaces S by PS: P = 2^(S * scale2 - lse2) times the slope of the modified score.
 __device__ __forceinline__ void compute_PS(Sums<Bk>& S, const OwnRows& rows,
                                            const Scorer<float>& scorer, const RowTile& task,
                                            int first_key, const Extent& extent) {
@@ -107,7 +107,7 @@ __device__ __forceinline__ void compute_PS(Sums<Bk>& S, const OwnRows& rows,
   mark(S, extent, rows.first, own_key);
 }
 
-// Replaces dP by dS = PS * (dP - delta), without the scale.
+// Replaces dP by the unscaled dS = PS * (dP - delta).
 __device__ __forceinline__ void compute_dS(const Sums<Bk>& PS, Sums<Bk>& dP, const OwnRows& rows,
                                            float factor) {
   const timeline::Phase phase(timeline::softmax, Bk / 2);
@@ -116,7 +116,7 @@ __device__ __forceinline__ void compute_dS(const Sums<Bk>& PS, Sums<Bk>& dP, con
     dP[i] = weighted_gradient(PS[i], dP[i], rows.delta[i / 2 % 2], factor);
 }
 
-// A warpgroup of consumers sums dQ.
+// Accumulates dQ in a consumer warpgroup.
 __device__ __forceinline__ void consume(Shared& shared, const RowTile& task, int warpgroup,
                                         const OwnRows& rows, Sums<depth>& dQ, const Extent& extent,
                                         const Scorer<float>& scorer) {
@@ -159,7 +159,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_rows(
   const auto [tile, head, batch] = place_of_rows<own_rows>(block, sizes, mods, heads);
   const Extent extent = extent_of(sizes, mods, batch, head);
   const Scorer<float> scorer = {scale, mods};
-  // The longest rows of a causal mask come first.
+  // Reversed order: under a causal mask the longest row tiles start first.
   const int first_row = (cdiv(extent.M, own_rows) - 1 - tile) * own_rows;
   const bool has_rows = extent.has_tile_of_rows(first_row);
   const int kv_head = head / group;
@@ -178,7 +178,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_rows(
     OwnRows rows = {first + lane / 4};
     const StatsOfTiles<Br> stats = {row_sums, tiles_of<Br>(mods, batch, heads, sizes.M), lse,
                                     batch};
-    // This launch has not waited for another, so L1 may still have the row sums of an earlier call.
+    // This launch has not waited for the previous one, so L1 may hold row sums of an earlier call.
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = rows.first + half * 8;
@@ -191,12 +191,12 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_rows(
     if (all_finite(fragments(sums))) {
       store_gradient<d>(fragments(sums), scale, dQ, batch, head, first, extent.M, lane);
     } else {
-      wait_for_launch_before();  // for the row sums of other rows, too
+      wait_for_launch_before();  // repairs read row sums with ordinary loads
       const Repair<d, dv, scalar, StatsOfTiles<Br>> repair = {extent, Q,      K,     V,      dO,
                                                               stats,  scorer, batch, kv_head};
       repair.rows<depth>(dQ, head, first, first + step, 0);
     }
   }
-  // Nothing above needs the end of the launch before, but this one must not end sooner.
+  // Nothing above depends on the end of the previous launch, but this launch must not end earlier.
   if (blockIdx.x == gridDim.x - 1) wait_for_launch_before();
 }

@@ -1,17 +1,17 @@
-// classify_tiles: finds the states of a block mask's tiles: empty (0), partial (1) or full (2).
+// classify_tiles: classifies the tiles of a block mask as empty (0), partial (1) or full (2).
 //
-// A block evaluates the mask expression for the pairs of a tile until it has met one that is seen
-// and one that is hidden: then the tile is partial. So a tile counts as empty or full only after
-// all its pairs. A lane keeps its key and goes down the rows, so that an expression loads the
-// values of a key once.
+// A block evaluates the mask expression for the pairs of one tile. It stops when it has found both
+// a visible and a hidden pair: then the tile is partial. A tile is known to be empty or full only
+// after all its pairs. Each thread keeps its key while it iterates over rows, so that array
+// elements indexed by the key are loaded once.
 //
 //   states [batch, heads, cdiv(M, rows), cdiv(N, keys)]
-//   grid (the number of states)    block (threads)
+//   grid (number of states)    block (threads)
 //   the host sets: rows, keys, heads, threads and options (extent.cuh)
 #include <attention/extent.cuh>
 
 constexpr int rows_at_once = keys < threads ? threads / keys : 1;
-constexpr int steps = 16;  // rounds after which a block checks what it has met
+constexpr int steps = 16;  // rows per thread between two checks whether to stop
 
 extern "C" __global__ __launch_bounds__(threads) void classify_tiles(unsigned char* states,
                                                                      Sizes sizes, Mods mods) {
@@ -29,7 +29,7 @@ extern "C" __global__ __launch_bounds__(threads) void classify_tiles(unsigned ch
     for (int first = 0; first < keys; first += threads) {
       const int key = min(first_key + first + int(threadIdx.x) % keys, last_key);
 #pragma unroll
-      for (int i = 0; i < steps; ++i) {  // past the end the last row is met again
+      for (int i = 0; i < steps; ++i) {  // rows past the end repeat the last row
         const int own = row + i * rows_at_once + int(threadIdx.x) / keys;
         const bool shown = extent.shown(min(own, last_row), key);
         seen |= shown;

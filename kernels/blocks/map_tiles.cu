@@ -1,14 +1,14 @@
-// map_tiles: makes the map of a block mask, by which kernels go from tile to tile (tile_map.cuh in
-// kernels/with/attention), from the states of its tiles.
+// map_tiles: builds the map of a block mask from the states of its tiles. Kernels use it to skip to
+// the next tile that is not empty (tile_map.cuh in kernels/with/attention).
 //
-// A block makes the lines of a batch element and head. A warp goes through a line from its end, 32
-// tiles at a time. Then the lines are ordered by their numbers of tiles, the longest first: each
-// line counts those before it.
+// A block builds the lines of one batch element and head. A warp scans a line from its end, 32
+// tiles at a time. Then the lines are sorted by their number of tiles, longest first: the position
+// of a line is the number of lines before it.
 //
-//   map [copies, lines, tiles + 2]: the last column has that order
-//   states [copies, lines * tiles]: that of tile t of line l is l * line_step + t * tile_step
+//   map [copies, lines, tiles + 2]: the last column lists the lines in sorted order
+//   states [copies, lines * tiles]: tile t of line l is element l * line_step + t * tile_step
 //   counts [copies, lines]
-//   alone: whether full tiles are known to be full; else all are partial
+//   alone: whether full tiles are marked as full; otherwise they are marked as partial
 //   grid (copies)    block (threads)
 #include <tile/warp.cuh>
 
@@ -32,7 +32,7 @@ extern "C" __global__ __launch_bounds__(threads) void map_tiles(int* map,
       const int state = tile < tiles ? states[at] : 0;
       const unsigned some = __ballot_sync(full_warp, state != 0);
       const unsigned partial = __ballot_sync(full_warp, !alone || state != full);
-      const auto element = [&](unsigned from) {  // the first tile from here on that is not empty
+      const auto element = [&](unsigned from) {  // first non-empty tile from here on
         const int n = __ffs(from) - 1;
         return from == 0 ? next : 2 * (first + n) + int(partial >> n & 1);
       };

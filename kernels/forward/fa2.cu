@@ -1,13 +1,13 @@
-// fa2: FlashAttention's second algorithm, one block per tile of Q, one thread per row of it.
+// fa2: the FlashAttention-2 algorithm, one block per tile of Q and one thread per row.
 //
-// The loops of `minimal` are exchanged: a block keeps its rows of Q and reads K and V once, so a
+// The loops of `minimal` are interchanged: a block keeps its tile of Q and reads K and V once, so a
 // row's output, maximum and sum never leave the block. Tiles of Q are independent, so the grid has
-// one block for each instead of one for each head; and the sum divides the output once, at the end.
-// A thread sums several keys, then several columns, at a time: each element it reads serves all.
-// (Dao, 2023, arXiv:2307.08691, algorithm 1)
+// one block per tile of Q instead of one per head. The output is divided by the sum once, at the
+// end. Each thread accumulates several keys, later several columns, at a time, so that each element
+// it reads from its row serves all of them. (Dao, 2023, arXiv:2307.08691, algorithm 1)
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
-//   grid (any, blocks loop over tiles; cdiv(M, Br) * heads * batch is one a tile)    block (Br)
+//   grid (any size; blocks loop over cdiv(M, Br) * heads * batch tiles of Q)    block (Br)
 //   the host sets: scalar, result, real, Br, Bc, d, dv, threads, shared_bytes and options
 //   (extent.cuh)
 #include <attention/online_softmax.cuh>
@@ -29,13 +29,13 @@ struct Shared {
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(threads == Br, "one thread per row of the Q tile");
 
-// How many keys, and columns of O, a thread sums in registers at a time: all of these sums use an
-// element of its own row that is read once.
+// Number of keys, and of columns of O, that a thread accumulates in registers at a time. Each
+// element that it reads from its row of Q or P is used for all of them.
 constexpr int keys_together = Bc < 16 ? Bc : 16;
 constexpr int cols_together = 32;
-static_assert(Bc % keys_together == 0, "the tile's keys are taken in whole groups");
+static_assert(Bc % keys_together == 0, "a tile has whole groups of keys");
 
-// A row of a tile, or zeros where the tensor has no such row.
+// Loads a row of a tile; writes zeros if the row lies past the end of the tensor.
 template <int width, class Rows>
 __device__ void load_row(scalar (&tile)[width], Rows from, int batch, int head, int row, int rows) {
   for (int col = 0; col < width; ++col) {
@@ -43,7 +43,7 @@ __device__ void load_row(scalar (&tile)[width], Rows from, int batch, int head, 
   }
 }
 
-// Computes this thread's row of S in groups of keys; returns its maximum over the seen keys.
+// Computes this thread's row of S in groups of keys; returns the maximum over the visible keys.
 __device__ real scores(Shared& shared, const Seen& seen, const Scorer<real>& scorer) {
   const timeline::Phase phase(timeline::arithmetic, Bc * d);
   real largest = -infinity;
@@ -78,8 +78,8 @@ __device__ real exponentiate(Shared& shared, const Seen& seen, const OnlineSoftm
   return sum;
 }
 
-// Computes `cols` columns of this thread's row of O = O * factor + P V: sums P V first, because
-// small numbers lose bits in a large sum.
+// Computes `cols` columns of this thread's row of O = O * factor + P V. P V is summed separately
+// first, because small numbers lose bits in a large sum.
 template <int cols>
 __device__ void accumulate(Shared& shared, int first, const Seen& seen, real factor) {
   real sums[cols] = {};
@@ -110,7 +110,7 @@ extern "C" __global__ __launch_bounds__(threads) void fa2(
   const Scorer<real> scorer = {scale, mods};
   const unsigned all = unsigned(tiles_of_rows<Br>(sizes, mods)) * heads * batches;
 
-  for (unsigned index = blockIdx.x; index < all; index += gridDim.x) {  // may pass 2^31
+  for (unsigned index = blockIdx.x; index < all; index += gridDim.x) {  // may exceed 2^31
     const auto [tile, head, batch] = place_of_rows<Br>(index, sizes, mods, heads);
     const Extent extent = extent_of(sizes, mods, batch, head);
     if (!extent.has_tile_of_rows(tile * Br)) continue;
@@ -118,7 +118,7 @@ extern "C" __global__ __launch_bounds__(threads) void fa2(
     const auto keys_of_tile = row_tile<Br, Bc>(extent, tile * Br, head, batch);
 
     timeline::event(timeline::loads, 32 * d * sizeof(scalar));
-    load_row(shared.Q[threadIdx.x], Q, batch, head, row, M);  // only this thread reads it
+    load_row(shared.Q[threadIdx.x], Q, batch, head, row, M);  // only this thread reads the row
     for (int col = 0; col < dv; ++col) shared.O[threadIdx.x][col] = 0;
     timeline::end(timeline::loads);
     OnlineSoftmax softmax;

@@ -1,13 +1,13 @@
 // fa2_coalesced: `fa2` with coalesced loads and stores.
 //
 // In `fa2` neighbouring threads load, and at the end store, addresses a whole row apart. Here the
-// block copies row by row, and neighbouring threads copy neighbouring columns. The sums go through
-// shared memory, because the thread that stores an element is not the one that owns its row. Rows
-// in shared memory are padded to different banks. V overwrites K after the scores, so that more
-// blocks fit.
+// block copies one row at a time, and neighbouring threads copy neighbouring columns. The row sums
+// go through shared memory, because the thread that stores an element of O does not own its row.
+// Rows in shared memory are padded so that they begin in different banks. V overwrites K once the
+// scores are computed, so that more blocks fit on a multiprocessor.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
-//   grid (any, blocks loop over tiles; cdiv(M, Br) * heads * batch is one a tile)    block (Br)
+//   grid (any size; blocks loop over cdiv(M, Br) * heads * batch tiles of Q)    block (Br)
 //   the host sets: scalar, result, real, Br, Bc, d, dv, threads, shared_bytes and options
 //   (extent.cuh)
 #include <attention/online_softmax.cuh>
@@ -21,8 +21,8 @@
 #include <tile/tensor.cuh>
 #include <timeline.cuh>
 
-// The least row length >= width, in elements, that is an odd multiple of 16 bytes: 8 threads
-// reading 16 bytes each from 8 rows one below the other then touch all 32 banks once.
+// Returns the smallest row length >= width, in elements, that is an odd multiple of 16 bytes. Eight
+// threads that read 16 bytes each from eight consecutive rows then touch every bank exactly once.
 template <class T>
 __host__ __device__ constexpr int padded(int width) {
   constexpr int step = 16 / sizeof(T);
@@ -36,18 +36,18 @@ struct alignas(16) Shared {
   real S[Bc][Br];  // transposed: neighbouring threads' elements lie in neighbouring banks
   real inverse_sum[Br];
   alignas(16) scalar Q[Br][padded<scalar>(d)];
-  scalar KV[Bc][KV_width];  // K, then V
+  scalar KV[Bc][KV_width];  // K, later overwritten by V
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(threads == Br, "one thread per row of the Q tile");
 
-// How many keys, and columns of O, a thread sums in registers at a time: all of these sums use an
-// element of its own row that is read once.
+// Number of keys, and of columns of O, that a thread accumulates in registers at a time. Each
+// element that it reads from its row of Q or P is used for all of them.
 constexpr int keys_together = Bc < 16 ? Bc : 16;
 constexpr int cols_together = 32;
-static_assert(Bc % keys_together == 0, "the tile's keys are taken in whole groups");
+static_assert(Bc % keys_together == 0, "a tile has whole groups of keys");
 
-// Computes this thread's row of S in groups of keys; returns its maximum over the seen keys.
+// Computes this thread's row of S in groups of keys; returns the maximum over the visible keys.
 __device__ real scores(Shared& shared, const Seen& seen, const Scorer<real>& scorer) {
   const timeline::Phase phase(timeline::arithmetic, Bc * d);
   real largest = -infinity;
@@ -82,8 +82,8 @@ __device__ real exponentiate(Shared& shared, const Seen& seen, const OnlineSoftm
   return sum;
 }
 
-// Computes `cols` columns of this thread's row of O = O * factor + P V: sums P V first, because
-// small numbers lose bits in a large sum.
+// Computes `cols` columns of this thread's row of O = O * factor + P V. P V is summed separately
+// first, because small numbers lose bits in a large sum.
 template <int cols>
 __device__ void accumulate(Shared& shared, int first, const Seen& seen, real factor) {
   real sums[cols] = {};
@@ -115,7 +115,7 @@ extern "C" __global__ __launch_bounds__(threads) void fa2_coalesced(
   const Scorer<real> scorer = {scale, mods};
   const unsigned all = unsigned(tiles_of_rows<Br>(sizes, mods)) * heads * batches;
 
-  for (unsigned index = blockIdx.x; index < all; index += gridDim.x) {  // may pass 2^31
+  for (unsigned index = blockIdx.x; index < all; index += gridDim.x) {  // may exceed 2^31
     const auto [tile, head, batch] = place_of_rows<Br>(index, sizes, mods, heads);
     const Extent extent = extent_of(sizes, mods, batch, head);
     if (!extent.has_tile_of_rows(tile * Br)) continue;

@@ -1,10 +1,11 @@
-// fa2_split_kv: `fa2_coalesced` for few queries, with the keys of a row tile split among blocks.
+// fa2_split_kv: `fa2_coalesced` for few queries; several blocks split the keys of a tile of Q.
 //
-// In `fa2_coalesced` a thread owns a row. With one query a block has one row, and all other threads
-// wait. Here a thread computes the score of one key and row at a time, and then some columns of the
-// output for all rows, whose sums stay in registers. The query heads that share a key head are rows
-// of one tile. Each of `num_splits` blocks takes a split of the keys, and merge_rows adds up their
-// results; a single split writes O and lse itself.
+// In `fa2_coalesced` a thread owns a row: with one query, all other threads are idle. Here all
+// threads share the rows. Each thread computes the score of one row and key at a time, and later
+// some columns of O for all rows, which it accumulates in registers. Query heads that share a key
+// head (GQA) are rows of one tile. Each of `num_splits` blocks processes one split of the keys, and
+// merge_rows combines their results. A single split writes O and lse itself.
+//
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   O_splits [batch, heads, M, num_splits, dv]
 //   max_splits, sum_splits [batch, heads, M, num_splits]
@@ -19,26 +20,26 @@
 #include <tile/warp_max.cuh>
 #include <timeline.cuh>
 
-constexpr int KV_width = (d > dv ? d : dv) | 1;  // odd: a column of a tile lies in all banks
-constexpr int own_cols = cdiv(dv, threads);      // columns of each thread, interleaved
+constexpr int KV_width = (d > dv ? d : dv) | 1;  // odd: a column of the tile spans all banks
+constexpr int own_cols = cdiv(dv, threads);      // columns of O per thread, interleaved
 constexpr int warps = threads / warp_size;
 
 struct alignas(16) Shared {
   real S[Br][Bc];
   OnlineSoftmax softmax[Br];
-  real factor[Br];  // of the sums before this tile
+  real factor[Br];  // rescales the sums of earlier tiles
   alignas(16) scalar Q[Br][d];
-  scalar KV[Bc][KV_width];  // K, then V
+  scalar KV[Bc][KV_width];  // K, later overwritten by V
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(threads % warp_size == 0, "shuffles need whole warps");
 
-// Stands for P where a key is not seen, because its value may be NaN.
+// Marks masked keys in P: their values are skipped, because they may be NaN.
 constexpr real hidden = -1;
 
-// The tile's rows: those of one query head after another, for each query.
+// The rows of a tile: one row per query and packed query head, with the heads of a query adjacent.
 struct Rows {
-  Extent extent;  // of the first head
+  Extent extent;  // extent of the first packed head
   int first, head;
 
   __device__ int query(int i) const { return (first + i) / pack_gqa; }
@@ -48,7 +49,7 @@ struct Rows {
   __device__ bool sees(int i, int key) const { return exists(i) && context(i).sees(query(i), key); }
 };
 
-// The split of the tile's keys. Splits differ by at most one in their numbers of tiles.
+// The range of keys that a block processes. Splits differ by at most one tile in length.
 struct Split {
   int begin, end;
 
@@ -72,7 +73,7 @@ __device__ void load_queries(Shared& shared, Tensor<const scalar> Q, const Rows&
   });
 }
 
-// S of the tile, a pair for each thread; -infinity where a key is not seen.
+// Computes S of the tile, one row and key per thread at a time; masked keys get -infinity.
 __device__ void scores(Shared& shared, const Rows& rows, int first_key,
                        const Scorer<real>& scorer) {
   const timeline::Phase phase(timeline::arithmetic, Br * Bc * d / threads);
@@ -87,7 +88,7 @@ __device__ void scores(Shared& shared, const Rows& rows, int first_key,
   });
 }
 
-// Turns S into P, one row for each warp, and updates the softmax of the row.
+// Turns S into P, one row per warp at a time, and updates the row's maximum and sum.
 __device__ void exponentiate(Shared& shared, const Rows& rows, int first_key) {
   const timeline::Phase phase(timeline::softmax, Br * Bc / threads);
   const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
@@ -104,7 +105,7 @@ __device__ void exponentiate(Shared& shared, const Rows& rows, int first_key) {
       if (seen) sum += p;
     }
     softmax.sum += warp_sum(sum);
-    __syncwarp();  // all lanes have read the old sums
+    __syncwarp();  // all lanes have read the row's old state
     if (lane == 0) {
       shared.softmax[row] = softmax;
       shared.factor[row] = factor;
@@ -112,7 +113,7 @@ __device__ void exponentiate(Shared& shared, const Rows& rows, int first_key) {
   }
 }
 
-// Adds this thread's columns of P V to O: as in `fa2`, a tile is summed before it is added.
+// Adds this thread's columns of P V to O. As in `fa2`, the tile's P V is summed separately first.
 __device__ void accumulate(const Shared& shared, real (&O)[Br][own_cols]) {
   const timeline::Phase phase(timeline::arithmetic, Br * Bc * own_cols);
   real sums[Br][own_cols] = {};
@@ -146,7 +147,7 @@ extern "C" __global__ __launch_bounds__(threads) void fa2_split_kv(
   const int tiles = cdiv(sizes.M * pack_gqa, Br);
   const auto [index, first_head, batch] = place(blockIdx.x, tiles * num_splits, heads / pack_gqa);
   const int head = first_head * pack_gqa, number = index / tiles;
-  // The longest rows of a causal mask first.
+  // Reversed order: under a causal mask the last rows have the most keys and should start first.
   const Rows rows = {extent_of(sizes, mods, batch, head), (tiles - 1 - index % tiles) * Br, head};
   if (!rows.extent.has_tile_of_rows(rows.query(0))) return;
   const Split split(rows, number, num_splits);
@@ -169,7 +170,7 @@ extern "C" __global__ __launch_bounds__(threads) void fa2_split_kv(
     __syncthreads();  // P and V are ready
     accumulate(shared, sums);
   }
-  __syncthreads();  // the sums of a block without keys are written, too
+  __syncthreads();  // the initial maxima and sums are written, even without keys
   const timeline::Phase phase(timeline::epilogue);
 
 #pragma unroll

@@ -1,8 +1,8 @@
-// minimal: FlashAttention's first algorithm, one thread per row.
+// minimal: the FlashAttention-1 algorithm, one thread per row.
 //
-// S and P never reach global memory: a tile of K and V stays in shared memory while the block goes
-// through all tiles of Q. Each step reads and writes every row's output, maximum and sum, because
-// the next tile of keys adds to them. (Dao et al., 2022, arXiv:2205.14135, algorithm 1)
+// S and P never reach global memory. A tile of K and V stays in shared memory while the block loops
+// over all tiles of Q. Every K/V tile updates each row's output, maximum and sum, which are kept in
+// global memory between tiles. (Dao et al., 2022, arXiv:2205.14135, algorithm 1)
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   O_sum [batch, heads, M, dv], row_max, row_sum [batch, heads, M]: scratch
@@ -32,7 +32,7 @@ __device__ void load_row(scalar (&tile)[width], const scalar* row) {
   for (int col = 0; col < width; ++col) tile[col] = row[col];
 }
 
-// Computes this thread's row of S, the scores of Q K^T; returns its maximum.
+// Computes this thread's row of S = Q K^T and returns its maximum.
 __device__ real scores(Shared& shared, int keys, const Scorer<real>& scorer) {
   const timeline::Phase phase(timeline::arithmetic, Bc * d);
   real largest = -infinity;
@@ -46,7 +46,7 @@ __device__ real scores(Shared& shared, int keys, const Scorer<real>& scorer) {
   return largest;
 }
 
-// Turns this thread's row of S into P = exp(S - maximum); returns its sum.
+// Turns this thread's row of S into P = exp(S - maximum) and returns its sum.
 __device__ real exponentiate(Shared& shared, int keys, const OnlineSoftmax& softmax) {
   const timeline::Phase phase(timeline::softmax, Bc);
   real sum = 0;
@@ -93,7 +93,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void minimal(
       timeline::event(timeline::arithmetic, Bc * dv);
       real* sums = O_sum.row(batch, head, row);
       for (int col = 0; col < dv; ++col) {
-        real sum = 0;  // of this tile, then of all: small numbers lose bits in a large sum
+        real sum = 0;  // sums this tile first: small numbers lose bits in a large sum
         for (int k = 0; k < keys; ++k) sum += shared.S[threadIdx.x][k] * real(shared.V[k][col]);
         if (tile > 0) sum += sums[col] * old_sum * factor;
         sum *= softmax.inverse_sum();

@@ -1,10 +1,10 @@
-// mma_f64: float64 on tensor cores, whose products of doubles are fused multiply-adds of IEEE 754.
+// mma_f64: float64 on tensor cores, whose FP64 instructions are IEEE 754 fused multiply-adds.
 //
-// No ldmatrix is needed: a lane loads 16 bytes, two neighbouring columns of K. A sum may take its
-// terms in any order, so that indices c and c + 4 of a product, which the lane holds, are columns
-// 2c and 2c + 1 of Q and K, or keys 2c and 2c + 1 of P and V. Then P needs no shuffles either. Q is
-// stored in the order of its operands. A row's sums take twice the registers of float: above d or
-// dv = 128 another kernel is launched (`mma_f64_wide`).
+// ldmatrix is not needed: a lane loads 16 bytes, two neighbouring columns of K. A sum may take its
+// terms in any order, so the indices c and c + 4 that a lane holds stand for columns 2c and 2c + 1
+// of Q and K, or for keys 2c and 2c + 1 of P and V. P then needs no shuffles either. Shared memory
+// holds Q in the order of its operands. Accumulators take twice as many registers as in float: for
+// d or dv above 128, `mma_f64_wide` is launched instead.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M * pack_gqa, Br) * heads / pack_gqa * batch)    block (2 * Br)
@@ -32,22 +32,22 @@ constexpr int width = cdiv(dv, step) * step;  // columns of V and O
 using OwnRows = Rows<step, pack_gqa>;
 
 struct Shared {
-  double2 Q[Br / step][depth / step][4][warp_size];  // rows r and r + 8 of a column
+  double2 Q[Br / step][depth / step][4][warp_size];  // pairs: rows r and r + 8 of a column
   operand K[stages][Bc][depth];
   operand V[stages][Bc][width];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(sizeof(operand) == 8, "these tensor-core products take float64");
 static_assert(threads == warp_size * Br / step, "each warp owns 16 rows");
-static_assert(Br % step == 0 && Bc % step == 0, "tiles are made of whole products");
+static_assert(Br % step == 0 && Bc % step == 0, "tiles are multiples of the MMA shape");
 
-// The state of a warp in the loop over tiles of keys.
+// State of a warp in the main loop over tiles of keys.
 struct Task : KeyTiles {
   Shared& shared;
   Scorer<real> scorer;
   Head keys, values;
   int rows, lane;
-  int end;  // end of the keys that some row of the block sees
+  int end;  // end of the keys that are visible to any row of the block
 };
 
 __device__ __forceinline__ void load_values(operand (&V)[Bc][width], const Head& values,
@@ -77,8 +77,8 @@ __device__ __forceinline__ void multiply_scores(const Task& task, operand (&K)[B
   }
 }
 
-// P = exp(S - maximum) and O += P V. P of 16 keys is an operand. It is computed right before its
-// product, so that exponentials of some keys overlap with products of others.
+// Computes P = exp(S - maximum) and O += P V. P of 16 keys is one operand, computed right before
+// its product, so that the exponentials of some keys overlap with the products of others.
 __device__ __forceinline__ void multiply_output(const Task& task, operand (&V)[Bc][width],
                                                 Fragments<step, Bc>& S, Fragments<step, width>& O,
                                                 OwnRows& rows, int first_key) {
@@ -103,9 +103,9 @@ __device__ __forceinline__ void multiply_output(const Task& task, operand (&V)[B
   rows.add(sum);
 }
 
-// Processes one tile of keys: S = Q K^T, P = softmax(S), O += P V. On entry its K has arrived, with
-// two buffers its V, too; on exit those of the next tile have. Unless `masked`, all rows see all
-// keys of the tile.
+// Processes one tile of keys: S = Q K^T, P = softmax(S), O += P V. On entry the tile's K has
+// arrived, and with two buffers its V as well; on exit the same holds for the next tile. `masked`
+// is false if every row sees every key of the tile.
 template <bool masked>
 __device__ __forceinline__ void attend(const Task& task, int first_key, int buffer,
                                        Fragments<step, width>& O, OwnRows& rows) {
@@ -144,7 +144,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64(
   const int lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size;
   const int own_row = warp * step;
   const Extent extent = extent_of(sizes, mods, batch, head * pack_gqa);
-  const int first_row = (cdiv(extent.M * pack_gqa, Br) - 1 - tile) * Br;  // longest rows first
+  const int first_row = (cdiv(extent.M * pack_gqa, Br) - 1 - tile) * Br;  // most keys first
   if (!extent.has_tile_of_rows(first_row / pack_gqa)) return;
   const Scorer<real> scorer = {scale, mods};
   const int kv_head = head * pack_gqa / group;
@@ -153,8 +153,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64(
   const int first_query = first_row / pack_gqa;
   const int last_query = (min(first_row + Br, extent.M * pack_gqa) - 1) / pack_gqa;
   const auto map = extent.key_tiles(first_row / Br);
-  const int start =
-      map.from<Bc>(extent.kv_begin(first_query) / Bc * Bc);  // the first tile that is seen
+  const int start = map.from<Bc>(extent.kv_begin(first_query) / Bc * Bc);  // first visible tile
 
   copy_rows<threads, d>(shared.K[0], keys, start);
   if (stages == 2) load_values(shared.V[0], values, start);
@@ -164,7 +163,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64(
   __syncthreads();  // Q and the first tile have arrived
   Fragments<step, width> sums = {};
   OwnRows rows(first_row + own_row + lane / 4, extent, scorer.scale2());
-  keys.aligned = values.aligned = keys.aligned && values.aligned;  // one register for both
+  keys.aligned = values.aligned = keys.aligned && values.aligned;  // saves a register
   const int end = extent.kv_end(last_query);
   const Task task = {map, shared, scorer, keys, values, warp, lane, end};
   int buffer = 0;
@@ -175,7 +174,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64(
       attend<false>(task, first_key, buffer, sums, rows);
     buffer = stages - 1 - buffer;
   }
-  // The block's place is computed again, so that the loop keeps no registers for it.
+  // Recomputes the block's position, so that it occupies no registers during the loop.
   const Place same =
       place_of_rows<Br, pack_gqa>(opaque(int(blockIdx.x)), sizes, mods, heads / pack_gqa);
   if (needs_repair(sums, rows))

@@ -1,7 +1,8 @@
-// mma_f64_wide: `mma_f64` for wide heads, whose sums of 16 rows are more than a warp's registers
-// hold. Teams of four warps own 32 rows. For all of these each warp multiplies a quarter of the
-// columns of Q and K, and the warps exchange their sums. Each warp then computes the softmax of 8
-// rows, shares their P, and adds P V to a quarter of the columns of O.
+// mma_f64_wide: `mma_f64` for wide heads, whose accumulators do not fit into one warp's registers.
+//
+// A team of four warps owns 32 rows. Each warp multiplies a quarter of the columns of Q and K for
+// all 32 rows, and the warps exchange their partial scores. Each warp then computes the softmax of
+// 8 rows, shares their P with the team, and accumulates a quarter of the columns of O.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M * pack_gqa, Br) * heads / pack_gqa * batch)    block (4 * Br)
@@ -25,34 +26,34 @@
 #include <tile/warp.cuh>
 #include <timeline.cuh>
 
-constexpr int team = 4, team_rows = 2 * step;              // warps that share rows
+constexpr int team = 4, team_rows = 2 * step;              // warps per team, rows per team
 constexpr int depth = cdiv(d, step) * step;                // columns of Q and K, padded with zeros
 constexpr int width = cdiv(dv, team* step) * team * step;  // columns of V and O
 constexpr int own_width = width / team;
-using OwnRows = Rows<step, pack_gqa>;  // a lane's row is the first of its two
+using OwnRows = Rows<step, pack_gqa>;  // of a lane's two rows only the first is used
 using TeamRows = Rows<team_rows, pack_gqa>;
 using Sums = Fragments<team_rows, own_width>;
 
 struct Shared {
-  double2 Q[Br / step][depth / step][4][warp_size];  // rows r and r + 8 of a column
+  double2 Q[Br / step][depth / step][4][warp_size];  // pairs: rows r and r + 8 of a column
   operand K[Bc][depth];
   operand V[Bc][width];
-  double2 exchange[Br / 8][team][2][warp_size];  // of 8 rows each: sums of all warps, then P
-  operand factors[Br];                           // for earlier sums
+  double2 exchange[Br / 8][team][2][warp_size];  // per 8 rows: partial S of each warp, then P
+  operand factors[Br];                           // rescale O
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(sizeof(operand) == 8, "these tensor-core products take float64");
 static_assert(threads == warp_size * Br / 8 && Br % team_rows == 0, "four warps own 32 rows");
 static_assert(Bc == step, "P of a tile is one operand");
 
-// The state of a warp in the loop over tiles of keys. It is number `turn` of team `group`, and
+// State of a warp in the main loop over tiles of keys. It is warp `turn` of team `group` and
 // computes the softmax of rows 8 * eight … 8 * eight + 7.
 struct Task : KeyTiles {
   Shared& shared;
   Scorer<real> scorer;
   Head keys, values;
   int group, turn, eight, lane;
-  int end;  // end of the keys that some row of the block sees
+  int end;  // end of the keys that are visible to any row of the block
 };
 
 __device__ __forceinline__ void load_values(operand (&V)[Bc][width], const Head& values,
@@ -60,7 +61,7 @@ __device__ __forceinline__ void load_values(operand (&V)[Bc][width], const Head&
   copy_tile<threads, width, width == dv>(V, values, first_key, 0, dv);
 }
 
-// Writes S = Q K^T of the team's rows, summed over the warp's columns, for the team.
+// Computes S = Q K^T of the team's rows over the warp's columns, and shares it with the team.
 __device__ __forceinline__ void write_scores(const Task& task) {
   const timeline::Phase phase(timeline::products);
   constexpr int share = cdiv(depth / step, team);
@@ -92,8 +93,8 @@ __device__ __forceinline__ void write_scores(const Task& task) {
   }
 }
 
-// Writes P = exp(S - maximum) of the warp's 8 rows for the team, with the factors by which earlier
-// sums are multiplied.
+// Computes P = exp(S - maximum) of the warp's 8 rows, and shares it and the factors that rescale O
+// with the team.
 template <bool masked>
 __device__ __forceinline__ void write_weights(const Task& task, OwnRows& rows, int first_key) {
   double2(&exchange)[team][2][warp_size] = task.shared.exchange[task.eight];
@@ -126,7 +127,7 @@ __device__ __forceinline__ void write_weights(const Task& task, OwnRows& rows, i
   }
   rows.maximum[0][0] = now;
   rows.sum[0][0] = rows.sum[0][0] * factor + sum;
-  // Random bits belong to rows r and r + 8 of 16 together; a packed row has its own.
+  // In dropout rows r and r + 8 of 16 share random bits, but packed rows have their own.
   const int half = pack_gqa == 1 ? rows.first / 8 % 2 : 0;
   for_dropped(S, 0, 1, rows, first_key, [&](int i, int j, int e) {
     if (e / 2 == half) S[i][j][e % 2] = 0;
@@ -136,7 +137,7 @@ __device__ __forceinline__ void write_weights(const Task& task, OwnRows& rows, i
   if (task.lane % 4 == 0) task.shared.factors[task.eight * 8 + task.lane / 4] = factor;
 }
 
-// Adds P V of the team's rows to O, for the warp's columns.
+// Adds P V to the warp's columns of O, for all rows of the team.
 __device__ __forceinline__ void add_output(const Task& task, Sums& O) {
   const timeline::Phase phase(timeline::products);
   double a[2][8], factor[2][2];
@@ -164,8 +165,8 @@ __device__ __forceinline__ void add_output(const Task& task, Sums& O) {
   }
 }
 
-// Processes one tile of keys: S = Q K^T, P = softmax(S), O += P V. On entry its K has arrived, on
-// exit that of the next tile. Unless `masked`, all rows see all keys of the tile.
+// Processes one tile of keys: S = Q K^T, P = softmax(S), O += P V. On entry the tile's K has
+// arrived, on exit the next tile's. `masked` is false if every row sees every key of the tile.
 template <bool masked>
 __device__ __forceinline__ void attend(const Task& task, int first_key, Sums& O, OwnRows& rows,
                                        int last_row) {
@@ -176,7 +177,7 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, Sums& O,
   cp_async_commit_group();
   if (seen) write_scores(task);
   cp_async_wait_group<0>();
-  __syncthreads();  // V and sums are ready, and K is not read
+  __syncthreads();  // V and partial scores are ready; K is no longer read
   if (more) copy_rows<threads, d>(shared.K, task.keys, first_key + task.stride<Bc>(first_key));
   cp_async_commit_group();
   if (seen) {
@@ -197,7 +198,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64_wide(
   const int lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size;
   const int own_team = warp / team, turn = warp % team;
   const Extent extent = extent_of(sizes, mods, batch, head * pack_gqa);
-  const int first_row = (cdiv(extent.M * pack_gqa, Br) - 1 - tile) * Br;  // longest rows first
+  const int first_row = (cdiv(extent.M * pack_gqa, Br) - 1 - tile) * Br;  // most keys first
   if (!extent.has_tile_of_rows(first_row / pack_gqa)) return;
   const Scorer<real> scorer = {scale, mods};
   const int kv_head = head * pack_gqa / group;
@@ -206,8 +207,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64_wide(
   const int first_query = first_row / pack_gqa;
   const int last_query = (min(first_row + Br, extent.M * pack_gqa) - 1) / pack_gqa;
   const auto map = extent.key_tiles(first_row / Br);
-  const int start =
-      map.from<Bc>(extent.kv_begin(first_query) / Bc * Bc);  // the first tile that is seen
+  const int start = map.from<Bc>(extent.kv_begin(first_query) / Bc * Bc);  // first visible tile
 
   copy_rows<threads, d>(shared.K, keys, start);
   cp_async_commit_group();
@@ -216,7 +216,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64_wide(
   __syncthreads();  // Q and the first tile have arrived
   Sums sums = {};
   OwnRows own_rows(first_row + warp * 8 + lane / 4, extent, scorer.scale2());
-  keys.aligned = values.aligned = keys.aligned && values.aligned;  // one register for both
+  keys.aligned = values.aligned = keys.aligned && values.aligned;  // saves a register
   const int end = extent.kv_end(last_query);
   const Task task = {map, shared, scorer, keys, values, own_team, turn, warp, lane, end};
   const int last_row = first_row + (own_team + 1) * team_rows - 1;
@@ -236,10 +236,10 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64_wide(
     rows.maximum[i / 2][i % 2] = of_row.x, rows.sum[i / 2][i % 2] = of_row.y;
     if (has_row_max) rows.set_row_max(i, shared.exchange[own_team * team + i][0][1][lane].x);
   }
-  // The block's place is computed again, so that the loop keeps no registers for it.
+  // Recomputes the block's position, so that it occupies no registers during the loop.
   const Place same =
       place_of_rows<Br, pack_gqa>(opaque(int(blockIdx.x)), sizes, mods, heads / pack_gqa);
-  // Warps that share rows must agree: the one that computes these again writes all columns.
+  // Warps of a team must agree on repairs: the warp that repairs a row writes all its columns.
   const bool wrong = needs_repair(sums, rows);
   if (__syncthreads_or(wrong)) {
     if (turn == 0)

@@ -1,6 +1,5 @@
-// mma_fp16x2: `mma_pipelined` with the accuracy of float32. Each operand is the sum of two float16
-// numbers (split_pair.cuh). An earlier launch, split_operands, splits Q, K and V; P is split in
-// registers.
+// mma_fp16x2: `mma_pipelined` with float32 accuracy. Each operand is the sum of two float16 numbers
+// (split_pair.cuh). An earlier launch, split_operands, splits Q, K and V; P is split in registers.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   Q_high …, V_exponents, scale2, flags: see split_operands.cu
@@ -26,39 +25,39 @@
 
 constexpr int depth = cdiv(d, step) * step;   // columns of Q and K, padded with zeros
 constexpr int width = cdiv(dv, step) * step;  // columns of V and O
-// Whether fragments are loaded ahead. It is 5 % faster at d = 64 and, with tiles of 64 keys, 11 %
-// at d = 128, but 8 % slower at d = 256, where sums leave no registers for it.
+// Whether fragments are loaded one step ahead. That is 5 % faster at d = 64 and, with tiles of 64
+// keys, 11 % faster at d = 128, but 8 % slower at d = 256, where no registers are left for it.
 constexpr bool looks_ahead = depth % 64 == 0 && depth <= 128 && width <= 128;
 using OwnRows = SplitRows<Wr, pack_gqa>;
 
-struct Shared {  // high parts, then low ones
+struct Shared {  // high parts, then low parts
   operand Q[2][Br][depth];
   operand K[stages][2][Bc][depth];
   operand V[stages][2][Bc][width];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(threads == warp_size * Br / Wr, "each warp owns Wr rows");
-static_assert(Wr % step == 0 && Bc % step == 0, "tiles are made of whole products");
+static_assert(Wr % step == 0 && Bc % step == 0, "tiles are multiples of the MMA shape");
 
-// The state of a warp in the loop over tiles of keys.
+// State of a warp in the main loop over tiles of keys.
 struct Task : KeyTiles {
   Shared& shared;
   Scorer<real> scorer;
   SplitHead<depth> keys;
   SplitHead<width> values;
   int own_row, lane;
-  int end;  // end of the keys that some row of the block sees
+  int end;  // end of the keys that are visible to any row of the block
 };
 
-// Processes one tile of keys: S = Q K^T, P = softmax(S), O += P V. On entry its K has arrived, with
-// two buffers its V, too; on exit those of the next tile have. Unless `masked`, all rows see all
-// keys of the tile.
+// Processes one tile of keys: S = Q K^T, P = softmax(S), O += P V. On entry the tile's K has
+// arrived, and with two buffers its V as well; on exit the same holds for the next tile. `masked`
+// is false if every row sees every key of the tile.
 template <bool masked>
 __device__ __forceinline__ void attend(const Task& task, int first_key, int buffer,
                                        Fragments<Wr, width>& O, OwnRows& rows) {
   Shared& shared = task.shared;
   const bool more = task.after<Bc>(first_key) < task.end;
-  // Whether the warp's last row, and so any of its rows, sees a key of the tile.
+  // The warp's last row has the largest kv_end: no row of the warp sees a tile beyond it.
   const int last_row = rows.row(Wr / step - 1, 1) | 7;
   const bool seen = !masked || first_key < rows.extent.kv_end(last_row / pack_gqa);
   if (stages == 1) task.values.copy<threads>(shared.V[0], first_key);
@@ -96,9 +95,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2(
       place_of_rows<Br, pack_gqa>(blockIdx.x, sizes, mods, heads / pack_gqa);
   const int lane = threadIdx.x % warp_size, own_row = threadIdx.x / warp_size * Wr;
   const Extent extent = extent_of(sizes, mods, batch, head * pack_gqa);
-  const int first_row = (cdiv(extent.M * pack_gqa, Br) - 1 - tile) * Br;  // longest rows first
+  const int first_row = (cdiv(extent.M * pack_gqa, Br) - 1 - tile) * Br;  // most keys first
   if (!extent.has_tile_of_rows(first_row / pack_gqa)) return;
-  // Without an expression, the split Q and its units contain the scale and its sign.
+  // Without score_mod, split_operands has put the scale into scale2 and its sign into Q.
   const Scorer<real> scorer = {has_score_mod ? scale : real(1), mods};
   const int kv_head = head * pack_gqa / group;
   const SplitHead<depth> queries(Q_high, Q_low, batch, head * pack_gqa, extent.M * pack_gqa);
@@ -107,8 +106,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2(
   const int first_query = first_row / pack_gqa;
   const int last_query = (min(first_row + Br, extent.M * pack_gqa) - 1) / pack_gqa;
   const auto map = extent.key_tiles(first_row / Br);
-  const int start =
-      map.from<Bc>(extent.kv_begin(first_query) / Bc * Bc);  // the first tile that is seen
+  const int start = map.from<Bc>(extent.kv_begin(first_query) / Bc * Bc);  // first visible tile
 
   queries.copy<threads, pack_gqa>(shared.Q, first_row);
   keys.copy<threads>(shared.K[0], start);
@@ -135,7 +133,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2(
       attend<false>(task, first_key, buffer, sums, rows);
     buffer = stages - 1 - buffer;
   }
-  // The block's place is computed again, so that the loop keeps no registers for it.
+  // Recomputes the block's position, so that it occupies no registers during the loop.
   const Place same =
       place_of_rows<Br, pack_gqa>(opaque(int(blockIdx.x)), sizes, mods, heads / pack_gqa);
   const long long key_heads = heads / group, own_head = same.head * pack_gqa / group;

@@ -1,11 +1,11 @@
-// mma_pipelined: `mma_async`, arranged to keep the tensor cores busy.
+// mma_pipelined: `mma_async`, rearranged to keep the tensor cores busy.
 //
-// Registers and shared memory decide how many warps a multiprocessor holds, so tiles may have one
-// buffer as well as two: then V is copied while S = Q K^T is computed, and the next K during
-// softmax and O += P V. Exponentials of some keys overlap with the products of others. Warps skip
-// tiles that their rows do not see. Query heads that share a head of K and V share tiles if one
-// head's rows would not fill them. O is stored through Q's tile, 16 bytes at a time. float32 inputs
-// are rounded to the 16-bit type `operand` by an earlier launch.
+// Registers and shared memory limit the number of warps per multiprocessor, so K and V may have one
+// buffer instead of two: V is then copied during S = Q K^T, and the next K during the softmax and
+// O += P V. The exponentials of some keys overlap with the products of others. Warps skip tiles
+// that are masked for all of their rows. Query heads that share a key head (GQA) are packed into
+// one tile if the rows of one head would not fill it. O is stored through the shared memory of Q,
+// in 16-byte chunks. An earlier launch rounds float32 inputs to the 16-bit type `operand`.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M * pack_gqa, Br) * heads / pack_gqa * batch)    block (32 * Br / Wr)
@@ -32,32 +32,32 @@ constexpr int width = cdiv(dv, step) * step;  // columns of V and O
 using OwnRows = Rows<Wr, pack_gqa>;
 
 struct Shared {
-  operand Q[Br][depth < width ? width : depth];  // at the end it holds O
+  operand Q[Br][depth < width ? width : depth];  // reused for O in the epilogue
   operand K[stages][Bc][depth];
   operand V[stages][Bc][width];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(threads == warp_size * Br / Wr, "each warp owns Wr rows");
-static_assert(Wr % step == 0 && Bc % step == 0, "tiles are made of whole products");
+static_assert(Wr % step == 0 && Bc % step == 0, "tiles are multiples of the MMA shape");
 
-// The state of a warp in the loop over tiles of keys.
+// State of a warp in the main loop over tiles of keys.
 struct Task : KeyTiles {
   Shared& shared;
   Scorer<real> scorer;
   Head keys, values;
   int own_row, lane;
-  int end;  // end of the keys that some row of the block sees
+  int end;  // end of the keys that are visible to any row of the block
 };
 
-// Processes one tile of keys: S = Q K^T, P = softmax(S), O += P V. On entry its K has arrived, with
-// two buffers its V, too; on exit those of the next tile have. Unless `masked`, all rows see all
-// keys of the tile.
+// Processes one tile of keys: S = Q K^T, P = softmax(S), O += P V. On entry the tile's K has
+// arrived, and with two buffers its V as well; on exit the same holds for the next tile. `masked`
+// is false if every row sees every key of the tile.
 template <bool masked>
 __device__ __forceinline__ void attend(const Task& task, int first_key, int buffer,
                                        Fragments<Wr, width>& O, OwnRows& rows) {
   Shared& shared = task.shared;
   const bool more = task.after<Bc>(first_key) < task.end;
-  // Whether the warp's last row, and so any of its rows, sees a key of the tile.
+  // The warp's last row has the largest kv_end: no row of the warp sees a tile beyond it.
   const int last_row = rows.row(Wr / step - 1, 1) | 7;
   const bool seen = !masked || first_key < rows.extent.kv_end(last_row / pack_gqa);
   if (stages == 1) copy_rows<threads, dv>(shared.V[0], task.values, first_key);
@@ -92,7 +92,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_pipelined(
       place_of_rows<Br, pack_gqa>(blockIdx.x, sizes, mods, heads / pack_gqa);
   const int lane = threadIdx.x % warp_size, own_row = threadIdx.x / warp_size * Wr;
   const Extent extent = extent_of(sizes, mods, batch, head * pack_gqa);
-  const int first_row = (cdiv(extent.M * pack_gqa, Br) - 1 - tile) * Br;  // longest rows first
+  const int first_row = (cdiv(extent.M * pack_gqa, Br) - 1 - tile) * Br;  // most keys first
   if (!extent.has_tile_of_rows(first_row / pack_gqa)) return;
   const Scorer<real> scorer = {scale, mods};
   const int kv_head = head * pack_gqa / group;
@@ -101,8 +101,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_pipelined(
   const int first_query = first_row / pack_gqa;
   const int last_query = (min(first_row + Br, extent.M * pack_gqa) - 1) / pack_gqa;
   const auto map = extent.key_tiles(first_row / Br);
-  const int start =
-      map.from<Bc>(extent.kv_begin(first_query) / Bc * Bc);  // the first tile that is seen
+  const int start = map.from<Bc>(extent.kv_begin(first_query) / Bc * Bc);  // first visible tile
 
   copy_rows<threads, d, pack_gqa>(shared.Q, queries, first_row);
   copy_rows<threads, d>(shared.K[0], keys, start);
@@ -112,7 +111,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_pipelined(
   __syncthreads();  // Q and the first tile have arrived
   Fragments<Wr, width> sums = {};
   OwnRows rows(first_row + own_row + lane / 4, extent, scorer.scale2());
-  keys.aligned = values.aligned = keys.aligned && values.aligned;  // one register for both
+  keys.aligned = values.aligned = keys.aligned && values.aligned;  // saves a register
   const Task task = {map, shared, scorer, keys, values, own_row, lane, extent.kv_end(last_query)};
   int buffer = 0;
   for (int first_key = start; first_key < task.end; first_key = task.after<Bc>(first_key)) {
@@ -122,7 +121,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_pipelined(
       attend<false>(task, first_key, buffer, sums, rows);
     buffer = stages - 1 - buffer;
   }
-  // The block's place is computed again, so that the loop keeps no registers for it.
+  // Recomputes the block's position, so that it occupies no registers during the loop.
   const Place same =
       place_of_rows<Br, pack_gqa>(opaque(int(blockIdx.x)), sizes, mods, heads / pack_gqa);
   const int row = (cdiv(opaque(extent.M) * pack_gqa, Br) - 1 - same.tile) * Br;

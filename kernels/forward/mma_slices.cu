@@ -1,12 +1,12 @@
-// mma_slices: `mma_pipelined` for head dimensions of any size, in slices.
+// mma_slices: `mma_pipelined` for arbitrary head dimensions, which are processed in slices.
 //
-// A tile of S is summed over slices of d, a tile of O over slices of keys. All slices go through
-// one ring of stages, so shared memory does not depend on d or dv. P of `span` keys stays in shared
-// memory between the two products. With more keys, O is kept in global memory while P of the next
-// span is computed.
+// A tile of S is accumulated over slices of d, a tile of O over slices of keys. All slices pass
+// through one ring of stages, so shared memory does not depend on d or dv. P of `span` keys stays
+// in shared memory between the two products. If there are more keys, O is kept in global memory
+// while P of the next span is computed.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
-//   O_sum: scratch for the tiles of O of each block, in float, if N > span
+//   O_sum: scratch for each block's tiles of O in float, if N > span
 //   grid (cdiv(M, Br) * heads * batch)
 //   block (32 * Br * Bc / (Wr * Wc)): each warp owns Wr x Wc of S
 //   the host sets: scalar, result, operand, real, Br, Bc, Wr, Wc, Bd, span, stages, pack_gqa, d,
@@ -27,20 +27,20 @@
 #include <tile/warp.cuh>
 #include <timeline.cuh>
 
-constexpr int col_warps = Bc / Wc;  // warps that share a row
+constexpr int col_warps = Bc / Wc;  // warps that share rows
 using OwnRows = Rows<Wr>;
-constexpr int slices = cdiv(d, Bd);  // of Q and K
+constexpr int slices = cdiv(d, Bd);  // slices of Q and K along d
 // A warp owns a Wr x Wv block of O. O is split into cdiv(dv, Bc) tiles of equal width.
 constexpr int Wv = cdiv(dv, cdiv(dv, Bc) * col_warps * step) * step;
 constexpr int Bo = Wv * col_warps;
 
-// The number of keys in a slice of V: as many as fit into a stage, 64 at most.
+// Returns the number of keys in a slice of V: as many as fit into a stage, but at most `most`.
 __host__ __device__ constexpr int keys_in_slice(int most) {
   return most > step && (most * Bo > (Br + Bc) * Bd || Bc % most != 0) ? keys_in_slice(most / 2)
                                                                        : most;
 }
 constexpr int Bv = keys_in_slice(64);
-constexpr int fragments = Wr / step * (Wv / 8);  // of O in a thread, 4 floats each
+constexpr int fragments = Wr / step * (Wv / 8);  // fragments of O per thread, 4 floats each
 
 union Slice {
   struct {
@@ -53,25 +53,25 @@ union Slice {
 struct Shared {
   operand P[Br][span];
   Slice ring[stages];
-  float factors[span / Bc][Br];  // for O, at each tile of keys
-  float shares[col_warps][Br];   // each warp's maximum or sum of a row
+  float factors[span / Bc][Br];  // rescale O at each tile of keys
+  float shares[col_warps][Br];   // each warp's part of a row's maximum or sum
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(sizeof(operand) == 2, "these tensor-core products take 16-bit numbers");
 static_assert(threads == warp_size * (Br / Wr) * col_warps, "the warps' tiles must cover S");
-static_assert(Wr % step == 0 && Wc % step == 0 && Bd % step == 0, "tiles are whole products");
+static_assert(Wr % step == 0 && Wc % step == 0 && Bd % step == 0, "tiles are multiples of 16 x 16");
 static_assert(span % Bc == 0, "a span is made of whole tiles of keys");
-static_assert(stages >= 2, "one slice is multiplied while another one comes");
+static_assert(stages >= 2, "one slice is multiplied while the next one is loaded");
 
-// All slices that a block multiplies, one after the other: in each span of keys those of Q and K
-// for each tile of S, then those of V for each tile of O.
+// The sequence of slices that a block multiplies. Each span of keys begins with the slices of Q and
+// K for every tile of S, followed by the slices of V for every tile of O.
 struct Stream {
-  Head Q, K, V;  // K and V have only the keys that some row sees
+  Head Q, K, V;  // K and V end at the last visible key
   int first_row;
   bool late;
   int first_key, tile = 0, slice = 0, stage = 0;
 
-  // Begins to copy the next slice, if there is one, into a stage.
+  // Starts copying the next slice, if any, into a stage.
   __device__ __forceinline__ void begin(Slice& to) {
     const int keys = min(span, K.rows - first_key), score_tiles = cdiv(keys, Bc);
     if (keys > 0) {
@@ -96,11 +96,11 @@ struct Stream {
     cp_async_commit_group();
   }
 
-  // Returns the next slice. Some warps begin copies while others multiply, because they share the
-  // schedulers: `late` warps copy after their products, in `done`.
+  // Returns the next slice. `late` warps issue their copies after their products, in `done`, and
+  // the other warps before, so that warps on the same scheduler overlap copies with products.
   __device__ __forceinline__ Slice& next(Shared& shared) {
     cp_async_wait_group<stages - 2>();
-    __syncthreads();  // the slice has arrived, and the one before it is no longer read
+    __syncthreads();  // the slice has arrived, and the previous one is no longer read
     if (!late) begin(shared.ring[stage == 0 ? stages - 1 : stage - 1]);
     return shared.ring[stage];
   }
@@ -110,15 +110,15 @@ struct Stream {
   }
 };
 
-// The part of a tile that a warp owns: its first row, and its index among warps that share rows.
+// A warp's part of a tile: its first row, and its index among the warps that share its rows.
 struct Part {
   int row, col_warp, lane;
-  bool used;  // some of its rows exist
+  bool used;  // whether any of its rows exist
 
   __device__ __forceinline__ int tile_row(int i, int half) const {
     return row + i * step + half * 8 + lane / 4;
   }
-  // Returns a copy from which the compiler computes nothing ahead of a loop.
+  // Returns an opaque copy, so that the compiler does not hoist address arithmetic out of loops.
   __device__ __forceinline__ Part again() const {
     return {opaque(row), opaque(col_warp), opaque(lane), used};
   }
@@ -142,7 +142,7 @@ __device__ __forceinline__ void multiply_scores(Slice& slice, Fragments<Wr, Wc>&
   }
 }
 
-// O += P V over a slice of keys; `key` is the column of the first one in P.
+// O += P V over a slice of keys, the first of which is column `key` of P.
 __device__ __forceinline__ void multiply_output(Shared& shared, Slice& slice, Fragments<Wr, Wv>& O,
                                                 int key, const Part& own) {
   const timeline::Phase phase(timeline::products);
@@ -161,8 +161,8 @@ __device__ __forceinline__ void multiply_output(Shared& shared, Slice& slice, Fr
   }
 }
 
-// Turns S into P = 2^(S * scale2 - maximum), in 16 bits, in columns `key` … of shared.P. Sums are
-// rescaled to the new maximum; O is rescaled later, by `factors`.
+// Turns S into P = 2^(S * scale2 - maximum) and writes it, in 16 bits, to shared.P from column
+// `key` on. Row sums are rescaled to the new maximum here, O later, by `factors`.
 template <bool masked>
 __device__ __forceinline__ void softmax(Shared& shared, Fragments<Wr, Wc>& S, OwnRows& rows,
                                         int first_key, int key, const Part& part) {
@@ -217,9 +217,9 @@ __device__ __forceinline__ void softmax(Shared& shared, Fragments<Wr, Wc>& S, Ow
   });
 }
 
-// Adds up the warps' parts of each row's sum; every thread gets the whole sum.
+// Adds the warps' partial row sums; every thread gets the total.
 __device__ __forceinline__ void add_up_sums(Shared& shared, OwnRows& rows, const Part& own) {
-  __syncthreads();  // before the sums overwrite the largest scores
+  __syncthreads();  // before the sums overwrite the maxima
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
     float sum = rows.sum[i / 2][i % 2];
@@ -237,7 +237,7 @@ __device__ __forceinline__ void add_up_sums(Shared& shared, OwnRows& rows, const
   }
 }
 
-// Rescales O to the maximum of a tile of keys.
+// Rescales O to the row maxima after a tile of keys.
 __device__ __forceinline__ void rescale(Fragments<Wr, Wv>& O, const float (&factors)[Br],
                                         const Part& own) {
 #pragma unroll
@@ -248,7 +248,7 @@ __device__ __forceinline__ void rescale(Fragments<Wr, Wv>& O, const float (&fact
   }
 }
 
-// Stores and loads the warp's part of a tile of O, in the order of its registers.
+// Stores the warp's part of a tile of O in register order; load_sums() reads it back.
 __device__ __forceinline__ void save_sums(const Fragments<Wr, Wv>& O, float4* to) {
 #pragma unroll
   for (int i = 0; i < fragments; ++i) {
@@ -266,7 +266,7 @@ __device__ __forceinline__ void load_sums(Fragments<Wr, Wv>& O, const float4* fr
   }
 }
 
-// Writes the warp's part of a tile of O / sum; `to` is the thread's first row.
+// Stores the warp's part of a tile of O / sum; `to` points to the thread's first row.
 __device__ __forceinline__ void store_output(const Fragments<Wr, Wv>& O, const OwnRows& rows,
                                              result* to, long long stride, bool aligned,
                                              int first_col, int M, const Part& own) {
@@ -305,7 +305,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
   const int M = sizes.M, tiles = cdiv(M, Br);
   const Place block = place(blockIdx.x, tiles, heads);
   const int head = block.head, batch = block.batch;
-  const int first_row = (tiles - 1 - block.tile) * Br;  // the longest rows of a causal mask first
+  const int first_row = (tiles - 1 - block.tile) * Br;  // most keys first
   const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
   const int own_row = warp % (Br / Wr) * Wr;
   const Part own = {own_row, warp / (Br / Wr), lane, first_row + own_row < M};
@@ -325,7 +325,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
   for (int i = 0; i < stages - 1; ++i) stream.begin(shared.ring[i]);
 
   OwnRows rows(first_row + own.row + lane / 4, extent, scorer.scale2());
-  if (has_sink && own.col_warp > 0) {  // warps' sums are added up: one has the sink
+  if (has_sink && own.col_warp > 0) {  // warps' sums are added: only one has the sink
     for (auto& sums : rows.sum) sums[0] = sums[1] = 0;
   }
   bool wrong = false;
@@ -374,7 +374,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
       }
     }
   }
-  // The block's place is computed again, so that the loops keep no registers for it.
+  // Recomputes the block's position, so that it occupies no registers during the loops.
   const Place same = place(opaque(int(blockIdx.x)), tiles, heads);
   if (own.col_warp == 0 && lane % 4 == 0) {
     for (int i = 0; i < 2 * (Wr / step); ++i) {
@@ -386,7 +386,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
       }
     }
   }
-  // The barrier comes before repairs overwrite what other warps wrote.
+  // All warps must have stored their part of a row before one of them repairs it.
   if (!__syncthreads_or(wrong || overflows(rows))) return;
   for (int row = first_row + warp; row < min(first_row + Br, M); row += threads / warp_size)
     repair_row<d, dv>(Q, K, V, O, lse, extent, row, same.batch, same.head, same.head / group,

@@ -1,12 +1,12 @@
-// mma_split_kv: `mma_pipelined`, with the keys of a row tile split among several blocks.
+// mma_split_kv: `mma_pipelined`, with the keys of a tile of Q split among several blocks.
 //
-// Few queries make few row tiles: most multiprocessors would be idle while a few blocks read all
-// keys. Here each of `num_splits` blocks takes a split of the keys, and merge_splits adds up their
-// results. K and V go through a ring of `stages` tiles, so that enough loads are in flight to keep
-// memory busy. A single split writes O and lse itself.
+// With few queries there are few tiles of Q, and most multiprocessors would be idle. Here each of
+// `num_splits` blocks processes one split of the keys, and merge_splits combines their results
+// (Flash-Decoding). K and V pass through a ring of `stages` tiles, which keeps enough loads in
+// flight to saturate memory. A single split writes O and lse itself.
 //
-// A single warp would own a tile of few rows. Instead the keys of each tile are divided among
-// `key_warps` warps, whose sums are added up at the end.
+// A tile of few rows would occupy only one warp. Instead the keys of each tile are divided among
+// `key_warps` warps, whose accumulators are added at the end.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   O_splits [batch, heads, M, num_splits, stored_width]
@@ -37,28 +37,28 @@
 constexpr int whole = step * in_operand;
 constexpr int depth = cdiv(d, whole) * whole;        // columns of Q and K, padded with zeros
 constexpr int width = cdiv(dv, whole) * whole;       // columns of V and O
-constexpr int stored_width = cdiv(dv, step) * step;  // columns of a split's O
-constexpr int Wc = Bc / key_warps;                   // keys of a tile that a warp owns
-// The largest grid of merge_splits, one block for each row, that is launched early.
+constexpr int stored_width = cdiv(dv, step) * step;  // columns of O_splits
+constexpr int Wc = Bc / key_warps;                   // keys per warp in each tile
+// merge_splits has one block per row. With at most this many blocks it is launched early (PDL).
 constexpr int few_merged = 256;
 using OwnRows = Rows<Wr, pack_gqa>;
 
 struct Shared {
-  operand Q[Br][depth < width ? width : depth];  // at the end it holds O
+  operand Q[Br][depth < width ? width : depth];  // reused for O in the epilogue
   operand K[stages][Bc][depth / in_operand];
   operand V[stages][Bc][width / in_operand];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(threads == warp_size * Br / Wr * key_warps, "each warp owns Wr rows and Wc keys");
 static_assert(stages >= 2, "the next tile is loaded while this one is multiplied");
-static_assert(Wr % step == 0 && Bc % (step * key_warps) == 0, "tiles are made of whole products");
+static_assert(Wr % step == 0 && Bc % (step * key_warps) == 0, "tiles are multiples of MMA tiles");
 
 using OwnSums = WarpSums<Wr / step, width / 8>;
 static_assert(Br / Wr * key_warps * sizeof(OwnSums) <= sizeof(Shared::K) + sizeof(Shared::V) ||
                   key_warps == 1,
-              "sums of warps take the place of keys and values");
+              "warps' sums reuse the memory of K and V");
 
-// A split of the keys from `start` to `end`. Their numbers of tiles differ by at most one.
+// One split of the keys start … end - 1. Splits differ by at most one tile in length.
 struct Split {
   int first_key, end;
 
@@ -70,7 +70,7 @@ struct Split {
   }
 };
 
-// The state of a warp in the loop over tiles of keys.
+// State of a warp in the main loop over tiles of keys.
 struct Task {
   Shared& shared;
   Scorer<real> scorer;
@@ -80,7 +80,7 @@ struct Task {
   int end;  // end of the split's keys
 };
 
-// Begins to copy a tile of K and V, if it belongs to the split.
+// Starts copying a tile of K and V if it belongs to the split.
 __device__ __forceinline__ void copy_keys(const Task& task, int first_key, int buffer) {
   if (first_key < task.end) {
     copy_rows<threads, d / in_operand>(task.shared.K[buffer], task.keys, first_key);
@@ -89,17 +89,17 @@ __device__ __forceinline__ void copy_keys(const Task& task, int first_key, int b
   cp_async_commit_group();
 }
 
-// Processes the warp's keys of one tile: S = Q K^T, P = softmax(S), O += P V. Unless `masked`, all
-// rows see all of these keys.
+// Processes the warp's keys of one tile: S = Q K^T, P = softmax(S), O += P V. `masked` is false if
+// every row sees all of these keys.
 template <bool masked>
 __device__ __forceinline__ void attend(const Task& task, int first_key, int buffer,
                                        Fragments<Wr, width>& O, OwnRows& rows) {
   Shared& shared = task.shared;
-  // Whether the warp's last row, and so any of its rows, sees a key of the tile.
+  // The warp's last row has the largest kv_end: no row of the warp sees a tile beyond it.
   const int last_row = rows.row(Wr / step - 1, 1) | 7;
   const bool seen = !masked || first_key < rows.extent.kv_end(last_row / pack_gqa);
   cp_async_wait_group<stages - 2>();
-  __syncthreads();  // the tile has arrived, and the one before it is no longer read
+  __syncthreads();  // this tile has arrived, and the previous one is no longer read
   copy_keys(task, first_key + (stages - 1) * Bc, buffer == 0 ? stages - 1 : buffer - 1);
   if (!seen) return;
   const int first = first_key + task.own_key;
@@ -112,13 +112,13 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
                          task.lane, task.scales, task.values);
 }
 
-// Writes what merge_splits reads of the warp's rows: the maxima, the sums of P relative to them,
-// and O before the division.
+// Writes the results of the warp's rows for merge_splits: the row maxima, the sums of P relative to
+// them, and O before normalization.
 __device__ void store_split(const Fragments<Wr, width>& O, const OwnRows& rows, float* O_splits,
                             float* max_splits, float* sum_splits, int split, int num_splits,
                             int batch, int head, int heads, int all_rows, int lane) {
   const timeline::Phase phase(timeline::epilogue);
-  const int M = rows.extent.M, stored = ragged ? all_rows : M;  // rows of each head
+  const int M = rows.extent.M, stored = ragged ? all_rows : M;  // rows per head
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
     const int row = rows.row(i / 2, i % 2);
@@ -150,7 +150,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
   const long long heads_of_all = gridDim.x / (tiles * num_splits);
   if (heads_of_all * sizes.M * pack_gqa <= few_merged) launch_dependents();
   const auto [index, head, batch] = place(blockIdx.x, tiles * num_splits, heads / pack_gqa);
-  // The longest rows of a causal mask come first; blocks with the same keys follow each other.
+  // Reversed order, most keys first; blocks that read the same keys are adjacent.
   const int first_row = (tiles - 1 - index % tiles) * Br;
   const int lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size;
   const int own_row = warp / key_warps * Wr, key_warp = warp % key_warps;
@@ -162,12 +162,12 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
   KeyHead keys(K, mods, batch, kv_head, extent.N), values(V, mods, batch, kv_head, extent.N);
   const int first_query = first_row / pack_gqa;
   const int last_query = (min(first_row + Br, extent.M * pack_gqa) - 1) / pack_gqa;
-  const int start = extent.kv_begin(first_query) / Bc * Bc;  // the first tile that is seen
+  const int start = extent.kv_begin(first_query) / Bc * Bc;  // first visible tile
   const Split split(start, extent.kv_end(last_query), index / tiles, num_splits);
 
   copy_tile<threads, depth, d == depth, pack_gqa>(shared.Q, queries, first_row, 0, d);
   cp_async_commit_group();
-  keys.aligned = values.aligned = keys.aligned && values.aligned;  // one register for both
+  keys.aligned = values.aligned = keys.aligned && values.aligned;  // saves a register
   const Task task = {shared,  scorer,        keys, values,   {mods, batch, kv_head},
                      own_row, key_warp * Wc, lane, split.end};
 #pragma unroll 1
@@ -184,13 +184,13 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
     buffer = buffer == stages - 1 ? 0 : buffer + 1;
   }
   cp_async_wait_group<0>();
-  __syncthreads();  // Q is no longer read, nor written
+  __syncthreads();  // Q is no longer read, and its copy has completed
   if constexpr (key_warps > 1) {
     OwnSums* all = reinterpret_cast<OwnSums*>(shared.K) + warp / key_warps * key_warps;
     add_up<key_warps>(all, key_warp, sums, rows, lane);
     if (key_warp > 0) return;
   }
-  // The block's place is computed again, so that the loop keeps no registers for it.
+  // Recomputes the block's position, so that it occupies no registers during the loop.
   const int same_tiles = cdiv(opaque(sizes.M) * pack_gqa, Br);
   const Place same = place(opaque(int(blockIdx.x)), same_tiles * num_splits, heads / pack_gqa);
   const int row = (same_tiles - 1 - same.tile % same_tiles) * Br;

@@ -1,9 +1,9 @@
 // mma_swizzled: `mma_split_q` without bank conflicts.
 //
-// ldmatrix reads 16 bytes from each of 8 rows. Rows of 128 bytes begin in the same bank, so all
-// eight reads need the same four banks, one after the other. Here chunks of 16 bytes are permuted
-// within their row, by an exclusive or with the row's number: eight rows then lie in eight groups
-// of banks, without padding.
+// ldmatrix reads 16 bytes from each of 8 rows. Rows of 128 bytes all begin in the same bank, so the
+// eight reads need the same four banks and are serialized. Here the 16-byte chunks of a row are
+// swizzled: permuted by an XOR with the row index. Eight rows then use eight different groups of
+// banks, without padding.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * Br / Wr): each warp owns Wr rows
@@ -27,7 +27,7 @@
 
 constexpr int depth = cdiv(d, step) * step;   // columns of Q and K, padded with zeros
 constexpr int width = cdiv(dv, step) * step;  // columns of V and O
-constexpr int in_chunk = 8;                   // elements in 16 bytes
+constexpr int in_chunk = 8;                   // elements per 16-byte chunk
 
 struct Shared {
   scalar Q[Br][depth];
@@ -37,15 +37,15 @@ struct Shared {
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(sizeof(scalar) == 2, "these tensor-core products take 16-bit numbers");
 static_assert(threads == warp_size * Br / Wr, "each warp owns Wr rows");
-static_assert(Wr % step == 0 && Bc % step == 0, "tiles are made of whole products");
+static_assert(Wr % step == 0 && Bc % step == 0, "tiles are multiples of the MMA shape");
 
 template <int height, int columns>
 __device__ __forceinline__ scalar* at(scalar (&tile)[height][columns], int row, int chunk) {
   return &tile[row][swizzled<columns / in_chunk>(row, chunk) * in_chunk];
 }
 
-// Copies rows of a head with `cols` columns, 16 bytes at a time if they are aligned. Writes zeros
-// beyond its `rows` and columns.
+// Copies rows of a head with `cols` columns, in chunks of 16 bytes if they are aligned. Writes
+// zeros past the last row and column.
 template <int cols, int height, int columns>
 __device__ __forceinline__ void load_chunks(scalar (&tile)[height][columns],
                                             Tensor<const scalar> tensor, int batch, int head,
@@ -64,7 +64,7 @@ __device__ __forceinline__ void load_chunks(scalar (&tile)[height][columns],
   });
 }
 
-// D += A B for 16 columns of A; load(b, j) loads the two fragments of columns 16 * j … of B.
+// D += A B for 16 columns of A. load(b, j) loads B's fragments for columns 16 j to 16 j + 15.
 template <int m, int n, class Load>
 __device__ __forceinline__ void multiply_step(float (&D)[m][n][4], const unsigned (&a)[m][4],
                                               Load load) {
@@ -73,7 +73,7 @@ __device__ __forceinline__ void multiply_step(float (&D)[m][n][4], const unsigne
     unsigned b[4];
     load(b, j);
 #pragma unroll
-    for (int i = 0; i < 2 * m; ++i)  // each 16 rows of A, with each fragment of B
+    for (int i = 0; i < 2 * m; ++i)  // every fragment of A with every fragment of B
       multiply_add<scalar>(D[i / 2][2 * j + i % 2], a[i / 2], b[i % 2 * 2], b[i % 2 * 2 + 1]);
   }
 }
@@ -84,17 +84,17 @@ __device__ __forceinline__ void multiply_scores(scalar (&Q)[Br][depth], scalar (
   const timeline::Phase phase(timeline::products);
 #pragma unroll
   for (int k = 0; k < depth / step; ++k) {
-    unsigned a[Wr / step][4];  // of rows 0-7 and 8-15; then the same of the next 8 columns
+    unsigned a[Wr / step][4];  // rows 0-7, rows 8-15; then both for the next 8 columns
 #pragma unroll
     for (int i = 0; i < Wr / step; ++i)
       ldmatrix(a[i], at(Q, first_row + i * step + lane % 16, 2 * k + lane / 16));
-    multiply_step(S, a, [&](unsigned (&b)[4], int j) {  // 8 keys, 16 columns; the next 8 keys
+    multiply_step(S, a, [&](unsigned (&b)[4], int j) {  // 8 keys x 16 columns, then 8 more keys
       ldmatrix(b, at(K, j * step + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
     });
   }
 }
 
-// O += P V: two fragments of P side by side are an operand of this product.
+// O += P V. Two adjacent accumulator fragments of P form one operand of this product.
 __device__ __forceinline__ void multiply_output(scalar (&V)[Bc][width], const Fragments<Wr, Bc>& P,
                                                 Fragments<Wr, width>& O, int lane) {
   const timeline::Phase phase(timeline::products);
@@ -103,10 +103,10 @@ __device__ __forceinline__ void multiply_output(scalar (&V)[Bc][width], const Fr
     unsigned a[Wr / step][4];
 #pragma unroll
     for (int i = 0; i < Wr / step * 4; ++i) {
-      const float (&p)[4] = P[i / 4][2 * k + i % 4 / 2];  // keys 0-7; then 8-15
+      const float (&p)[4] = P[i / 4][2 * k + i % 4 / 2];  // keys 0-7, then keys 8-15
       a[i / 4][i % 4] = pack<scalar>(p[i % 2 * 2], p[i % 2 * 2 + 1]);
     }
-    multiply_step(O, a, [&](unsigned (&b)[4], int j) {  // 16 keys, 8 columns; the next 8 columns
+    multiply_step(O, a, [&](unsigned (&b)[4], int j) {  // 16 keys x 8 columns, then 8 more columns
       ldmatrix_trans(b, at(V, k * step + lane % 16, 2 * j + lane / 16));
     });
   }
@@ -121,7 +121,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_swizzled(
   const int kv_head = head / group;
   const Extent extent = extent_of(sizes, mods, batch, head);
   const Scorer<real> scorer = {scale, mods};
-  // The longest rows of a causal mask come first.
+  // Reversed order: under a causal mask the last rows have the most keys and should start first.
   const int row = (cdiv(extent.M, Br) - 1 - index) * Br;
   if (!extent.has_tile_of_rows(row)) return;
   const RowTile tile = row_tile<Br, Bc>(extent, row, head, batch);
@@ -131,7 +131,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_swizzled(
   Rows<Wr> rows(tile.row + own_row + lane / 4, extent, scorer.scale2());
   for (int first_key = tile.kv_begin; first_key < tile.kv_end;
        first_key = tile.after<Bc>(first_key)) {
-    __syncthreads();  // before keys that a slower warp still reads are overwritten
+    __syncthreads();  // before this tile overwrites keys that a slower warp still reads
     load_chunks<d>(shared.K, K, batch, kv_head, first_key, extent.N);
     load_chunks<dv>(shared.V, V, batch, kv_head, first_key, extent.N);
     __syncthreads();  // Q, K and V have arrived
@@ -139,7 +139,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_swizzled(
     multiply_scores(shared.Q, shared.K, S, own_row, lane);
     scorer.apply(S, rows, first_key, tile.is_full<Bc>(first_key));
     if (is_masked(extent, tile.row, Br, first_key, Bc))
-      rescale<true>(S, sums, rows, first_key, lane);  // masks S first
+      rescale<true>(S, sums, rows, first_key, lane);  // also masks S
     else
       rescale<false>(S, sums, rows, first_key, lane);
     exponentiate(S, rows, first_key);

@@ -1,9 +1,9 @@
-// mma_tf32: `mma_pipelined` for float32. Operands are rounded to tf32, 8 bits of exponent and 10 of
-// mantissa; sums are float.
+// mma_tf32: `mma_pipelined` for float32. Operands are rounded to tf32, which has 8 bits of exponent
+// and 10 of mantissa; accumulators are float.
 //
-// ldmatrix loads Q and K as pairs of 16-bit numbers, which gives the fragments of tf32. The
-// fragments of S do not have the layout of the operand P, but a sum over keys may take them in any
-// order: index c of the product is key 2c, index c + 4 key 2c + 1, and V's rows are read likewise.
+// ldmatrix moves pairs of 16-bit numbers, so it can load the 32-bit fragments of Q and K. S does
+// not have the layout of the operand P, but a product may sum over the keys in any order: its index
+// c stands for key 2c, index c + 4 for key 2c + 1, and V's rows are loaded in this order.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M * pack_gqa, Br) * heads / pack_gqa * batch)    block (32 * Br / Wr)
@@ -28,19 +28,19 @@
 constexpr int depth = cdiv(d, step) * step;   // columns of Q and K, padded with zeros
 constexpr int width = cdiv(dv, step) * step;  // columns of V and O
 using OwnRows = Rows<Wr, pack_gqa>;
-constexpr int rank = 8;  // columns of A and rows of B in a product
+constexpr int rank = 8;  // columns of A and rows of B per instruction
 
 struct Shared {
-  operand Q[Br][depth < width ? width : depth];  // at the end it holds O
+  operand Q[Br][depth < width ? width : depth];  // reused for O in the epilogue
   operand K[stages][Bc][depth];
   operand V[stages][Bc][width];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(sizeof(operand) == 4, "these tensor-core products take float32");
 static_assert(threads == warp_size * Br / Wr, "each warp owns Wr rows");
-static_assert(Wr % step == 0 && Bc % step == 0, "tiles are made of whole products");
+static_assert(Wr % step == 0 && Bc % step == 0, "tiles are multiples of the MMA shape");
 
-// Loads four matrices by ldmatrix and rounds them.
+// Loads four matrices with ldmatrix and rounds their elements to tf32.
 __device__ __forceinline__ void load_rounded(unsigned (&r)[4], const operand* row) {
   ldmatrix(r, row);
 #pragma unroll
@@ -71,9 +71,9 @@ __device__ __forceinline__ void multiply_scores(Shared& shared, operand (&K)[Bc]
   }
 }
 
-// P = exp(S - maximum) and O += P V. P of 8 keys is an operand, with columns 2c and 2c + 1 in the
-// places of c and c + 4. It is computed right before its product, so that exponentials of some keys
-// overlap with products of others.
+// Computes P = exp(S - maximum) and O += P V. P of 8 keys is one operand, in which columns c and
+// c + 4 are keys 2c and 2c + 1. Each operand is computed right before its product, so that the
+// exponentials of some keys overlap with the products of others.
 __device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], Fragments<Wr, Bc>& S,
                                                 Fragments<Wr, width>& O, OwnRows& rows,
                                                 int first_key, int lane) {
@@ -105,18 +105,18 @@ __device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], Fragmen
   rows.add(sum);
 }
 
-// The state of a warp in the loop over tiles of keys.
+// State of a warp in the main loop over tiles of keys.
 struct Task : KeyTiles {
   Shared& shared;
   Scorer<real> scorer;
   Head keys, values;
   int own_row, lane;
-  int end, seen;  // ends of the keys that rows of the block, of the warp see
+  int end, seen;  // ends of the keys visible to the rows of the block and the warp
 };
 
-// Processes one tile of keys: S = Q K^T, P = softmax(S), O += P V. On entry its K has arrived, with
-// two buffers its V, too; on exit those of the next tile have. Unless `masked`, all rows see all
-// keys of the tile.
+// Processes one tile of keys: S = Q K^T, P = softmax(S), O += P V. On entry the tile's K has
+// arrived, and with two buffers its V as well; on exit the same holds for the next tile. `masked`
+// is false if every row sees every key of the tile.
 template <bool masked>
 __device__ __forceinline__ void attend(const Task& task, int first_key, int buffer,
                                        Fragments<Wr, width>& O, OwnRows& rows) {
@@ -185,7 +185,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_tf32(
       place_of_rows<Br, pack_gqa>(blockIdx.x, sizes, mods, heads / pack_gqa);
   const int lane = threadIdx.x % warp_size, own_row = threadIdx.x / warp_size * Wr;
   const Extent extent = extent_of(sizes, mods, batch, head * pack_gqa);
-  const int first_row = (cdiv(extent.M * pack_gqa, Br) - 1 - tile) * Br;  // longest rows first
+  const int first_row = (cdiv(extent.M * pack_gqa, Br) - 1 - tile) * Br;  // most keys first
   if (!extent.has_tile_of_rows(first_row / pack_gqa)) return;
   const Scorer<real> scorer = {scale, mods};
   const int kv_head = head * pack_gqa / group;
@@ -194,8 +194,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_tf32(
   const int first_query = first_row / pack_gqa;
   const int last_query = (min(first_row + Br, extent.M * pack_gqa) - 1) / pack_gqa;
   const auto map = extent.key_tiles(first_row / Br);
-  const int start =
-      map.from<Bc>(extent.kv_begin(first_query) / Bc * Bc);  // the first tile that is seen
+  const int start = map.from<Bc>(extent.kv_begin(first_query) / Bc * Bc);  // first visible tile
 
   copy_rows<threads, d, pack_gqa>(shared.Q, queries, first_row);
   copy_rows<threads, d>(shared.K[0], keys, start);

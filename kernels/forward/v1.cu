@@ -1,8 +1,8 @@
 // v1: the whole block works on one row of Q at a time.
 //
-// In `minimal` a thread reads a row of d elements alone, and neighbouring threads read addresses d
-// elements apart. Here neighbouring threads take neighbouring columns, so every load is coalesced;
-// in exchange each dot product has to be summed over the block.
+// In `minimal` each thread reads a whole row, so neighbouring threads read addresses d elements
+// apart. Here neighbouring threads read neighbouring columns, so every load is coalesced. In
+// exchange, each dot product has to be reduced over the block.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   O_sum [batch, heads, M, dv], row_max, row_sum [batch, heads, M]: scratch
@@ -28,8 +28,8 @@ struct Shared {
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(threads % warp_size == 0, "shuffles need whole warps");
 
-// The scores of the row in shared.Q against the tile's keys, the same in every thread. Each warp
-// sums its columns of all dot products, then the warps' sums are added.
+// Computes the scores of the row in shared.Q for all keys of the tile; every thread gets all of
+// them. Each warp reduces its share of the columns, then the warps' partial sums are added.
 __device__ void scores(Shared& shared, real (&S)[Bc], const Scorer<real>& scorer) {
   const timeline::Phase phase(timeline::arithmetic, Bc * cdiv(d, threads));
   for (int key = 0; key < Bc; ++key) {

@@ -1,8 +1,8 @@
 // v2: one warp per row, so Br rows of Q at a time.
 //
-// `v1` sums a dot product over the whole block, which costs a barrier per row. A warp sums among
-// its own lanes by shuffles: no barrier is left in the loop over rows, and the warps work on
-// their rows independently of each other.
+// `v1` reduces each dot product over the whole block, which costs a barrier per row. Here a warp
+// reduces across its lanes with shuffles: the loop over rows needs no barrier, and each warp works
+// on its row independently.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   O_sum [batch, heads, M, dv], row_max, row_sum [batch, heads, M]: scratch
@@ -26,7 +26,7 @@ struct Shared {
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(threads == warp_size * Br, "one warp per row of the Q tile");
 
-// The scores of this warp's row against the tile's keys, the same in every lane.
+// Computes the scores of this warp's row for all keys of the tile; every lane gets all of them.
 __device__ void scores(Shared& shared, real (&S)[Bc], int warp, int lane,
                        const Scorer<real>& scorer) {
   const timeline::Phase phase(timeline::arithmetic, Bc * cdiv(d, warp_size));

@@ -1,8 +1,8 @@
 // v3: the loops of `minimal`, with both products on tensor cores.
 //
 // A block computes a whole Br x Bc tile of S with 16x16x16 matrix instructions instead of dot
-// products. Q, K and V are cut along d as well and rounded to half while slices of Bd columns are
-// loaded, so shared memory no longer depends on d. Sums stay in float; only the operands are half.
+// products. Q, K and V are also tiled along d and rounded to half as slices of Bd columns are
+// loaded, so shared memory no longer depends on d. Accumulators are float; only operands are half.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   O_sum [batch, heads, M, dv], row_max, row_sum [batch, heads, M]: scratch
@@ -23,25 +23,25 @@
 constexpr int Bd = Bc;    // columns of Q, K, V and O in shared memory at a time
 constexpr int step = 16;  // rows, columns and depth of one matrix instruction
 constexpr int warps = threads / warp_size;
-constexpr int rounds = cdiv(Br * Bd, threads);  // passes of the block over a slice of O
+constexpr int rounds = cdiv(Br * Bd, threads);  // elements of a slice of O per thread
 
 struct Shared {
   float S[Br][Bc];
   float O[Br][Bd];
-  OnlineSoftmax rows[Br];  // their state after the tile before
-  float keep[Br];          // the factor of earlier sums of O
-  float take[Br];          // the factor of this tile's sums
+  OnlineSoftmax rows[Br];  // running maximum and sum of each row
+  float keep[Br];          // factor that rescales the previous O
+  float take[Br];          // factor of this tile's P V
   __half Q[Br][Bd];
   __half K[Bc][Bd];
   __half V[Bc][Bd];
   __half P[Br][Bc];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
-static_assert(sizeof(real) == sizeof(float), "tensor cores of this kind sum in float");
+static_assert(sizeof(real) == sizeof(float), "WMMA accumulators are float");
 static_assert(threads == warp_size * (Br / Wr) * (Bc / Wc), "the warps' tiles must cover S");
 static_assert(Wr % step == 0 && Wc % step == 0, "a warp's tile is made of 16 x 16 tiles");
 
-// A warp's Wr x Wc part of a product of tiles, and where that part begins.
+// A warp's Wr x Wc accumulators of a product, and their position in the block's tile.
 struct WarpTile {
   Accumulator sums[Wr / step][Wc / step] = {};
   int row, col;
@@ -57,7 +57,7 @@ struct WarpTile {
   }
 };
 
-// Columns first_col … of a tile of rows, rounded to half; zeros outside the tensor.
+// Loads columns first_col … of a tile and rounds them to half. Writes zeros outside the tensor.
 template <int height>
 __device__ void load_slice(__half (&slice)[height][Bd], Tensor<const scalar> tensor, int batch,
                            int head, int first_row, int rows, int first_col, int cols) {
@@ -71,7 +71,7 @@ __device__ void load_slice(__half (&slice)[height][Bd], Tensor<const scalar> ten
   });
 }
 
-// This thread's elements of the old sums, loaded while the tensor cores are busy.
+// Loads this thread's elements of O_sum early, while the tensor cores are busy.
 __device__ void fetch_sums(float (&old)[rounds], Tensor<real> O_sum, int batch, int head,
                            int first_row, int rows, int first_col) {
   share_out<threads, Br * Bd, rounds>([&](int i, int round) {
@@ -112,8 +112,8 @@ __device__ void multiply_output(const Shared& shared, WarpTile& O) {
   }
 }
 
-// The tile's part of an element of O. A masked key has P = 0, but 0 * NaN is NaN: an element that
-// is NaN is summed again over the visible keys alone.
+// Returns this tile's contribution to an element of O. A masked key has P = 0, but 0 * NaN is NaN:
+// an element that is NaN is recomputed over the visible keys only.
 __device__ float tile_output(const Shared& shared, int row, int col, int keys) {
   float sum = shared.O[row][col];
   if constexpr (causal) {
@@ -127,8 +127,8 @@ __device__ float tile_output(const Shared& shared, int row, int col, int keys) {
   return sum;
 }
 
-// One warp's softmax of a row of S with `keys` visible columns: writes the row of P and
-// updates `softmax`. Returns the factor that rescales earlier sums.
+// Computes the softmax of a row of S with `keys` visible columns, by one warp: writes the row of P
+// and updates `softmax`. Returns the factor that rescales the previous sum and output.
 __device__ float softmax_row(Shared& shared, int row, int keys, int lane,
                              const Scorer<float>& scorer, OnlineSoftmax& softmax) {
   float largest = -infinity;
@@ -172,7 +172,7 @@ extern "C" __global__ __launch_bounds__(threads) void v3(
                                  : OnlineSoftmax{};
       }
       for (int slice = 0; slice < d; slice += Bd) {
-        __syncthreads();  // before slices that a slower warp still reads are overwritten
+        __syncthreads();  // before the loads overwrite slices that a slower warp still reads
         load_slice(shared.Q, Q, batch, head, first_row, M, slice, d);
         load_slice(shared.K, K, batch, kv_head, first_key, N, slice, d);
         __syncthreads();  // the slices have arrived
@@ -220,7 +220,7 @@ extern "C" __global__ __launch_bounds__(threads) void v3(
           else
             O.row(batch, head, query)[slice + col] = result(sum);
         });
-        if constexpr (causal) __syncthreads();  // before V, which tile_output reads, is overwritten
+        if constexpr (causal) __syncthreads();  // before V, read by tile_output, is overwritten
       }
     }
   }

@@ -1,10 +1,10 @@
-// wgmma: the tensor cores of Hopper, fed by a warp that does nothing else.
+// wgmma: the tensor cores of Hopper, fed by a dedicated warp (warp specialization).
 //
-// One thread of a producer warp has the tensor memory accelerator (TMA) load Q, and then tiles of K
-// and V, up to `stages` ahead. Each warpgroup of consumers owns 64 rows and multiplies them as a
-// whole, with operands straight from shared memory; only P is in registers. Barriers in shared
-// memory say which buffers are full and which are empty again: no barrier is for all threads. The
-// fragments of S and O, and the softmax, are those of `mma_split_q`.
+// One thread of the producer warp issues TMA loads of Q, then of tiles of K and V, up to `stages`
+// ahead. Each consumer warpgroup owns 64 rows and multiplies them with operands straight from
+// shared memory; only P is in registers. mbarriers in shared memory signal which buffers are full
+// and which are empty again, so the main loop needs no barrier across the block. The fragments of S
+// and O, and the softmax, are those of `mma_split_q`.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M, Br) * heads * batch)    block (128 + 2 * Br)
@@ -23,16 +23,16 @@
 #include <tile/warpgroup_products.cuh>
 
 constexpr int width = cdiv(dv, step) * step;    // columns of O
-constexpr int consumers = Br / warpgroup_rows;  // warpgroups; one more loads
+constexpr int consumers = Br / warpgroup_rows;  // consumer warpgroups; one more warpgroup loads
 static_assert(Br % warpgroup_rows == 0 && Wr == step && pack_gqa == 1, "a warpgroup owns 64 rows");
-static_assert(Bc % step == 0, "a tile is a whole number of products");
+static_assert(Bc % step == 0, "tiles are multiples of the MMA depth");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
 
 using Registers = RegisterBudget<consumers, consumers == 3 ? 32 : 40>;
-using Queries = TmaTile<operand, warpgroup_rows, d>;  // of one warpgroup
+using Queries = TmaTile<operand, warpgroup_rows, d>;  // Q tile of one warpgroup
 using Keys = TmaTile<operand, Bc, d>;
 using Values = TmaTile<operand, Bc, dv>;
-using PackedP = unsigned[Bc / step][4];  // P, as operands of O += P V
+using PackedP = unsigned[Bc / step][4];  // P as operands of O += P V
 
 struct Shared {
   Queries Q[1][consumers];
@@ -50,7 +50,7 @@ __device__ __forceinline__ void init_pipelines(Shared& shared) {
   fence_barrier_init();
 }
 
-// The producer's thread loads Q and, tile by tile, K and V.
+// Runs in one thread of the producer warp: loads Q, then K and V tile by tile.
 __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, const TensorMap& Q,
                                         const TensorMap& K, const TensorMap& V, int kv_head) {
   const int batch = task.packed_batch(task.batch);
@@ -68,26 +68,26 @@ __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, con
   }
 }
 
-// A warpgroup of consumers.
+// A consumer warpgroup.
 struct Consumer {
   Shared& shared;
   Sizes sizes;
   Scorer<real> scorer;
   int warpgroup;
-  Rows<step> rows = {0, {}, 0, false};  // run() sets them
+  Rows<step> rows = {0, {}, 0, false};  // set by run()
   Fragments<step, width> O = {};
   Fragments<step, Bc> S;
   PackedP P;
   PipelineState<1> queries;
   PipelineState<stages> keys, values;
 
-  __device__ __forceinline__ Rows<step> rows_of(const RowTile& task) const {  // warps 0-3 own none
+  __device__ __forceinline__ Rows<step> rows_of(const RowTile& task) const {
     const int lane = threadIdx.x % warp_size, first = threadIdx.x / warp_size * step;
-    return Rows<step>(task.row + first - warpgroup_rows + lane / 4,
+    return Rows<step>(task.row + first - warpgroup_rows + lane / 4,  // warps 0-3 only load
                       extent_of(sizes, scorer.mods, task.batch, task.head), scorer.scale2());
   }
 
-  // Begins the scores of the next tile of keys.
+  // Starts S = Q K^T of the next tile of keys.
   __device__ __forceinline__ void begin_scores() {
     shared.K_pipeline.wait(keys);
     ::begin_scores(shared.Q[queries.stage][warpgroup], shared.K[keys.stage], flat(S));
@@ -105,12 +105,12 @@ struct Consumer {
     values.advance();
   }
 
-  // Turns S into P in float and rescales O.
+  // Turns S into P in float32 and rescales O.
   __device__ __forceinline__ void softmax(const RowTile& task, int first_key) {
     const int lane = threadIdx.x % warp_size;
     scorer.apply(S, rows, first_key, task.is_full<Bc>(first_key));
     if (is_masked(rows.extent, task.row, Br, first_key, Bc))
-      rescale<true>(S, O, rows, first_key, lane);  // masks S first
+      rescale<true>(S, O, rows, first_key, lane);  // also masks S
     else
       rescale<false>(S, O, rows, first_key, lane);
     exponentiate<false>(S, rows, first_key);
@@ -147,7 +147,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma(
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
-  // The longest rows of a causal mask come first.
+  // Reversed order: under a causal mask the last rows have the most keys and should start first.
   const auto [index, head, batch] = place_of_rows<Br>(blockIdx.x, sizes, mods, heads);
   const Extent extent = extent_of(sizes, mods, batch, head);
   const int row = (cdiv(extent.M, Br) - 1 - index) * Br;

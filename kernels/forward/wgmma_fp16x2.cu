@@ -1,7 +1,7 @@
-// wgmma_fp16x2: `wgmma_persistent` with the accuracy of float32. Each operand is the sum of two
-// float16 numbers (split_pair.cuh). An earlier launch, split_operands, splits Q, K and V; P is
-// split in registers. The sums of a tile's O take the registers in which `wgmma_persistent`
-// computes the next scores, so the tensor cores work for others during a warpgroup's softmax.
+// wgmma_fp16x2: `wgmma_persistent` with float32 accuracy. Each operand is the sum of two float16
+// numbers (split_pair.cuh). An earlier launch, split_operands, splits Q, K and V; P is split in
+// registers. The accumulators of P V take the registers in which `wgmma_persistent` computes the
+// next scores, so the tensor cores work for other warpgroups during a warpgroup's softmax.
 //
 //   O [batch, heads, M, dv]    lse [batch, heads, M]
 //   Q_high …, V_exponents, scale2, flags: see split_operands.cu
@@ -25,13 +25,13 @@
 #include <tile/shared.cuh>
 
 constexpr int width = cdiv(dv, step) * step;    // columns of O
-constexpr int consumers = Br / warpgroup_rows;  // warpgroups; one more loads
+constexpr int consumers = Br / warpgroup_rows;  // consumer warpgroups; one more warpgroup loads
 static_assert(Br % warpgroup_rows == 0 && Wr == step && pack_gqa == 1, "a warpgroup owns 64 rows");
-static_assert(Bc % step == 0, "a tile is a whole number of products");
+static_assert(Bc % step == 0, "tiles are multiples of the MMA depth");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
 
-// turns = 1: no order, warpgroups begin products as soon as they can. 2 and 3: ping-pong, in which
-// a turn ends with the first columns of O += P V (2) or with the last ones (3).
+// turns = 1: warpgroups issue products as soon as they can. turns = 2 and 3: ping-pong, where a
+// turn ends once the first columns (2) or the last columns (3) of O += P V are issued.
 template <bool used>
 struct TurnsOf : PingPong<consumers> {};
 template <>
@@ -43,7 +43,7 @@ struct TurnsOf<false> {
 using Registers = RegisterBudget<consumers, consumers == 3 ? 32 : 24>;
 using Tasks = Schedule<Br, Bc, causal || has_key_tiles, batch_first, (dv > 64)>;
 using Turns = TurnsOf<(turns > 1)>;
-using Queries = SplitTile<warpgroup_rows, d>;  // of one warpgroup
+using Queries = SplitTile<warpgroup_rows, d>;  // Q tile of one warpgroup
 using Keys = SplitTile<Bc, d>;
 using Values = SplitTile<Bc, dv>;
 using Bias = OfWarps<StagedBias<bias_bytes, Bc / 8>, 4 * consumers>;
@@ -66,7 +66,7 @@ __device__ __forceinline__ void init_pipelines(Shared& shared) {
   fence_barrier_init();
 }
 
-// The producer's thread loads, for each row tile, Q and, tile by tile, K and V.
+// Runs in one thread of the producer warp: for each tile of Q, loads Q, then K and V tile by tile.
 __device__ __forceinline__ void produce(Shared& shared, Tasks tasks, const SplitMaps& Q,
                                         const SplitMaps& K, const SplitMaps& V, int group) {
   PipelineState<Q_stages> queries;
@@ -86,7 +86,7 @@ __device__ __forceinline__ void produce(Shared& shared, Tasks tasks, const Split
          first_key = task.after<Bc>(first_key), tile.advance()) {
       load_split(shared.K[tile.stage], K, shared.K_pipeline.acquire(tile),
                  task.packed_key(first_key), kv_head, batch);
-      // A single stage of Q is empty only after the last row tile's scores; K has room before.
+      // A single stage of Q is free only after the previous tile's last scores; K is free earlier.
       if (Q_stages == 1 && first_key == task.kv_begin) load_queries();
       load_split(shared.V[tile.stage], V, shared.V_pipeline.acquire(tile),
                  task.packed_key(first_key), kv_head, batch);
@@ -94,23 +94,23 @@ __device__ __forceinline__ void produce(Shared& shared, Tasks tasks, const Split
   }
 }
 
-// A warpgroup of consumers. The tensor cores work for others while it computes its softmax.
+// A consumer warpgroup. During its softmax the tensor cores work for other warpgroups.
 struct Consumer {
   Shared& shared;
   Sizes sizes;
   Scorer<real> scorer;
   int warpgroup;
   Tensor<const real> scale2;
-  OwnRows rows = {0, {}, 0, false};  // begin() sets them
+  OwnRows rows = {0, {}, 0, false};  // set by begin()
   Fragments<step, width> O;
   SplitScores<Bc> scores;
   SplitOperands<Bc> P_high, P_low;
   PipelineState<Q_stages> queries;
   PipelineState<stages> keys, values;
 
-  __device__ __forceinline__ void begin(const RowTile& task) {  // warps 0-3 own none
+  __device__ __forceinline__ void begin(const RowTile& task) {
     const int lane = threadIdx.x % warp_size, first = threadIdx.x / warp_size * step;
-    rows = OwnRows(task.row + first - warpgroup_rows + lane / 4,
+    rows = OwnRows(task.row + first - warpgroup_rows + lane / 4,  // warps 0-3 only load
                    extent_of(sizes, scorer.mods, task.batch, task.head), scorer.scale2());
     rows.read_units(scale2, task.batch, task.head);
     for (float& x : flat(O)) x = 0;
@@ -132,12 +132,12 @@ struct Consumer {
     values.advance();
   }
 
-  // Turns S into the high and low parts of P. `weight` has to multiply the tile's product with V.
+  // Turns S into the high and low parts of P. The tile's P V has to be multiplied by `weight`.
   __device__ __forceinline__ void softmax(const RowTile& task, int first_key,
                                           Fragments<step, Bc>& S, float (&weight)[1][2]) {
     const int lane = threadIdx.x % warp_size;
     shared.bias.own().complete();
-    if (!ragged || rows.extent.N > 0)  // arrays have nothing for an element without keys
+    if (!ragged || rows.extent.N > 0)  // captured arrays have no elements for an empty sequence
       apply_scorer(scorer, S, rows, first_key, task.is_full<Bc>(first_key), shared.bias.own());
     if (const int next = task.after<Bc>(first_key); next < task.kv_end)
       shared.bias.own().load(rows, next);
@@ -148,7 +148,7 @@ struct Consumer {
     split_operands(S, P_high, P_low);
   }
 
-  // O += P V.
+  // O += weight * P V.
   __device__ __forceinline__ void add_output(const float (&weight)[1][2]) {
     add_split_products(
         shared.V[values.stage], P_high, P_low, weight, O,
@@ -158,7 +158,7 @@ struct Consumer {
         [&] { release_values(); });
   }
 
-  // Completes the scores of a tile of keys, and adds its P V to O.
+  // Waits for the scores of a tile of keys, computes its softmax and adds its P V to O.
   __device__ __forceinline__ void add(const RowTile& task, int first_key, bool is_last) {
     Fragments<step, Bc> S;
     float weight[1][2];
@@ -171,7 +171,7 @@ struct Consumer {
     add_output(weight);
   }
 
-  // Skips a tile of keys that no row of the warpgroup sees.
+  // Skips a tile of keys that is masked for all rows of the warpgroup.
   __device__ __forceinline__ void skip() {
     shared.K_pipeline.wait(keys);
     shared.V_pipeline.wait(values);
@@ -179,7 +179,7 @@ struct Consumer {
       Turns::wait(warpgroup);
       Turns::arrive(warpgroup);
     }
-    barrier_sync(1 + consumers + warpgroup, warpgroup_size);  // a late thread would miss this tile
+    barrier_sync(1 + consumers + warpgroup, warpgroup_size);  // all threads have waited for K and V
     release_keys();
     release_values();
   }
@@ -187,7 +187,7 @@ struct Consumer {
   template <class Finish>
   __device__ __forceinline__ void run(Tasks tasks, Finish finish) {
     if (!tasks.advance()) return;
-    if (warpgroup == 0) Turns::arrive(consumers - 1);  // for the last one, which has not run
+    if (warpgroup == 0) Turns::arrive(consumers - 1);  // gives warpgroup 0 the first turn
     RowTile task = tasks.task();
     shared.Q_pipeline[warpgroup].wait(queries);
     begin_scores();
@@ -213,7 +213,7 @@ struct Consumer {
 #pragma unroll 1
       for (; first_key < task.kv_end; first_key = task.after<Bc>(first_key)) skip();
       if (!tasks.advance()) break;
-      // The next row tile's scores begin before this one is stored.
+      // The scores of the next tile of Q start before this tile is stored.
       queries.advance();
       shared.Q_pipeline[warpgroup].wait(queries);
       begin_scores();
@@ -224,8 +224,7 @@ struct Consumer {
   }
 };
 
-// Stores rows as store_rows() does, but two neighbouring columns at once where a row begins at a
-// multiple of their bytes.
+// Stores rows like store_rows(), but two columns at a time if rows are aligned to pairs of columns.
 template <int cols>
 __device__ __forceinline__ void store_row_pairs(const Fragments<step, width>& O,
                                                 const OwnRows& rows, Tensor<result> out, int batch,
@@ -248,7 +247,7 @@ __device__ __forceinline__ void store_row_pairs(const Fragments<step, width>& O,
   }
 }
 
-// Finishes a row tile.
+// Normalizes and stores the rows of a tile of Q, and flags inaccurate ones.
 struct Epilogue {
   const int* V_exponents;
   Tensor<unsigned char> flags;
@@ -270,7 +269,7 @@ struct Epilogue {
     finish_rows(sums, rows, lse, batch, head, lane);
     flag_rows<dv>(sums, rows, exponents, flags, batch, head, lane);
     scale_columns<dv>(sums, exponents, lane);
-    if constexpr (width > 192)  // no registers are left for two ways to store
+    if constexpr (width > 192)  // two ways to store need too many registers
       store_rows<dv>(sums, rows, O, batch, head, lane);
     else
       store_row_pairs<dv>(sums, rows, O, batch, head, lane);
@@ -296,7 +295,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp16x2(
     return;
   }
   increase_registers<Registers::consumer>();
-  // Without an expression, the split Q and its units contain the scale and its sign.
+  // Without score_mod, split_operands has put the scale into scale2 and its sign into Q.
   const Scorer<real> scorer = {has_score_mod ? scale : real(1), mods};
   const Epilogue finish = {V_exponents, flags, O, lse, heads / group, group};
   Consumer{shared, sizes, scorer, warpgroup, scale2}.run(tasks, finish);

@@ -1,13 +1,13 @@
-// wgmma_fp8: `wgmma_overlap` on e4m3, whose products are twice as fast as those of 16 bits.
+// wgmma_fp8: `wgmma_overlap` with e4m3 operands, whose products are twice as fast as 16-bit ones.
 //
-// `quantise` has rounded Q, K and V to 8 bits, V transposed, each tile with a power of two as its
-// scale. The scales of Q and K become part of the scale of the scores. O is kept in units of the
-// largest scale of V so far: a tile of V with a larger one rescales O, and one with a smaller scale
-// lowers its P. Inputs in e4m3 are not quantised: TMA loads Q and K as they are, and
-// `transpose_e4m3` has transposed V. Their descales replace the tiles' scales; that of V multiplies
-// O at the end. P is 2^offset times as large as usual, to use the range of e4m3. Four elements of P
-// fill a register of the second product, in the order in which V8 has its keys. Rows that come out
-// wrong, because of infinities, NaN or huge scores, are computed again from Q, K, V.
+// An earlier launch, `quantise`, rounds Q, K and V to e4m3 and transposes V; each tile has a power
+// of two as its scale. The scales of Q and K become part of the scale of the scores. O is in units
+// of the largest scale of V so far: a tile of V with a larger scale rescales O, a tile with a
+// smaller one has its P scaled down. e4m3 inputs are not quantised: TMA loads Q and K directly, and
+// `transpose_e4m3` transposes V. Descales replace the tiles' scales; the descale of V multiplies O
+// at the end. P is multiplied by 2^offset to use the range of e4m3. Four elements of P fill one
+// register of the second product, in V8's order of keys. Rows with wrong results, caused by
+// infinities, NaN or huge scores, are recomputed from Q, K and V.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   Q8, K8, V8 and Q_scale, K_scale, V_scale: see quantise.cu; e4m3 inputs have only Q, K and V8
@@ -34,24 +34,24 @@
 #include <tile/warpgroup_products.cuh>
 
 constexpr int width = cdiv(dv, step) * step;    // columns of O
-constexpr int consumers = Br / warpgroup_rows;  // warpgroups; one more loads
+constexpr int consumers = Br / warpgroup_rows;  // consumer warpgroups; one more warpgroup loads
 constexpr int offset = 6;
-constexpr float tolerated = 2.75;  // slack: no P is above 2^8.75, and e4m3 ends at 448
-constexpr int depth = 32;          // of a product
+constexpr float tolerated = 2.75;  // slack: P is at most 2^(6 + 2.75) = 431 < 448, the e4m3 maximum
+constexpr int depth = 32;          // columns of an operand per instruction
 constexpr bool e4m3_inputs = sizeof(scalar) == sizeof(E4m3);
-// Measured: with fewer columns the softmax of whole tiles is faster.
+// Whether the softmax processes a tile in halves. For fewer columns, whole tiles measured faster.
 constexpr bool in_halves = width > (e4m3_inputs ? 64 : 96);
 static_assert(Br % warpgroup_rows == 0 && Wr == step && pack_gqa == 1, "a warpgroup owns 64 rows");
-static_assert(Bc % depth == 0, "a tile is a whole number of products");
+static_assert(Bc % depth == 0, "tiles are multiples of the MMA depth");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
 
 using Registers = RegisterBudget<consumers, consumers == 3 ? 32 : 40>;
 using Turns = PingPong<consumers>;
-using Queries = TmaTile<E4m3, warpgroup_rows, d>;  // of one warpgroup
+using Queries = TmaTile<E4m3, warpgroup_rows, d>;  // Q tile of one warpgroup
 using Keys = TmaTile<E4m3, Bc, d>;
-using Values = TmaTile<E4m3, width, Bc>;  // a row for each column of V
+using Values = TmaTile<E4m3, width, Bc>;  // transposed: one row per column of V
 using Bias = OfWarps<StagedBias<bias_bytes, Bc / 8>, 4 * consumers>;
-using PackedP = unsigned[Bc / depth][4];  // P, as operands of O += P V
+using PackedP = unsigned[Bc / depth][4];  // P as operands of O += P V
 
 struct Shared {
   Queries Q[1][consumers];
@@ -70,7 +70,7 @@ __device__ __forceinline__ void init_pipelines(Shared& shared) {
   fence_barrier_init();
 }
 
-// The producer's thread loads Q and, tile by tile, K and V.
+// Runs in one thread of the producer warp: loads Q, then K and V tile by tile.
 __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, const TensorMap& Q,
                                         const TensorMap& K, const TensorMap& V, int kv_head) {
   for (int i = 0; i < consumers; ++i)
@@ -87,7 +87,7 @@ __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, con
   }
 }
 
-// Starts O += P V in e4m3, where V is transposed.
+// Starts O += P V with e4m3 operands and transposed V.
 __device__ __forceinline__ void begin_output(const Values& V, const PackedP& P,
                                              Fragments<step, width>& O) {
   wgmma_fence();
@@ -106,36 +106,36 @@ __device__ __forceinline__ void pack_operands(const Fragments<step, Bc>& S, Pack
   }
 }
 
-// The scales of a tile of keys. With e4m3 inputs, that of K contains the descale of Q, because a
-// single one may be near the ends of float.
+// The scales of a tile of K and V. With e4m3 inputs, the scale of K is the product of the descales
+// of Q and K, because a single descale may be near the limits of float.
 struct Units {
   float K, V;
 };
 
-// The scales of a head's key tiles, and the scale in which O is accumulated.
+// The scales of all tiles of K and V of a head, and the scale in which O is accumulated.
 struct Scales {
-  const float *K, *V;  // not read with e4m3 inputs, which have none
+  const float *K, *V;  // unused with e4m3 inputs
   float own, of_O = 0;
 
   __device__ __forceinline__ Units at(int first_key, const Descales& descales) const {
     if constexpr (e4m3_inputs) return {fabs(descales.q * descales.k), 1};
     return {K[first_key / Bc], V[first_key / Bc]};
   }
-  // The unit of a tile of V over that of O, as an exponent of 2; O gets the larger one.
+  // Returns log2(of_V / of_O), and raises of_O to of_V if that is larger.
   __device__ __forceinline__ int take(float of_V) {
     const unsigned before = __float_as_uint(of_O) >> 23;
     of_O = fmax(of_O, of_V);
     return int((__float_as_uint(of_V) >> 23) - before);
   }
-  // The scale of products of Q8 and K8; neither 0 nor infinite, so that masked scores stay
+  // Returns the scale of Q8 K8^T, clamped to positive finite numbers so that masked scores stay
   // -infinity.
   __device__ __forceinline__ float of_scores(float of_K) const {
     return fmin(fmax(own * of_K, 1.17549435e-38f), largest);
   }
 };
 
-// A warpgroup of consumers. While it computes the softmax of a tile, the tensor cores work on
-// O += P V of the tile before, and for other warpgroups.
+// A consumer warpgroup. While it computes the softmax of a tile, the tensor cores work on O += P V
+// of the previous tile, and for other warpgroups.
 struct Consumer {
   Shared& shared;
   Sizes sizes;
@@ -144,20 +144,20 @@ struct Consumer {
   Scales scales;
   Descales descales;
   Units units = {};
-  Rows<step> rows = {0, {}, 0, false};  // run() sets them
+  Rows<step> rows = {0, {}, 0, false};  // set by run()
   Fragments<step, width> O = {};
   Fragments<step, Bc> S;
   PackedP P;
   PipelineState<1> queries;
   PipelineState<stages> keys, values;
 
-  __device__ __forceinline__ Rows<step> rows_of(const RowTile& task) const {  // warps 0-3 own none
+  __device__ __forceinline__ Rows<step> rows_of(const RowTile& task) const {
     const int lane = threadIdx.x % warp_size, first = threadIdx.x / warp_size * step;
-    return Rows<step>(task.row + first - warpgroup_rows + lane / 4,
+    return Rows<step>(task.row + first - warpgroup_rows + lane / 4,  // warps 0-3 only load
                       extent_of(sizes, scorer.mods, task.batch, task.head), scorer.scale2());
   }
 
-  // Begins the scores of the next tile of keys, when it is the warpgroup's turn.
+  // Waits for the warpgroup's turn, then starts S = Q K^T of the next tile of keys.
   __device__ __forceinline__ void begin_scores() {
     shared.K_pipeline.wait(keys);
     Turns::wait(warpgroup);
@@ -176,7 +176,7 @@ struct Consumer {
     values.advance();
   }
 
-  // Turns scores into P, 2^lowered times smaller than usual; sums are of P that is not lowered.
+  // Turns scores into P divided by 2^lowered; row sums are those of the undivided P.
   template <int n>
   __device__ __forceinline__ void exponentiate_lowered(float (&scores)[1][n][4], int first_key,
                                                        int lowered) {
@@ -187,14 +187,14 @@ struct Consumer {
     for (int half = 0; half < 2; ++half) rows.sum[0][half] = lower.sum[0][half] * two_to(lowered);
   }
 
-  // softmax() in halves: exponentials of the first one overlap the product before, those of the
-  // other one the packing of P. P is lowered in its exponents, so no branch lies in between.
+  // Computes softmax() in halves: exponentials of the first half overlap with the previous P V,
+  // those of the second half with the packing of P. P is scaled without a branch, in its exponents.
   __device__ __forceinline__ bool softmax_in_halves(int row, int first_key, float (&factor)[1][2]) {
     using Half = float (&)[1][Bc / 16][4];
     Half low = reinterpret_cast<Half>(S[0][0]), high = reinterpret_cast<Half>(S[0][Bc / 16]);
     if (is_masked(rows.extent, row, Br, first_key, Bc)) hide_masked(S, rows, first_key);
     const int above = scales.take(units.V);
-    const int lowered = min(max(-above, 0), 40);  // 2^-40 P is 0 in e4m3
+    const int lowered = min(max(-above, 0), 40);  // 2^-40 P rounds to 0 in e4m3
     float own[2], again[1][2];
     for (float& x : factor[0]) x = 1;
     find_own_maxima(low, own);
@@ -207,20 +207,20 @@ struct Consumer {
       risen = true;
     }
     exponentiate_lowered(high, first_key + Bc / 2, lowered);
-    if (above > 0)  // 2^-126, the least of normal numbers, leaves nothing of O
+    if (above > 0)  // 2^-126, the smallest normal float, makes O negligible
       for (float& x : factor[0]) x *= two_to(max(-above, -126));
     return risen || above > 0;
   }
 
-  // Turns S into P in float. Returns whether O has to be multiplied by the factors.
+  // Turns S into P in float32. Returns whether O must be rescaled by `factor`.
   __device__ __forceinline__ bool softmax(const RowTile& task, int first_key,
                                           float (&factor)[1][2]) {
     const int lane = threadIdx.x % warp_size;
-    if constexpr (has_q_descale || has_k_descale) {  // scales have no sign
+    if constexpr (has_q_descale || has_k_descale) {  // a negative descale flips the sign of S
       if ((descales.q < 0) != (descales.k < 0))
         for (float& x : flat(S)) x = -x;
     }
-    if constexpr (has_score_mod) {  // a modification takes the products of Q and K themselves
+    if constexpr (has_score_mod) {  // score_mod takes dequantized products
       for (float& x : flat(S)) x *= scales.own * units.K / rows.scale2;
     } else {
       rows.scale2 = scales.of_scores(units.K);
@@ -250,13 +250,13 @@ struct Consumer {
     return risen;
   }
 
-  // The first tile of keys, before which there is no P V to wait for.
+  // Prologue: computes P of the first tile of keys; no P V is in flight yet.
   __device__ __forceinline__ void begin(const RowTile& task) {
     float factor[1][2];
     units = scales.at(task.kv_begin, descales);
     if constexpr (in_halves) scales.of_O = units.V;
     shared.bias.own().load(rows, task.kv_begin);
-    if (warpgroup == 0) Turns::arrive(consumers - 1);  // for the last one, which has not run
+    if (warpgroup == 0) Turns::arrive(consumers - 1);  // gives warpgroup 0 the first turn
     begin_scores();
     Turns::arrive(warpgroup);
     wgmma_wait_group<0>(flat(S));
@@ -265,7 +265,7 @@ struct Consumer {
     pack_operands(S, P);
   }
 
-  // The scores of the next tile, and O += P V of the tile before.
+  // Main loop step: computes P of this tile, while O += P V of the previous tile is in flight.
   __device__ __forceinline__ void advance(const RowTile& task, int first_key) {
     float factor[1][2];
     units = scales.at(first_key, descales);
@@ -275,7 +275,7 @@ struct Consumer {
     wgmma_wait_group<1>(flat(S));
     release_keys();
     const bool risen = softmax(task, first_key, factor);
-    wgmma_wait_group<0>(flat(O));  // until here the product reads P and writes O
+    wgmma_wait_group<0>(flat(O));  // until here P V reads P and writes O
     release_values();
     pack_operands(S, P);
     if (risen) scale_rows(O, factor);
@@ -283,7 +283,7 @@ struct Consumer {
 
   __device__ __forceinline__ void run(const RowTile& task) {
     rows = rows_of(task);
-    for (float& sum : rows.sum[0]) sum *= exp2f(offset);  // a sink's term has the scale of P
+    for (float& sum : rows.sum[0]) sum *= exp2f(offset);  // scales the sink's term like P
     shared.Q_pipeline[warpgroup].wait(queries);
     if (task.kv_begin >= task.kv_end) return;
     begin(task);
@@ -305,7 +305,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp8(
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
   wait_for_launch_before();
-  // The longest rows of a causal mask come first.
+  // Reversed order: under a causal mask the last rows have the most keys and should start first.
   const auto [index, head, batch] = place(blockIdx.x, cdiv(sizes.M, Br), heads);
   const int row = (cdiv(sizes.M, Br) - 1 - index) * Br;
   const RowTile task = row_tile<Br, Bc>(extent_of(sizes, mods, batch, head), row, head, batch);
@@ -328,7 +328,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp8(
   Fragments<step, width>& sums = consumer.O;
   Rows<step>& rows = consumer.rows;
   for (float& maximum : rows.maximum[0]) maximum -= offset;
-  const bool wrong = overflows(rows) || has_nan(sums);  // V8 has NaN for infinity
+  const bool wrong = overflows(rows) || has_nan(sums);  // V8 holds NaN where V is infinite
   if (__any_sync(full_warp, wrong || !are_finite(descales))) {
     const auto [of_Q, of_K, of_scores] = for_repair(descales);
     repair_rows<d, dv>(descaled(Q, of_Q), descaled(K, of_K), descaled(V, descales.v), O, lse, rows,
@@ -340,7 +340,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp8(
   const float of_O = consumer.scales.of_O, unit[1][2] = {{of_O, of_O}};
   scale_rows(sums, unit);
   if constexpr (has_v_descale)
-    for (float& x : flat(sums)) x = x * descales.v + 0.0f;  // 0 of hidden rows is not to be -0
+    for (float& x : flat(sums)) x = x * descales.v + 0.0f;  // + 0 turns -0 of masked rows into 0
   if constexpr (sizeof(result) == 2)
     store_output<dv>(sums, rows, O, batch, head, lane);
   else

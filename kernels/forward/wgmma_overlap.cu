@@ -1,10 +1,10 @@
-// wgmma_overlap: `wgmma`, whose tensor cores work while exponentials are computed.
+// wgmma_overlap: `wgmma` whose tensor cores stay busy during the softmax.
 //
-// A warpgroup begins the scores of the next tile together with O += P V of this one, and computes
-// the softmax of the first while the second goes on. Warpgroups begin in turns (ping-pong), so that
-// one computes exponentials while the tensor cores work for another. A row's maximum is raised only
-// where a score exceeds it by more than `slack`, so O is hardly ever rescaled. A bias is staged in
-// shared memory, one tile ahead.
+// A warpgroup issues S = Q K^T of the next tile together with O += P V of the current one, and
+// computes the softmax of the next tile while P V is still in flight. Warpgroups take turns issuing
+// products (ping-pong), so that one computes exponentials while the tensor cores work for another.
+// A row's maximum is raised only if a score exceeds it by more than `slack`, so O is rarely
+// rescaled. A bias is loaded into shared memory one tile ahead.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M, Br) * heads * batch)    block (128 + 2 * Br)
@@ -25,18 +25,18 @@
 #include <tile/warpgroup_products.cuh>
 
 constexpr int width = cdiv(dv, step) * step;    // columns of O
-constexpr int consumers = Br / warpgroup_rows;  // warpgroups; one more loads
+constexpr int consumers = Br / warpgroup_rows;  // consumer warpgroups; one more warpgroup loads
 static_assert(Br % warpgroup_rows == 0 && Wr == step && pack_gqa == 1, "a warpgroup owns 64 rows");
-static_assert(Bc % step == 0, "a tile is a whole number of products");
+static_assert(Bc % step == 0, "tiles are multiples of the MMA depth");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
 
 using Registers = RegisterBudget<consumers, consumers == 3 ? 32 : 40>;
 using Turns = PingPong<consumers>;
-using Queries = TmaTile<operand, warpgroup_rows, d>;  // of one warpgroup
+using Queries = TmaTile<operand, warpgroup_rows, d>;  // Q tile of one warpgroup
 using Keys = TmaTile<operand, Bc, d>;
 using Values = TmaTile<operand, Bc, dv>;
 using Bias = OfWarps<StagedBias<bias_bytes, Bc / 8>, 4 * consumers>;
-using PackedP = unsigned[Bc / step][4];  // P, as operands of O += P V
+using PackedP = unsigned[Bc / step][4];  // P as operands of O += P V
 
 struct Shared {
   Queries Q[1][consumers];
@@ -55,7 +55,7 @@ __device__ __forceinline__ void init_pipelines(Shared& shared) {
   fence_barrier_init();
 }
 
-// The producer's thread loads Q and, tile by tile, K and V.
+// Runs in one thread of the producer warp: loads Q, then K and V tile by tile.
 __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, const TensorMap& Q,
                                         const TensorMap& K, const TensorMap& V, int kv_head) {
   const int batch = task.packed_batch(task.batch);
@@ -73,27 +73,27 @@ __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, con
   }
 }
 
-// A warpgroup of consumers. While it computes the softmax of a tile, the tensor cores work on
-// O += P V of the tile before, and for other warpgroups.
+// A consumer warpgroup. While it computes the softmax of a tile, the tensor cores work on O += P V
+// of the previous tile, and for other warpgroups.
 struct Consumer {
   Shared& shared;
   Sizes sizes;
   Scorer<real> scorer;
   int warpgroup;
-  Rows<step> rows = {0, {}, 0, false};  // run() sets them
+  Rows<step> rows = {0, {}, 0, false};  // set by run()
   Fragments<step, width> O = {};
   Fragments<step, Bc> S;
   PackedP P;
   PipelineState<1> queries;
   PipelineState<stages> keys, values;
 
-  __device__ __forceinline__ Rows<step> rows_of(const RowTile& task) const {  // warps 0-3 own none
+  __device__ __forceinline__ Rows<step> rows_of(const RowTile& task) const {
     const int lane = threadIdx.x % warp_size, first = threadIdx.x / warp_size * step;
-    return Rows<step>(task.row + first - warpgroup_rows + lane / 4,
+    return Rows<step>(task.row + first - warpgroup_rows + lane / 4,  // warps 0-3 only load
                       extent_of(sizes, scorer.mods, task.batch, task.head), scorer.scale2());
   }
 
-  // Begins the scores of the next tile of keys, when it is the warpgroup's turn.
+  // Waits for the warpgroup's turn, then starts S = Q K^T of the next tile of keys.
   __device__ __forceinline__ void begin_scores() {
     shared.K_pipeline.wait(keys);
     Turns::wait(warpgroup);
@@ -112,7 +112,7 @@ struct Consumer {
     values.advance();
   }
 
-  // Turns S into P in float. Returns whether O has to be multiplied by the factors.
+  // Turns S into P in float32. Returns whether O must be rescaled by `factor`.
   __device__ __forceinline__ bool softmax(const RowTile& task, int first_key,
                                           float (&factor)[1][2]) {
     const int lane = threadIdx.x % warp_size;
@@ -128,11 +128,11 @@ struct Consumer {
     return risen;
   }
 
-  // The first tile of keys, before which there is no P V to wait for.
+  // Prologue: computes P of the first tile of keys; no P V is in flight yet.
   __device__ __forceinline__ void begin(const RowTile& task) {
     float factor[1][2];
     shared.bias.own().load(rows, task.kv_begin);
-    if (warpgroup == 0) Turns::arrive(consumers - 1);  // for the last one, which has not run
+    if (warpgroup == 0) Turns::arrive(consumers - 1);  // gives warpgroup 0 the first turn
     begin_scores();
     Turns::arrive(warpgroup);
     wgmma_wait_group<0>(flat(S));
@@ -141,7 +141,7 @@ struct Consumer {
     pack_weights<operand>(flat(S), P, rows, task.kv_begin);
   }
 
-  // The scores of the next tile, and O += P V of the tile before.
+  // Main loop step: computes P of this tile, while O += P V of the previous tile is in flight.
   __device__ __forceinline__ void advance(const RowTile& task, int first_key) {
     float factor[1][2];
     begin_scores();
@@ -150,7 +150,7 @@ struct Consumer {
     wgmma_wait_group<1>(flat(S));
     release_keys();
     const bool risen = softmax(task, first_key, factor);
-    wgmma_wait_group<0>(flat(O));  // until here the product reads P and writes O
+    wgmma_wait_group<0>(flat(O));  // until here P V reads P and writes O
     release_values();
     pack_weights<operand>(flat(S), P, rows, first_key);
     if (risen) scale_rows(O, factor);
@@ -166,7 +166,7 @@ struct Consumer {
            first_key = task.after<Bc>(first_key))
         advance(task, first_key);
       begin_output();
-      wgmma_wait_group<0>(flat(O));  // no load waits for this buffer
+      wgmma_wait_group<0>(flat(O));  // no later load waits for this stage
     }
     finish(O, rows, task);
   }
@@ -180,7 +180,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_overlap(
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
-  // The longest rows of a causal mask come first.
+  // Reversed order: under a causal mask the last rows have the most keys and should start first.
   const auto [index, head, batch] = place_of_rows<Br>(blockIdx.x, sizes, mods, heads);
   const Extent extent = extent_of(sizes, mods, batch, head);
   const int row = (cdiv(extent.M, Br) - 1 - index) * Br;

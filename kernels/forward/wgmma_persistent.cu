@@ -1,7 +1,7 @@
-// wgmma_persistent: `wgmma_overlap`, whose blocks go from one row tile to the next.
+// wgmma_persistent: `wgmma_overlap` with persistent blocks.
 //
-// There is one block for each multiprocessor. It loads the next row tile and begins its scores
-// before the last one is stored: tensor cores wait neither for a block's beginning nor for its end.
+// Each multiprocessor has one block, which loads the next tile of Q and starts its scores before it
+// stores the current one: tensor cores are idle neither in a tile's prologue nor in its epilogue.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (min(multiprocessors, cdiv(M, Br) * heads * batch))    block (128 + 2 * Br)
@@ -22,19 +22,19 @@
 #include <tile/warpgroup_products.cuh>
 
 constexpr int width = cdiv(dv, step) * step;    // columns of O
-constexpr int consumers = Br / warpgroup_rows;  // warpgroups; one more loads
+constexpr int consumers = Br / warpgroup_rows;  // consumer warpgroups; one more warpgroup loads
 static_assert(Br % warpgroup_rows == 0 && Wr == step && pack_gqa == 1, "a warpgroup owns 64 rows");
-static_assert(Bc % step == 0, "a tile is a whole number of products");
+static_assert(Bc % step == 0, "tiles are multiples of the MMA depth");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
 
 using Registers = RegisterBudget<consumers, consumers == 3 ? 32 : 40>;
 using Tasks = Schedule<Br, Bc, causal || has_key_tiles, batch_first, (dv > 64)>;
 using Turns = PingPong<consumers>;
-using Queries = TmaTile<operand, warpgroup_rows, d>;  // of one warpgroup
+using Queries = TmaTile<operand, warpgroup_rows, d>;  // Q tile of one warpgroup
 using Keys = TmaTile<operand, Bc, d>;
 using Values = TmaTile<operand, Bc, dv>;
 using Bias = OfWarps<StagedBias<bias_bytes, Bc / 8>, 4 * consumers>;
-using PackedP = unsigned[Bc / step][4];  // P, as operands of O += P V
+using PackedP = unsigned[Bc / step][4];  // P as operands of O += P V
 
 struct Shared {
   Queries Q[Q_stages][consumers];
@@ -53,7 +53,7 @@ __device__ __forceinline__ void init_pipelines(Shared& shared) {
   fence_barrier_init();
 }
 
-// The producer's thread loads, for each row tile, Q and, tile by tile, K and V.
+// Runs in one thread of the producer warp: for each tile of Q, loads Q, then K and V tile by tile.
 __device__ __forceinline__ void produce(Shared& shared, Tasks tasks, const TensorMap& Q,
                                         const TensorMap& K, const TensorMap& V, int group) {
   PipelineState<Q_stages> queries;
@@ -73,7 +73,7 @@ __device__ __forceinline__ void produce(Shared& shared, Tasks tasks, const Tenso
          first_key = task.after<Bc>(first_key), tile.advance()) {
       load_async(shared.K[tile.stage], K, shared.K_pipeline.acquire(tile),
                  task.packed_key(first_key), kv_head, batch);
-      // A single stage of Q is empty only after the last row tile's scores; K has room before.
+      // A single stage of Q is free only after the previous tile's last scores; K is free earlier.
       if (Q_stages == 1 && first_key == task.kv_begin) load_queries();
       load_async(shared.V[tile.stage], V, shared.V_pipeline.acquire(tile),
                  task.packed_key(first_key), kv_head, batch);
@@ -81,28 +81,28 @@ __device__ __forceinline__ void produce(Shared& shared, Tasks tasks, const Tenso
   }
 }
 
-// A warpgroup of consumers. While it computes the softmax of a tile, the tensor cores work on
-// O += P V of the tile before, and for other warpgroups.
+// A consumer warpgroup. While it computes the softmax of a tile, the tensor cores work on O += P V
+// of the previous tile, and for other warpgroups.
 struct Consumer {
   Shared& shared;
   Sizes sizes;
   Scorer<real> scorer;
   int warpgroup;
-  Rows<step> rows = {0, {}, 0, false};  // run() sets them
+  Rows<step> rows = {0, {}, 0, false};  // set by run()
   Fragments<step, width> O = {};
   Fragments<step, Bc> S;
   PackedP P;
   PipelineState<Q_stages> queries;
   PipelineState<stages> keys, values;
-  bool added = false;  // whether O holds sums of the row tile
+  bool added = false;  // whether O already holds sums of this tile of Q
 
-  __device__ __forceinline__ Rows<step> rows_of(const RowTile& task) const {  // warps 0-3 own none
+  __device__ __forceinline__ Rows<step> rows_of(const RowTile& task) const {
     const int lane = threadIdx.x % warp_size, first = threadIdx.x / warp_size * step;
-    return Rows<step>(task.row + first - warpgroup_rows + lane / 4,
+    return Rows<step>(task.row + first - warpgroup_rows + lane / 4,  // warps 0-3 only load
                       extent_of(sizes, scorer.mods, task.batch, task.head), scorer.scale2());
   }
 
-  // Begins the scores of the next tile of keys, when it is the warpgroup's turn.
+  // Waits for the warpgroup's turn, then starts S = Q K^T of the next tile of keys.
   __device__ __forceinline__ void begin_scores() {
     shared.K_pipeline.wait(keys);
     Turns::wait(warpgroup);
@@ -121,12 +121,12 @@ struct Consumer {
     values.advance();
   }
 
-  // Turns S into P in float. Returns whether O has to be multiplied by the factors.
+  // Turns S into P in float32. Returns whether O must be rescaled by `factor`.
   __device__ __forceinline__ bool softmax(const RowTile& task, int first_key,
                                           float (&factor)[1][2]) {
     const int lane = threadIdx.x % warp_size;
     shared.bias.own().complete();
-    if (!ragged || rows.extent.N > 0)  // arrays have nothing for an element without keys
+    if (!ragged || rows.extent.N > 0)  // captured arrays have no elements for an empty sequence
       scorer.apply(S, rows, first_key, task.is_full<Bc>(first_key), shared.bias.own());
     if (const int next = task.after<Bc>(first_key); next < task.kv_end)
       shared.bias.own().load(rows, next);
@@ -138,11 +138,11 @@ struct Consumer {
     return risen;
   }
 
-  // The first tile of keys, before which there is no P V to wait for.
+  // Prologue: computes P of the first tile of keys; no P V is in flight yet.
   __device__ __forceinline__ void begin(const RowTile& task) {
     float factor[1][2];
     shared.bias.own().load(rows, task.kv_begin);
-    if (warpgroup == 0) Turns::arrive(consumers - 1);  // for the last one, which has not run
+    if (warpgroup == 0) Turns::arrive(consumers - 1);  // gives warpgroup 0 the first turn
     begin_scores();
     Turns::arrive(warpgroup);
     wgmma_wait_group<0>(flat(S));
@@ -151,7 +151,7 @@ struct Consumer {
     pack_weights<operand>(flat(S), P, rows, task.kv_begin);
   }
 
-  // The scores of the next tile, and O += P V of the tile before.
+  // Main loop step: computes P of this tile, while O += P V of the previous tile is in flight.
   __device__ __forceinline__ void advance(const RowTile& task, int first_key) {
     float factor[1][2];
     begin_scores();
@@ -160,14 +160,14 @@ struct Consumer {
     wgmma_wait_group<1>(flat(S));
     release_keys();
     const bool risen = softmax(task, first_key, factor);
-    wgmma_wait_group<0>(flat(O));  // until here the product reads P and writes O
+    wgmma_wait_group<0>(flat(O));  // until here P V reads P and writes O
     release_values();
     pack_weights<operand>(flat(S), P, rows, first_key);
     if (risen) scale_rows(O, factor);
     added = true;
   }
 
-  // O += P V of a row tile's last keys, and the first scores of the next one while O is stored.
+  // Issues the last O += P V and the scores of the next tile of Q, and stores O meanwhile.
   template <class Finish>
   __device__ __forceinline__ RowTile advance(const RowTile& task, const Tasks& tasks, int skips,
                                              Finish finish) {
@@ -202,7 +202,7 @@ struct Consumer {
 #pragma unroll 1
     for (; tiles > 0; --tiles) {
       shared.V_pipeline.wait(values);
-      barrier_sync(1 + consumers + warpgroup, warpgroup_size);  // a late thread would miss this V
+      barrier_sync(1 + consumers + warpgroup, warpgroup_size);  // all threads have waited for V
       release_values();
     }
   }
@@ -215,7 +215,7 @@ struct Consumer {
     shared.Q_pipeline[warpgroup].wait(queries);
     begin(task);
     for (;;) {
-      // At most stages - 1 tiles are skipped: a stage of V is held until the next Q has come.
+      // Skips at most stages - 1 tiles: a stage of V stays occupied until the next Q has arrived.
       const int end = tasks.own_end<warpgroup_rows>(task, warpgroup, stages - 1);
       int first_key = task.after<Bc>(task.kv_begin), skips = 0;
       for (; first_key < end; first_key = task.after<Bc>(first_key)) advance(task, first_key);
@@ -227,7 +227,7 @@ struct Consumer {
     }
     begin_output();
     wgmma_wait_group<0>(flat(O));
-    release_values();  // so that the producer can end
+    release_values();  // so that the producer can finish
     finish(O, rows, task);
   }
 };

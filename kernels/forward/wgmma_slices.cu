@@ -1,13 +1,13 @@
-// wgmma_slices: `mma_slices` with the tensor cores of Hopper, for head dimensions of any size.
+// wgmma_slices: `mma_slices` with the tensor cores of Hopper, for arbitrary head dimensions.
 //
-// As in `mma_slices`, a tile of S is summed over slices of d, and a tile of O over slices of keys.
-// All slices pass through one ring of buffers that a producer fills. A warpgroup owns 64 rows of
-// both tiles, so P stays in registers between the two products. A span of two tiles of keys halves
-// the memory traffic of O between spans: P of the first tile is saved in shared memory.
+// As in `mma_slices`, a tile of S is accumulated over slices of d, and a tile of O over slices of
+// keys. All slices pass through one ring of stages that a producer warp fills. A warpgroup owns 64
+// rows of both tiles, so P stays in registers between the two products. A span of two tiles of keys
+// halves the memory traffic of O between spans: P of the first tile is saved in shared memory.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
-//   O_sum: scratch for the tiles of O of each block, in float, if N > span
-//   grid: any number of blocks, which share out cdiv(M, Br) * heads * batch row tiles
+//   O_sum: scratch for each block's tiles of O in float, if N > span
+//   grid (any size; blocks loop over cdiv(M, Br) * heads * batch tiles of Q)
 //   block (128 + 2 * Br)
 //   the host sets: scalar, result, operand, real, Br, Bc, Wr, span, stages, pack_gqa, d, dv,
 //   threads, shared_bytes and options (extent.cuh)
@@ -27,19 +27,19 @@
 #include <tile/shared.cuh>
 #include <tile/warpgroup.cuh>
 
-constexpr int consumers = Br / warpgroup_rows;  // warpgroups; one more loads
+constexpr int consumers = Br / warpgroup_rows;  // consumer warpgroups; one more warpgroup loads
 static_assert(Br % warpgroup_rows == 0 && Wr == step && pack_gqa == 1, "a warpgroup owns 64 rows");
-static_assert(Bc % step == 0, "a tile is a whole number of products");
+static_assert(Bc % step == 0, "tiles are multiples of the MMA depth");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
 
 using Registers = RegisterBudget<consumers, 24>;
-using PackedP = unsigned[Bc / step][4];  // P of a tile of keys, as operands of O += P V
+using PackedP = unsigned[Bc / step][4];  // P of a tile of keys as operands of O += P V
 
-constexpr int d_slices = cdiv(d, box_columns);  // of Q and K
-constexpr int output_tiles = cdiv(dv, 256);     // of equal width
+constexpr int d_slices = cdiv(d, box_columns);  // slices of Q and K along d
+constexpr int output_tiles = cdiv(dv, 256);     // number of tiles of O, of equal width
 constexpr int Wv = step * cdiv(dv, step* output_tiles);
 
-// The keys of a slice of V: as many as fit into a stage.
+// Returns the number of keys in a slice of V: as many as fit into a stage, but at most `most`.
 __host__ __device__ constexpr int keys_in_slice(int most) {
   return Bc % most != 0 || most * cdiv(Wv, box_columns) > Br + Bc ? keys_in_slice(most / 2) : most;
 }
@@ -53,7 +53,7 @@ union Slice {
   TmaTile<operand, Bv, Wv> V;
 };
 
-// P of a tile of keys, as registers of all threads; a placeholder if a span is one tile.
+// Saved P of a tile of keys, as registers of all consumer threads; unused if a span is one tile.
 constexpr int consumer_threads = consumers * warpgroup_size;
 using SavedP = uint4[span > Bc ? Bc / step : 1][consumer_threads];
 
@@ -64,8 +64,8 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(span == Bc || span == 2 * Bc, "a span is one or two tiles of keys");
-static_assert(span == Bc || Bv % (2 * step) == 0, "registers of two products take turns");
-static_assert(consumers <= 2, "three would not have 240 registers a thread");
+static_assert(span == Bc || Bv % (2 * step) == 0, "P is loaded for two products at a time");
+static_assert(consumers <= 2, "three consumers would have fewer than 240 registers per thread");
 static_assert(stages >= 2, "one slice is multiplied while the next one is loaded");
 
 __device__ __forceinline__ void init_pipeline(Shared& shared) {
@@ -73,7 +73,7 @@ __device__ __forceinline__ void init_pipeline(Shared& shared) {
   fence_barrier_init();
 }
 
-// The keys of a span, whose last tile may not be full.
+// The keys of a span; its last tile may be partial.
 struct Span {
   int first_key, keys;
 
@@ -83,8 +83,8 @@ struct Span {
   __device__ __forceinline__ int keys_of(int tile) const { return min(Bc, keys - tile * Bc); }
 };
 
-// The producer's thread loads the slices of a row tile; it has too few registers for unrolled
-// loops.
+// Runs in one thread of the producer warp: loads the slices of a tile of Q. Its loops are not
+// unrolled, because the producer has few registers.
 __device__ __forceinline__ void produce(Shared& shared, PipelineState<stages>& state,
                                         const RowTile& task, const TensorMap& Q, const TensorMap& K,
                                         const TensorMap& V, int kv_head) {
@@ -114,8 +114,8 @@ __device__ __forceinline__ void produce(Shared& shared, PipelineState<stages>& s
   }
 }
 
-// The slices that a warpgroup multiplies, in order. A stage is released when its products have
-// completed, after those of the next slice were committed.
+// The sequence of slices that a warpgroup multiplies. A stage is released when its products have
+// completed, which is awaited after the next slice's products are committed.
 struct Slices {
   Shared& shared;
   PipelineState<stages> state, held;
@@ -129,7 +129,7 @@ struct Slices {
   __device__ __forceinline__ void release() {
     if (holds) shared.pipeline.release(held);
   }
-  // Commits the products with the slice.
+  // Commits the products of this slice, waits for those of the previous one and releases its stage.
   __device__ __forceinline__ void commit() {
     wgmma_commit_group();
     wgmma_wait_group<1>();
@@ -138,7 +138,7 @@ struct Slices {
     holds = true;
     state.advance();
   }
-  // Waits for all products.
+  // Waits for all products and releases the last stage.
   template <int count>
   __device__ __forceinline__ void wait(float (&sums)[count]) {
     wgmma_wait_group<0>(sums);
@@ -177,7 +177,7 @@ __device__ __forceinline__ void multiply_output(Slices& slices, const PackedP& P
   slices.wait(flat(O));
 }
 
-// P of the first tile of a span waits in shared memory while that of the second is in registers.
+// Returns an operand of the saved P, that of a span's first tile, which is in shared memory.
 __device__ __forceinline__ uint4& piece(SavedP& saved, int i) {
   return saved[i][threadIdx.x - warpgroup_size];
 }
@@ -187,7 +187,7 @@ __device__ __forceinline__ void save(SavedP& saved, const PackedP& P) {
   for (int i = 0; i < Bc / step; ++i) piece(saved, i) = {P[i][0], P[i][1], P[i][2], P[i][3]};
 }
 
-// Multiplies saved P, which is loaded for each product while the product before it runs.
+// O += P V with the saved P, which is loaded one product ahead.
 __device__ __forceinline__ void multiply_saved(Slices& slices, SavedP& saved,
                                                Fragments<step, Wv>& O) {
   unsigned P[2][4];
@@ -215,7 +215,7 @@ __device__ __forceinline__ unsigned scaled(unsigned pair, float factor) {
   return pack<operand>(float(x[0]) * factor, float(x[1]) * factor);
 }
 
-// Rescales saved P to new maxima; factors are powers of two, so nothing is rounded.
+// Rescales the saved P to new maxima. The factors are powers of two, so this is exact.
 __device__ void rescale(SavedP& saved, const float (&factor)[1][2]) {
 #pragma unroll 1
   for (int i = 0; i < Bc / step; ++i) {
@@ -225,7 +225,7 @@ __device__ void rescale(SavedP& saved, const float (&factor)[1][2]) {
   }
 }
 
-// The registers of a tile of O, to and from global memory.
+// Stores a tile of O to global memory in register order; add_sums() adds it, rescaled, to a tile.
 __device__ __forceinline__ void save_sums(const Fragments<step, Wv>& O, float4* to) {
 #pragma unroll
   for (int n = 0; n < Wv / 8; ++n) {
@@ -245,20 +245,20 @@ __device__ __forceinline__ void add_sums(Fragments<step, Wv>& O, const float4* f
   }
 }
 
-// Row tile `index` of all heads; the longest rows of a causal mask come first.
+// Returns the tile of Q with this index; under a causal mask a head's longest tiles come first.
 __device__ __forceinline__ RowTile task_at(int index, const Sizes& sizes, int heads) {
   const int tiles = cdiv(sizes.M, Br);
   const auto [tile, head, batch] = place(index, tiles, heads);
   return row_tile<Br, Bc>(extent_of(sizes, batch), (tiles - 1 - tile) * Br, head, batch);
 }
 
-// A warpgroup of consumers.
+// A consumer warpgroup.
 struct Consumer {
   Slices slices;
   Scorer<real> scorer;
   int warpgroup, lane;
 
-  // Computes P of a span: its last tile stays in registers, the one before it is saved.
+  // Computes P of a span. The last tile's P stays in registers, the previous tile's P is saved.
   __device__ __forceinline__ void softmax(const Span& keys, const RowTile& task, Rows<step>& rows,
                                           PackedP& P) {
 #pragma unroll 1
@@ -284,7 +284,7 @@ struct Consumer {
     }
   }
 
-  // Computes a tile of O += P V, for all keys of a span.
+  // Computes a tile of O += P V over all keys of a span.
   __device__ __forceinline__ void multiply(const Span& keys, const PackedP& P,
                                            Fragments<step, Wv>& O) {
     if (span > Bc && keys.tiles() > 1) multiply_saved(slices, slices.shared.saved_P, O);
@@ -354,7 +354,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_slices(
       }
     }
     if (repair) {
-      __syncwarp();  // before rows that other lanes wrote are written again
+      __syncwarp();  // before repairs overwrite rows that other lanes stored
       const RowTile same = task_at(opaque(index), sizes, heads);
       repair_rows<d, dv>(Q, K, V, O, lse, rows, same.batch, same.head, same.head / group, scorer);
     }

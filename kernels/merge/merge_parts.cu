@@ -1,15 +1,14 @@
 // merge_parts: merges attention over parts of the keys into attention over all keys.
 //
-// With m the largest lse of a row's parts and w_i = exp(lse_i - m), the row is the sum of
-// w_i / sum(w) * out_i, and its lse is m + log(sum(w)). Parts are added in their order, each column
-// by one thread, so that the bits depend on nothing else. Weights add up to 1 before they meet
-// outputs: no sum is larger than the largest output. (Dao et al., 2023, Flash-Decoding)
+// With m the largest lse of a row's parts and w_i = exp(lse_i - m), the merged row is the sum of
+// w_i / sum(w) * out_i, and its lse is m + log(sum(w)). Each column is summed by one thread in the
+// order of the parts, so results are equal in every run. Weights are normalized before they
+// multiply outputs: no sum is larger than the largest output. (Dao et al., 2023, Flash-Decoding)
 //
-// If there are more parts than `room`, several launches carry the running sums in `sums` and
-// `totals`.
+// If there are more parts than `room`, several launches pass on their sums (`sums`, `totals`).
 //
-//   O [batch, heads, M, dv]    lse [batch, heads, M]    parts: `count` of them, of these shapes
-//   sums [rows, dv], totals [rows, lanes]: only if it `carries`, in launches before and after
+//   O [batch, heads, M, dv]    lse [batch, heads, M]    parts: `count` pairs of these shapes
+//   sums [rows, dv], totals [rows, lanes]: state between launches, if `carries`
 //   grid (cdiv(rows, threads / lanes)), rows = batch * heads * M    block (threads), `lanes` a row
 //   the host sets: scalar, real, room, vector, lanes, threads, carries
 #include <merge/parts.cuh>

@@ -1,8 +1,8 @@
-// merge_parts_gradients: the gradients of the parts that merge_parts has merged.
+// merge_parts_gradients: computes the gradients of merge_parts with respect to its parts.
 //
-// With w_i = exp(lse_i - lse), dout_i = w_i * dO and
-// dlse_i = w_i * (rowsum(dO * (out_i - O)) + dlse): a part weighs more where its output is better
-// than the merged one. That follows from d w_i / d lse_j = w_i * ((i == j) - w_j).
+// With w_i = exp(lse_i - lse), the gradients are dout_i = w_i * dO and
+// dlse_i = w_i * (rowsum(dO * (out_i - O)) + dlse). This follows from d w_i / d lse_j = w_i * ((i
+// == j) - w_j).
 //
 //   O, dO [batch, heads, M, dv]    lse, dlse [batch, heads, M]    parts, gradients: `count` of them
 //   grid (cdiv(rows, threads / lanes)), rows = batch * heads * M    block (threads), `lanes` a row
@@ -14,7 +14,7 @@ extern "C" __global__ __launch_bounds__(threads) void merge_parts_gradients(
     Tensor<const real> dlse, int M, int heads, long long rows, int dv, int count,
     const __grid_constant__ Parts<const scalar, const real> parts,
     const __grid_constant__ Parts<scalar, real> gradients) {
-  // A thread past the last row computes the last row, too, because sums need all of a warp.
+  // Threads past the last row recompute it, because the shuffles need all lanes of a warp.
   const unsigned long long number = row_of_thread();
   const bool inside = number < rows;
   const Row row = row_numbered(inside ? number : rows - 1, M, heads);

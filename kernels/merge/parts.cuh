@@ -1,16 +1,16 @@
 #pragma once
-// The results of attention over parts of the keys: rows of their outputs, with the logarithm of the
-// sum of exp(score) that each row has, its weight among the parts.
+// Results of attention over parts of the keys: rows of outputs and their lse, the logarithm of
+// sum(exp(score)), which determines a part's weight.
 //
-// A group of `lanes` threads has a row, of all rows of all heads and batch elements. Each thread
-// takes 16 bytes of columns at a time, in accesses of `vector` columns, the most that are aligned
-// in all rows. So a column belongs to the same thread, whatever the strides are. `room` is the
-// largest number of parts in a launch.
+// A group of `lanes` threads processes one row of one head and batch element. Each thread owns 16
+// bytes of columns at a time, and accesses `vector` columns at once, the most that are aligned in
+// all rows. So the thread that owns a column does not depend on strides. `room` is the largest
+// number of parts in a launch.
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
 #include <tile/warp.cuh>
 
-static_assert(warp_size % lanes == 0 && threads % lanes == 0, "a row's threads are in one warp");
+static_assert(warp_size % lanes == 0 && threads % lanes == 0, "a row's threads share a warp");
 
 template <class T, class Sum>
 struct Part {
@@ -23,12 +23,12 @@ struct Parts {
 };
 
 constexpr int width = 16 / sizeof(scalar);
-static_assert(width % vector == 0, "accesses end where a thread's columns end");
+static_assert(width % vector == 0, "a thread owns whole accesses");
 
 struct alignas(vector * sizeof(scalar)) Access {
   scalar x[vector];
 };
-// A thread's columns from `col` on; those past the last one are 0, and are not written.
+// A thread's columns from `col` on. Columns past the last one are loaded as 0 and not stored.
 struct Columns {
   Access access[width / vector] = {};
 
@@ -45,11 +45,11 @@ struct Columns {
   }
 };
 
-// Returns the number of a thread's row, which may be past the last one.
+// Returns the index of the thread's row, which may be past the last row.
 __device__ __forceinline__ unsigned long long row_of_thread() {
   return (unsigned long long)blockIdx.x * (threads / lanes) + threadIdx.x / lanes;
 }
-// The position of a row, whose number may need more than 32 bits.
+// The position of a row, whose index may need more than 32 bits.
 struct Row {
   int batch, head, row;
 };
@@ -63,11 +63,11 @@ __device__ __forceinline__ T* at(const Tensor<T>& tensor, const Row& row) {
   return tensor.row(row.batch, row.head, row.row);
 }
 
-// A part whose row saw no key adds nothing, whatever its output is.
+// Returns whether a part has no visible key in a row; its output is then ignored.
 __device__ __forceinline__ bool adds_nothing(real lse) {
   return lse == -infinity;
 }
-// exp(lse - relative_to).
+// Returns exp(lse - relative_to), or 0 for a row without visible keys.
 __device__ __forceinline__ real weight_of(real lse, real relative_to) {
   return adds_nothing(lse) ? real(0) : exp(lse - relative_to);
 }

@@ -1,8 +1,8 @@
 // softmax_online: maximum and sum in one pass over the row, then divide.
 //
-// Each thread keeps the maximum and the sum of the scores it has read, and rescales the sum when
-// the maximum grows; the threads' pairs are merged the same way. The row is read twice, not three
-// times.
+// Each thread keeps a running maximum and a running sum of exponentials, and rescales the sum when
+// the maximum grows. The results of all threads are merged in the same way. The row is read twice
+// instead of three times.
 //
 //   S, P [batch, heads, M, N]    lse [batch, heads, M]
 //   grid (M * heads * batch)    block (threads)
@@ -29,7 +29,7 @@ extern "C" __global__ __launch_bounds__(threads) void softmax_online(Tensor<cons
   Shared& shared = shared_memory<Shared>();
   const auto [row, head, batch] = place(blockIdx.x, sizes.M, heads);
   const Extent extent = extent_of(sizes, batch);
-  const Scorer<real> scorer = {1, mods};  // the launch before has applied the scale
+  const Scorer<real> scorer = {1, mods};  // the preceding launch has applied the scale
   const scalar* scores = S.row(batch, head, row);
   scalar* out = P.row(batch, head, row);
   const int kv_begin = extent.kv_begin(row), kv_end = extent.kv_end(row);

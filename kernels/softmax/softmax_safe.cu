@@ -1,4 +1,4 @@
-// softmax_safe: one block per row, three passes over it.
+// softmax_safe: one block per row, which makes three passes over it.
 //
 // Subtracting the row's maximum keeps exp from overflowing, but the maximum must be known before
 // the first exp, and the sum before the first quotient: maximum, sum, divide. The row is read three
@@ -29,7 +29,7 @@ extern "C" __global__ __launch_bounds__(threads) void softmax_safe(Tensor<const 
   Shared& shared = shared_memory<Shared>();
   const auto [row, head, batch] = place(blockIdx.x, sizes.M, heads);
   const Extent extent = extent_of(sizes, batch);
-  const Scorer<real> scorer = {1, mods};  // the launch before has applied the scale
+  const Scorer<real> scorer = {1, mods};  // the preceding launch has applied the scale
   const scalar* scores = S.row(batch, head, row);
   scalar* out = P.row(batch, head, row);
   const int kv_begin = extent.kv_begin(row), kv_end = extent.kv_end(row);

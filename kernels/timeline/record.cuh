@@ -11,9 +11,9 @@ __device__ timeline::Log timeline_log[timeline_blocks * timeline_warps];
 
 namespace timeline {
 
-// Writes an entry for the warp, with clock(counter) as its time, by the first of its active lanes.
-// All of them read the counter, which stays in L1, so that the warp need not branch: instructions
-// that follow may need all of its lanes together.
+// Writes an entry for the warp, whose time is clock(index). All active lanes read the index, which
+// stays in L1, and only the first one writes, so that the warp need not branch: later instructions
+// may need all of its lanes together.
 template <class Clock>
 __device__ __forceinline__ void record_with(Clock clock, unsigned kind, unsigned argument) {
   const unsigned block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
@@ -28,8 +28,8 @@ __device__ __forceinline__ void record_with(Clock clock, unsigned kind, unsigned
         make_uint4(unsigned(time), unsigned(time >> 32), kind, argument);
 }
 __device__ __forceinline__ void record(unsigned kind, unsigned argument) {
-  // A barrier of the block holds a warp only at its next access to memory (BAR.SYNC with
-  // .DEFER_BLOCKING), and not when it reads a clock: there the counter is read first.
+  // A barrier of the block may stall a warp only at its next memory access (BAR.SYNC with
+  // .DEFER_BLOCKING) and not at a clock read. After barriers the index is read first.
   if (kind == (named_wait | ended) || kind == (block_wait | ended)) {
     record_with([](unsigned index) { return cycles_after(index); }, kind, argument);
   } else {

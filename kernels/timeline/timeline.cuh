@@ -1,13 +1,13 @@
 #pragma once
-// Records what warps do and wait for, with the time. The functions are those of
-// kernels/include/timeline.cuh; the source of a launch that is recorded begins with this file.
+// Records what warps compute and wait for, with timestamps. Implements the functions of
+// kernels/include/timeline.cuh; the source of a recorded launch begins with this file.
 
 #include <tile/timeline_kinds.cuh>
 #include <timeline/record.cuh>
 
 namespace timeline {
 
-// Unless `timeline_detailed`, only a few kinds are recorded of each block.
+// Returns whether events of a kind are recorded: all if `timeline_detailed`, otherwise only a few.
 __device__ __forceinline__ constexpr bool is_recorded(unsigned kind) {
   return timeline_detailed || kind == in_block || kind == epilogue || kind == marked;
 }
@@ -34,7 +34,7 @@ struct [[maybe_unused]] Phase {
   __device__ __forceinline__ ~Phase() { end(kind); }
 };
 
-// Records the whole kernel: every return ends it.
+// Records the lifetime of a block; the destructor runs at every return.
 struct [[maybe_unused]] Block {
   __device__ __forceinline__ Block() {
     record_place(placed);
@@ -55,7 +55,7 @@ __device__ __forceinline__ void end_block_wait() {
   end(block_wait);
 }
 
-// FNV-1a, which compilers evaluate to a constant.
+// Returns the FNV-1a hash of a name, which compilers evaluate at compile time.
 template <int size>
 __device__ __forceinline__ constexpr unsigned hash_of(const char (&name)[size]) {
   unsigned hash = 2166136261u;
@@ -64,8 +64,8 @@ __device__ __forceinline__ constexpr unsigned hash_of(const char (&name)[size]) 
   return hash;
 }
 
-// Describes a member of struct Shared: the size of an element, and for a Pipeline how many of its
-// barriers are for "full".
+// Describes a member of struct Shared: the size of an element and, for a Pipeline, the number of
+// its `full` barriers.
 template <class T>
 struct Member {
   static constexpr int bytes = sizeof(T);

@@ -25,8 +25,8 @@ def run(kernel, backend, sizes=SIZES, **tiles):
 
 BARRIER = re.compile(r"__sync(?:threads|warp)\(\);  // (.*)")
 # Only where there is no tile of keys may Q still be on its way when O takes its place.
-WHERE_NO_KEYS_ARE = "Q is no longer read, nor written"
-OF_SPLITS_WITHOUT_KEYS = "the sums of a block without keys are written, too"
+WHERE_NO_KEYS_ARE = "Q is no longer read, and its copy has completed"
+OF_SPLITS_WITHOUT_KEYS = "the initial maxima and sums are written, even without keys"
 WAIT = re.compile(
     rf"cp_async_wait_group<(.*)>\(\);(?!\n  __syncthreads\(\);  // {WHERE_NO_KEYS_ARE})"
 )

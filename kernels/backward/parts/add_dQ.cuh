@@ -1,8 +1,8 @@
 #pragma once
-// Sums dQ = dS K of each tile in memory. A warpgroup writes its part to shared memory and goes on,
-// while another warp has the copy engine add it. The last block of a key head finishes dQ of the
-// heads that share it: the sums are still in L2 then, and other blocks go on. For long sequences or
-// few heads a separate launch does it, because many multiprocessors would wait.
+// Accumulates dQ = dS K in global memory. A consumer warpgroup writes its part to shared memory and
+// continues, while another warp issues a TMA reduce-add of the part. The last block of a key head
+// converts dQ of its query heads, while the sums are in L2 and other blocks keep running. For long
+// sequences or few heads many SMs would wait for it, so a separate launch converts dQ.
 
 #include <backward/parts/finish_dQ.cuh>
 #include <backward/parts/transposed_softmax.cuh>
@@ -13,7 +13,7 @@
 #include <ptx/wgmma_columns.cuh>
 #include <tile/tma_tile.cuh>
 
-// Named barriers: a warpgroup's part is written; it has been read; all additions have ended.
+// Named barriers: a warpgroup's buffer is full, or empty; all additions have completed.
 __device__ __forceinline__ int dQ_full(int warpgroup) {
   return 3 + warpgroup;
 }
@@ -24,10 +24,10 @@ constexpr int sums_left = 3 + 2 * consumers;
 constexpr int adding_threads = warpgroup_size + warp_size;
 constexpr int leaving_threads = consumers * adding_threads;
 
-// The most blocks of a grid that lets finish_dQ begin early; larger grids leave it too few SMs.
+// The largest grid that lets finish_dQ begin early; larger grids leave too few SMs free for it.
 constexpr int few_blocks = 32;
 
-// Writes the warp's columns of dS, whose transpose these operands are, from a row on.
+// Stores the warp's columns of dS, from `row` on. `operands` hold its transpose, dS^T.
 template <int steps, int Br, int Bc>
 __device__ __forceinline__ void store_dS(const unsigned (&operands)[steps][4],
                                          TmaTile<scalar, Br, Bc>& dS, const KeyRows& own,
@@ -35,12 +35,12 @@ __device__ __forceinline__ void store_dS(const unsigned (&operands)[steps][4],
   const unsigned lane = opaque(own.lane), chunk = unsigned(own.first_key()) / 8 + lane / 8 % 2;
   scalar* const first = dS.at(row + lane % 8 + lane / 16 * 8, chunk);
 #pragma unroll
-  for (int i = 0; i < steps; ++i)  // chunks 16 rows apart are swizzled alike
+  for (int i = 0; i < steps; ++i)  // chunks 16 rows apart have the same swizzle
     store_matrices_transposed(first + i * step * dS.in_row, operands[i]);
 }
 
-// Begins dQ = dS K for 64 rows from first_row on, `keys` keys from first_key on, and columns of K
-// from a box on.
+// Starts dQ = dS K for 64 rows from first_row, summed over `keys` keys from first_key, for the
+// columns of K from first_box on.
 template <int keys, int Br, int Bc, int d, int count>
 __device__ __forceinline__ void begin_dQ(const TmaTile<scalar, Br, Bc>& dS,
                                          const TmaTile<scalar, Bc, d>& K, float (&dQ)[count],
@@ -54,7 +54,7 @@ __device__ __forceinline__ void begin_dQ(const TmaTile<scalar, Br, Bc>& dS,
   wgmma_commit_group();
 }
 
-// Passes a part of dQ, which begins with register number `first`, to the warp that adds it.
+// Hands a part of dQ, from register `first` on, to the warp that adds it to global memory.
 template <int columns, int count>
 __device__ __forceinline__ void pass_dQ(const float (&dQ)[count], RegisterTile<columns>& part,
                                         int warpgroup, int first = 0) {
@@ -64,8 +64,7 @@ __device__ __forceinline__ void pass_dQ(const float (&dQ)[count], RegisterTile<c
   barrier_arrive(dQ_full(warpgroup), adding_threads);
 }
 
-// Has the copy engine add a warpgroup's parts `first` … `end` - 1 of dQ of each tile to the sums in
-// memory.
+// Adds a warpgroup's parts `first` … `end` - 1 of dQ to dQ_sum by TMA reduce-add, tile by tile.
 template <class Layout, class Task>
 __device__ __forceinline__ void add_dQ(const RegisterTile<Layout::width>& part,
                                        RegisterTile<Layout::width>* dQ_sum, const Task& task,
@@ -76,7 +75,7 @@ __device__ __forceinline__ void add_dQ(const RegisterTile<Layout::width>& part,
     for (int i = first; i < end; ++i) {
       barrier_arrive(dQ_empty(warpgroup), adding_threads);
       barrier_sync(dQ_full(warpgroup), adding_threads);
-      wait_for_launch_before();  // which clears the sums; an earlier wait would hold up the block
+      wait_for_launch_before();  // the previous launch clears the sums; wait as late as possible
       if (elected) {
         bulk_add(&dQ_sum[tile * Layout::count + i].fours[0][0].x, &part.fours[0][0].x,
                  sizeof part / sizeof(float));
@@ -88,7 +87,7 @@ __device__ __forceinline__ void add_dQ(const RegisterTile<Layout::width>& part,
   });
 }
 
-// Whether a thread is the last of `all` that call this. It then sees what the others wrote before.
+// Returns whether this is the last of `all` calls. The last caller sees all earlier writes.
 __device__ __forceinline__ bool is_last(int& count, int all) {
   __threadfence();
   const bool last = atomicAdd(&count, 1) == all - 1;
@@ -96,18 +95,18 @@ __device__ __forceinline__ bool is_last(int& count, int all) {
   return last;
 }
 
-// Ends a warp that adds: waits for its additions, and notes whether it is the last one.
+// Ends a warp that adds dQ: waits for its reduce-adds and records whether it is the last one.
 __device__ __forceinline__ void leave_sums(int& was_last, int& count, int all) {
   if (elect_one()) {
     bulk_wait_group();
-    wait_for_launch_before();  // which clears the count
+    wait_for_launch_before();  // the previous launch clears the count
     was_last = is_last(count, all);
   }
   __syncwarp();
   barrier_arrive(sums_left, leaving_threads);
 }
 
-// Lets the block's consumers finish dQ warp by warp, with the loads of two pieces in flight.
+// Finishes dQ with the block's consumer warps. Each keeps the loads of two pieces in flight.
 template <int Br, int d, int dv>
 __device__ __forceinline__ void finish_heads(const QuerySums<Br, d, dv>& in, int group) {
   using Rows = Piece<Br, d, dv>;

@@ -1,10 +1,10 @@
 #pragma once
-// Detects finished sums that are NaN or infinite because of a masked pair.
+// Detects accumulators that became NaN or infinite, for example because of a masked pair.
 
 #include <tile/math.cuh>
 #include <tile/warp.cuh>
 
-// Whether all of the warp's sums are finite.
+// Returns whether all accumulators of the warp are finite.
 template <int m, int n>
 __device__ __forceinline__ bool all_finite(const real (&sums)[m][n][4]) {
   bool finite = true;

@@ -1,10 +1,10 @@
 #pragma once
-// dQ = dS K of a tile, divided by columns between two warpgroups.
+// Divides the columns of dQ = dS K between two warpgroups.
 
 #include <backward/parts/add_dQ.cuh>
 
-// The first part of dQ that a warpgroup computes. The second one's other products take longer, so
-// it has the smaller half of an odd number of parts.
+// Returns the first part of dQ that a warpgroup computes. If the number of parts is odd, the second
+// warpgroup gets one part fewer, because its other products take longer.
 template <class Layout>
 __device__ __forceinline__ constexpr int first_part(int warpgroup) {
   return warpgroup < consumers ? warpgroup * cdiv(Layout::count, 2) : Layout::count;
@@ -16,15 +16,15 @@ struct ColumnPartition {
   static constexpr int count = first_part<Layout>(warpgroup + 1) - first;
   Sums<(count > 0 ? count : 1) * Layout::width> dQ;
 
-  // Begins the products of the warpgroup's parts.
+  // Starts the warpgroup's part of dQ = dS K.
   template <int Br, int Bc, int d>
   __device__ __forceinline__ void begin(const TmaTile<scalar, Br, Bc>& dS,
                                         const TmaTile<scalar, Bc, d>& K) {
     if constexpr (count > 0) begin_dQ<Bc>(dS, K, dQ, 0, 0, first);
   }
 
-  // Waits until at most `pending` groups of products are in flight, and passes the parts, one by
-  // one, to the warp that adds them.
+  // Waits until at most `pending` wgmma groups are in flight, then hands the parts one by one to
+  // the warp that adds them to global memory.
   template <int pending>
   __device__ __forceinline__ void pass(RegisterTile<Layout::width>& part) {
     if constexpr (count > 0) wgmma_wait_group<pending>(dQ);

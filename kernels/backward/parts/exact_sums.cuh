@@ -1,31 +1,30 @@
 #pragma once
-// Sums numbers that many threads add in any order, with the same bits each time: as multiples of a
-// power of two, which integers hold exactly. Each element has a separate power, by the largest of
-// its numbers: the sums of other elements do not change its error. Where one word would lose many
-// small numbers, a second one holds the bits that the first one cuts off. Numbers that are not
-// finite set flags instead.
+// Sums that do not depend on the order of additions, so that every run returns the same bits. Terms
+// are rounded to integer multiples of a power of two and added as integers. Each element has its
+// own power, chosen by its largest term, so that other elements do not affect its error. An
+// optional second word holds the bits below the first word. Non-finite terms set flags instead.
 
 #include <tile/warp.cuh>
 
 struct ExactSums {
-  int* exponents;   // of each element: the biased exponent of its largest double, plus 1
+  int* exponents;   // per element: biased exponent of its largest term, plus 1
   long long* sums;  // [words, elements]
-  unsigned* flags;  // 1: infinity, 2: -infinity, 4: NaN has been added
-  int bits;         // an element gets fewer than 2^bits numbers
+  unsigned* flags;  // per element: 1 = infinity, 2 = -infinity, 4 = NaN was added
+  int bits;         // each element receives fewer than 2^bits terms
 
   __device__ __forceinline__ static double power(int exponent) {
     return __builtin_bit_cast(double, (long long)(1023 + exponent) << 52);
   }
-  // x * 2^exponent, which may be beyond the powers that a double has.
+  // Returns x * 2^exponent, even if 2^exponent overflows or underflows.
   __device__ __forceinline__ static double times_power(double x, int exponent) {
     return x * power(exponent / 2) * power(exponent - exponent / 2);
   }
   __device__ __forceinline__ static bool is_finite(double x) { return fabs(x) < infinity; }
 
-  // The number of bits of one number in a word.
+  // Returns the number of bits that one term may occupy in a word.
   __device__ __forceinline__ int width() const { return 61 - bits; }
   __device__ __forceinline__ int& exponent(long long element) const { return exponents[element]; }
-  // Numbers of an element, multiplied by 2^shift, are below 2^width.
+  // Returns the shift for which the element's terms times 2^shift are below 2^width().
   __device__ __forceinline__ int shift(long long element) const {
     return width() + 1023 - exponent(element);
   }
@@ -39,7 +38,7 @@ struct ExactSums {
     if (x != 0 && is_finite(x))
       atomicMax(&exponent(element), 1 + int(__builtin_bit_cast(unsigned long long, fabs(x)) >> 52));
   }
-  // Adds a number, after all numbers have been noted.
+  // Adds a term. All terms must have been passed to note() before.
   __device__ __forceinline__ void add(long long element, double x) const {
     if (!is_finite(x)) {
       atomicOr(&flags[element], x != x ? 4u : x > 0 ? 1u : 2u);
@@ -60,12 +59,12 @@ struct ExactSums {
   }
 };
 
-// Sums a lane's consecutive numbers for the same element, in their order.
+// Sums a lane's consecutive terms of the same element, in order.
 struct Run {
   long long element = -1;  // none yet
   double sum = 0;
 
-  // Calls body(element, sum) when a run ends.
+  // Adds x to element `to`. If that begins a new run, calls body(element, sum) for the old one.
   template <class Body>
   __device__ __forceinline__ void add(long long to, double x, Body body) {
     if (to != element) {
@@ -74,7 +73,7 @@ struct Run {
     }
     sum += x;
   }
-  // Ends the runs of a warp, as a single one if all are of the same element.
+  // Ends the warp's runs, with a single call of body if all of them belong to the same element.
   template <class Body>
   __device__ __forceinline__ void end(int lane, Body body) const {
     const unsigned begun = __ballot_sync(full_warp, element >= 0);

@@ -6,7 +6,7 @@
 #include <tile/f64_fragments.cuh>
 #include <timeline.cuh>
 
-// Computes D += A B^T for rows of both, over steps `first` … `end` - 1 of 16 columns.
+// Computes D += A B^T, summed over steps `first` … `end` - 1 of 16 columns each.
 template <int rows, int blocks, int height, int other, int length, class Own>
 __device__ __forceinline__ void multiply_rows(double (&D)[rows][blocks][4],
                                               operand (&A)[height][length],
@@ -29,7 +29,7 @@ __device__ __forceinline__ void multiply_rows(double (&D)[rows][blocks][4],
   }
 }
 
-// Computes D += A B, or D += A^T B: a sum over the rows of B.
+// Computes D += A B, or D += A^T B if of_columns is set. The sum runs over the rows of B.
 template <bool of_columns, int rows, int blocks, int height, int length, int other, int columns,
           class Own>
 __device__ __forceinline__ void multiply_columns(double (&D)[rows][blocks][4],
@@ -61,7 +61,7 @@ __device__ __forceinline__ void multiply_columns(double (&D)[rows][blocks][4],
   }
 }
 
-// Writes a warp's part of P or dS.
+// Stores the warp's part of P or dS in shared memory.
 template <int m, int n, int rows, int keys, class Own>
 __device__ __forceinline__ void store_doubles(operand (&tile)[rows][keys],
                                               const double (&part)[m][n][4], const Own& own,

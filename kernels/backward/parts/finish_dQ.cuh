@@ -1,8 +1,8 @@
 #pragma once
-// Finishes dQ of wgmma_columns.cu, in the last block of a key head or in a separate launch.
+// Scales and stores dQ of wgmma_columns.cu, in the last block of a key head or in another launch.
 //
-// The sums are stored in the order of the registers of products. A warp reads them in this order,
-// and its lanes exchange elements of a row until each writes 16 bytes of it.
+// The accumulators are stored in register order. A warp reads them in this order, and its lanes
+// exchange elements of a row until each lane can write 16 contiguous bytes.
 
 #include <backward/parts/gradient_warpgroups.cuh>
 #include <backward/parts/query_layout.cuh>
@@ -11,7 +11,7 @@
 #include <backward/parts/row_sums.cuh>
 #include <backward/parts/store_gradient.cuh>
 
-// The sums, and the inputs for recomputing rows that are not finite.
+// The dQ accumulators, and the inputs for recomputing rows that are not finite.
 template <int Br, int d, int dv>
 struct QuerySums {
   Repair<d, dv, scalar, StatsOfTiles<Br>> repair;
@@ -19,7 +19,7 @@ struct QuerySums {
   Tensor<result> dQ;
 };
 
-// 16 rows of a part of a tile, with number `own` in that part; they may lie outside the array.
+// Slice `own` of a part of a dQ tile: 16 rows, which may lie outside the array.
 template <int Br, int d, int dv>
 struct Piece {
   using Layout = QueryLayout<Br, d, dv>;

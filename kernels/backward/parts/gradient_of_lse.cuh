@@ -1,6 +1,6 @@
 #pragma once
-// The gradient of lse, or 0 if there is none. As d lse / dS is P, it is subtracted from D: dS = P *
-// (dP - (D - dlse)).
+// Returns the gradient of lse, or 0 if the call has none. Since d lse / dS = P, it is subtracted
+// from D: dS = P * (dP - (D - dlse)).
 
 #include <tile/math.cuh>
 

@@ -1,5 +1,5 @@
 #pragma once
-// Gradients of warpgroups that own 64 rows or keys each; one more warpgroup loads for them.
+// Constants of gradient kernels: two consumer warpgroups with 64 rows or keys each, one producer.
 
 #include <ptx/pack.cuh>
 #include <ptx/setmaxnreg.cuh>
@@ -7,17 +7,17 @@
 #include <tile/warpgroup.cuh>
 
 template <int columns>
-using Sums = float[columns / 2];  // accumulators of a product of 64 rows
+using Sums = float[columns / 2];  // accumulators of a 64-row product
 template <int columns>
-using Operands = unsigned[columns / step][4];  // the same sums in 16 bits, as operands
+using Operands = unsigned[columns / step][4];  // the same elements as 16-bit operands
 
-// Returns accumulators as fragments of 16 rows (mma.cuh).
+// Returns accumulators as 16-row fragments (mma.cuh).
 template <int count>
 __device__ __forceinline__ const float (&fragments(const float (&sums)[count]))[1][count / 4][4] {
   return reinterpret_cast<const float (&)[1][count / 4][4]>(sums);
 }
 
-constexpr int consumers = 2;  // warpgroups
+constexpr int consumers = 2;  // number of consumer warpgroups
 constexpr int consuming_threads = consumers * warpgroup_size;
-// Registers for each thread: the consumers get all but a few.
+// Registers per thread after setmaxnreg: the consumers get almost all of them.
 constexpr int producer_registers = 24, consumer_registers = 240;

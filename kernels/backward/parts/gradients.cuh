@@ -1,10 +1,10 @@
 #pragma once
-// Steps shared by the scalar backward kernels, for a tile of rows and a tile of keys: P and dS from
-// lse and delta, and sums over the tile's rows and over its keys.
+// Steps shared by the scalar backward kernels, for one row tile and one key tile: P and dS from lse
+// and delta, and sums over the tile's rows or keys.
 //
-// A kernel's struct Shared has Q, dO [rows], K and V [keys] as rows of scalars, lse and delta
+// A kernel's struct Shared holds Q and dO [rows], K and V [keys] as rows of scalars, lse and delta
 // [rows], and P and dS as PTile<rows, keys>. A row that sees no key, or lies outside the array, has
-// lse = -infinity and zeros for Q and dO: it adds nothing to any sum.
+// lse = -infinity and zeros in Q and dO, so it contributes to no sum.
 
 #include <attention/score.cuh>
 #include <attention/dropped_weights.cuh>
@@ -14,14 +14,14 @@
 #include <tile/tensor.cuh>
 #include <timeline.cuh>
 
-// The least row length >= width that is an odd number of 4-byte words, so that 32 threads that read
-// a column of 32 rows use all banks.
+// Returns the smallest row length >= width that is an odd number of 4-byte words, so that 32
+// threads read a column of 32 rows without bank conflicts.
 template <class T>
 __host__ __device__ constexpr int odd_width(int width) {
   return sizeof(T) < 4 ? (cdiv(width, 2) | 1) * 2 : width | 1;
 }
 
-// How many neighbouring elements a thread computes from values that it reads once.
+// Returns how many adjacent elements a thread computes, so that it reuses the values it reads.
 __host__ __device__ constexpr int per_thread(int count) {
   return count % 4 == 0 ? 4 : count % 2 == 0 ? 2 : 1;
 }
@@ -29,7 +29,7 @@ __host__ __device__ constexpr int per_thread(int count) {
 template <int rows, int keys>
 using PTile = real[rows][odd_width<real>(keys)];
 
-// Loads lse and delta of a tile of rows; a barrier has to follow.
+// Loads lse and delta of a row tile. The caller must synchronize before reading them.
 template <int threads, int tile_rows>
 __device__ __forceinline__ void load_row_sums(real (&tile_lse)[tile_rows],
                                               real (&tile_delta)[tile_rows], Tensor<const real> lse,
@@ -43,7 +43,7 @@ __device__ __forceinline__ void load_row_sums(real (&tile_lse)[tile_rows],
   });
 }
 
-// Loads Q or dO of a tile of rows whose lse has arrived.
+// Loads Q or dO of a row tile. The tile's lse must have arrived.
 template <int threads, int width, int rows, int stride>
 __device__ __forceinline__ void load_rows(scalar (&tile)[rows][stride], Tensor<const scalar> tensor,
                                           const real (&lse)[rows], int batch, int head,
@@ -56,7 +56,7 @@ __device__ __forceinline__ void load_rows(scalar (&tile)[rows][stride], Tensor<c
   });
 }
 
-// Computes P = exp(S - lse) and dS = P * (dO V^T - delta), without the scale; 0 if hidden.
+// Computes P = exp(S - lse) and the unscaled dS = P * (dO V^T - delta); both are 0 if hidden.
 template <int threads, int d, int dv, int rows, int keys, class Shared>
 __device__ __forceinline__ void compute_P_and_dS(Shared& shared, const TilePair<rows, keys>& pair,
                                                  const Scorer<real>& scorer) {
@@ -94,8 +94,8 @@ __device__ __forceinline__ void compute_P_and_dS(Shared& shared, const TilePair<
   });
 }
 
-// Calls body(key, col, sum) with the sum of tile[row][key] * values[row][col] over the rows. At the
-// edge of a mask hidden pairs are skipped, because 0 * NaN is not 0.
+// Calls body(key, col, sum) with the sum of tile[row][key] * values[row][col] over the rows. If
+// `at_edge` is set, hidden pairs are skipped, because 0 * NaN is not 0.
 template <bool at_edge, int threads, int width, int rows, int keys, int stride, class Body>
 __device__ __forceinline__ void sum_rows(const PTile<rows, keys>& tile,
                                          const scalar (&values)[rows][stride],
@@ -139,7 +139,7 @@ __device__ __forceinline__ void sum_keys(const PTile<rows, keys>& tile,
   });
 }
 
-// Sums over rows; the whole block chooses the code for the edge of a mask or for its inside.
+// Sums over rows. The whole block skips the test for hidden pairs in tiles without any.
 template <int threads, int width, int rows, int keys, int stride, class Body>
 __device__ __forceinline__ void sum_over_rows(const real (&tile)[rows][odd_width<real>(keys)],
                                               const scalar (&values)[rows][stride],

@@ -1,19 +1,19 @@
 #pragma once
-// A tile of keys that a block owns, and the tiles of rows that it loops over.
+// A block's key tile and the row tiles that it loops over.
 
 #include <attention/tile_index.cuh>
 #include <backward/parts/longest_first.cuh>
 #include <backward/parts/row_range.cuh>
 #include <backward/parts/row_tile_number.cuh>
 
-// A block's keys, and the tiles of rows that see some of them, in each head of the group.
+// A key tile and, in each query head of its group, the row tiles that see some of its keys.
 template <int Br, int Bc>
 struct KeyTile {
   Extent extent;
   int first_key, kv_head, batch, first_row, end_row, group;
   TilesOfRows<Br> number;
 
-  // Calls body(head, first row, number of the tile) for each tile.
+  // Calls body(head, first row, tile index) for each row tile.
   template <class Body>
   __device__ __forceinline__ void for_tiles(Body body) const {
 #pragma unroll 1
@@ -25,7 +25,7 @@ struct KeyTile {
         body(head, row, number(head, row));
     }
   }
-  // The first row of the next tile of a head, or -1 if there is none.
+  // Returns the first row of the next row tile of a head, or -1 after the last one.
   __device__ __forceinline__ int after(int head, int row) const {
     const int next = map_of(head).template after<Br>(row);
     return next < end_row ? next : -1;
@@ -38,7 +38,7 @@ struct KeyTile {
   }
 };
 
-// Returns the tile with a number, of `all` tiles; by default the only tile of the block.
+// Returns key tile `number` of `all`. By default a block is not persistent and has one tile.
 template <int Br, int Bc, bool batch_first = false>
 __device__ __forceinline__ KeyTile<Br, Bc> key_tile(const Sizes& sizes, const Mods& mods,
                                                     int kv_heads, int group, int heads,

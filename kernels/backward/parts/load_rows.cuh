@@ -1,6 +1,6 @@
 #pragma once
-// Two warps load tiles for warpgroups that own keys: K and V of each tile of keys that some row
-// sees, and Q, dO and row sums, tile by tile. task_of() returns the KeyTile with a number.
+// Producer warps for consumer warpgroups that own keys. One warp loads K, Q and row sums, another V
+// and dO. Key tiles that no row sees are skipped. task_of(number) returns a KeyTile.
 
 #include <backward/parts/transposed_softmax.cuh>
 #include <ptx/bulk_copy.cuh>
@@ -10,7 +10,7 @@
 
 constexpr int reading_threads = consuming_threads + warp_size;
 
-// The only tile of keys of a block that is not persistent.
+// Iterates over the single key tile of a block that is not persistent.
 struct OneTile {
   int number = blockIdx.x;
   bool has_tile = true;
@@ -18,10 +18,10 @@ struct OneTile {
   __device__ __forceinline__ void advance() { has_tile = false; }
 };
 
-// A warp loads K, Q and the row sums; one of its threads starts the copies. One thread of a
-// warpgroup releases Q, but other threads may still read row sums. So the warp waits for all that
-// read them at the named barrier sums_read + stage, where they arrive without waiting. K and the
-// first Q are in flight while the previous launch still computes row sums.
+// Loads K, Q and the row sums with one warp; an elected thread issues the copies. One consumer
+// thread releases Q while others may still read row sums. The warp therefore also waits at the
+// named barrier sums_read + stage, where all readers arrive. K and the first Q are in flight while
+// the previous launch still computes row sums.
 template <class Shared, class Tiles, class TaskOf, int Br>
 __device__ __forceinline__ void produce_Q(Shared& shared, Tiles tiles, TaskOf task_of,
                                           const TensorMap& Q, const TensorMap& K,
@@ -46,7 +46,7 @@ __device__ __forceinline__ void produce_Q(Shared& shared, Tiles tiles, TaskOf ta
       if (elected) {
         Barrier& full = shared.Q_pipeline.acquire(rows);
         load_async(shared.Q[rows.stage], Q, full, task.extent.packed_row(row), head, packed);
-        if (begun == 1) wait_for_launch_before();  // which computes the row sums
+        if (begun == 1) wait_for_launch_before();  // the previous launch writes the row sums
         arrive_expect_tx(full, sizeof(RowSums<Br>));
         bulk_load(&shared.sums[rows.stage], row_sums + tile, sizeof(RowSums<Br>), full);
       }
@@ -55,7 +55,7 @@ __device__ __forceinline__ void produce_Q(Shared& shared, Tiles tiles, TaskOf ta
   }
 }
 
-// Another warp loads V and dO; dO is released earlier than Q in kernels that compute dQ.
+// Loads V and dO with another warp. Kernels that compute dQ release dO earlier than Q.
 template <class Shared, class Tiles, class TaskOf>
 __device__ __forceinline__ void produce_dO(Shared& shared, Tiles tiles, TaskOf task_of,
                                            const TensorMap& V, const TensorMap& dO) {

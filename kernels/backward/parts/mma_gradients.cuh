@@ -1,5 +1,5 @@
 #pragma once
-// Computes P and dS in the fragments of mma.cuh, from lse and delta.
+// Computes P and dS in mma.cuh fragments from lse and delta.
 
 #include <attention/score.cuh>
 #include <attention/dropped_weights.cuh>
@@ -9,14 +9,14 @@
 #include <tile/share_out_rows.cuh>
 #include <timeline.cuh>
 
-// Replaces S by P = 2^(S * scale2 - lse2), or 0 where masked or dropped; PS is P times the slope of
-// the modified score, before dropout. hides: whether the mask expression may hide a pair.
+// Replaces S by P = 2^(S * scale2 - lse2), or by 0 where masked or dropped. Sets PS to P before
+// dropout, times the slope of the modified score. hides: a mask expression may hide pairs.
 template <bool masked, bool hides, class Own, int m, int n, int rows, int keys>
 __device__ __forceinline__ void compute_P_if(real (&S)[m][n][4], real (&PS)[m][n][4],
                                              const RowStats (&stats)[rows], const Own& own,
                                              TilePair<rows, keys> pair, const Scorer<real>& scorer,
                                              int lane) {
-  pair.first_key = opaque(pair.first_key);  // so that the mask takes no registers earlier
+  pair.first_key = opaque(pair.first_key);  // delays the mask arithmetic, which needs registers
 #pragma unroll
   for (int i = 0; i < 2 * m; ++i) {
     const int row = own.row + i * 8 + lane / 4;
@@ -50,7 +50,7 @@ __device__ __forceinline__ void compute_P(real (&S)[m][n][4], real (&PS)[m][n][4
     compute_P_if<masked, true>(S, PS, stats, own, pair, scorer, lane);
 }
 
-// Replaces dP = dO V^T by dS = PS * (dP - delta), without the scale.
+// Replaces dP = dO V^T by the unscaled dS = PS * (dP - delta).
 template <class Own, int m, int n, int rows>
 __device__ __forceinline__ void compute_dS(real (&dP)[m][n][4], const real (&PS)[m][n][4],
                                            const RowStats (&stats)[rows], const Own& own, int lane,
@@ -67,7 +67,7 @@ __device__ __forceinline__ void compute_dS(real (&dP)[m][n][4], const real (&PS)
   }
 }
 
-// Loads RowStats of a thread's rows of a tile to registers, and stores them in shared memory.
+// Loads the RowStats of a tile into registers and later stores them in shared memory.
 template <int threads, int rows>
 struct RowLoads {
   RowStats stats[cdiv(rows, threads)];

@@ -1,10 +1,10 @@
 #pragma once
-// The tile of rows whose statistics a block computes.
+// Finds the row tile whose statistics a block computes.
 
 #include <attention/batch.cuh>
 #include <attention/tile_index.cuh>
 
-// Returns the tile of a block. Sets M to the number of rows of its batch element if lengths differ.
+// Returns the block's row tile. In ragged batches, sets M to the number of queries of its sequence.
 template <int Br, class Arrays>
 __device__ __forceinline__ Place place_of_sums(int& M, int heads,
                                                [[maybe_unused]] const Arrays& mods) {

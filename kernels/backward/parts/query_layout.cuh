@@ -1,18 +1,18 @@
 #pragma once
-// The layout of dQ's accumulators in memory: how two warpgroups divide dQ = dS K of a tile of Br
-// rows. Each part is a RegisterTile of `width` columns.
+// Memory layout of the dQ accumulators, which follows from how two warpgroups divide dQ = dS K of a
+// tile of Br rows. Each part is a RegisterTile with `width` columns.
 
 #include <tile/math.cuh>
 
 template <int Br, int d, int dv>
 struct QueryLayout {
-  // dK and dV of 64 keys and more than 128 columns need the registers of two warpgroups.
+  // With more than 128 columns, dK and dV of 64 keys need the registers of two warpgroups.
   static constexpr bool is_wide = d > 128 || dv > 128;
-  // dQ is divided by rows, or by columns in boxes of 64, or else by keys: then both warpgroups add
-  // to the same part.
+  // dQ is divided by rows, by boxes of 64 columns, or by keys. If it is divided by keys, both
+  // warpgroups add to the same part.
   static constexpr bool by_rows = !is_wide && Br == 128;
   static constexpr bool by_columns = is_wide || (!by_rows && d > 64);
   static constexpr int count = by_rows ? 2 : by_columns ? cdiv(d, 64) : 1;
   static constexpr int width = by_columns ? 64 : cdiv(d, 16) * 16;
-  static_assert(by_rows || Br == 64, "a tile has the rows of one warpgroup, or of two");
+  static_assert(by_rows || Br == 64, "a tile has 64 or 128 rows");
 };

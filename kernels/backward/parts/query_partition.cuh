@@ -1,9 +1,9 @@
 #pragma once
-// Divides dQ of a tile of rows among the warps of a block.
+// Divides dQ of a row tile among the warps of a block.
 
 #include <backward/parts/warp_partition.cuh>
 
-// A warp's part of a slice of dQ's columns: dK and dV leave too few registers for all columns.
+// A warp's part of one column slice of dQ. dK and dV leave too few registers for all of dQ.
 template <int height, int depth, int warps, int slices,
           int columns = cdiv(depth, slices* step) * step>
 struct QueryPartition : WarpPartition<height, columns, warps> {

@@ -1,15 +1,15 @@
 #pragma once
-// Loads rows of a tile to registers, as operands of S = A B^T.
+// Keeps tile rows in registers as operand A of S = A B^T.
 
 #include <ptx/wgmma_rows.cuh>
 #include <tile/warpgroup_products.cuh>
 
-// The row statistics of a tile from a row on.
+// Pointers into a tile's row statistics, at the first row that is processed.
 struct SumsOfRows {
   const float *lse2, *delta;
 };
 
-// Loads a warp's 16 rows of a tile, from `first_row` on.
+// Loads the warp's 16 rows of a tile, starting at first_row.
 template <class T, int rows, int columns, int steps>
 __device__ __forceinline__ void load_operands(TmaTile<T, rows, columns>& tile,
                                               unsigned (&A)[steps][4], int first_row) {
@@ -21,7 +21,7 @@ __device__ __forceinline__ void load_operands(TmaTile<T, rows, columns>& tile,
   }
 }
 
-// Starts S = A B^T for A in registers and rows of B from `first` on; B has one box of columns.
+// Starts S = A B^T with A in registers, for the rows of B from `first` on.
 template <class T, int rows, int columns, int steps, int count>
 __device__ __forceinline__ void begin_scores(const unsigned (&A)[steps][4],
                                              const TmaTile<T, rows, columns>& B, float (&S)[count],

@@ -1,16 +1,16 @@
 #pragma once
-// Results of wgmma in memory, in the order of registers.
+// wgmma accumulators in memory, in register order.
 
 #include <ptx/opaque.cuh>
 #include <tile/warp.cuh>
 
-// 64 rows of a product in the order of a warpgroup's registers: for each 8 columns, four floats of
-// each thread, of two rows and two columns. A thread reads only its values: nothing is sorted.
+// 64 accumulator rows in a warpgroup's register order: for every 8 columns, four floats per thread,
+// from two rows and two columns. A thread reads back only its own values, so nothing is reordered.
 template <int columns>
 struct RegisterTile {
   float4 fours[columns / 8][warpgroup_size];
 
-  // Writes registers from number `first` on.
+  // Writes the registers from x[first] on.
   template <int count>
   __device__ __forceinline__ void write(const float (&x)[count], int first = 0) {
     const int own = opaque(int(threadIdx.x)) % warpgroup_size;

@@ -1,8 +1,8 @@
 #pragma once
-// Gradients that come out as infinity or NaN are computed again. A masked pair has P = 0, but 0 *
-// NaN is NaN, and an element of P or dS may overflow 16 bits. Both are rare, so products take all
-// pairs of a tile; a warp whose sums are not finite computes its rows or keys again in float32,
-// from visible pairs only. Rows with a huge lse are computed again, too (row_stats.cuh).
+// Recomputes gradients that come out as infinity or NaN. A masked pair has P = 0, but 0 * NaN is
+// NaN, and P or dS may overflow 16 bits. Both are rare, so the main loop multiplies all pairs of a
+// tile; a warp with non-finite accumulators recomputes its rows or keys unrounded, from visible
+// pairs only. Rows with a huge lse are recomputed, too (row_stats.cuh).
 
 #include <attention/score.cuh>
 #include <attention/dropped_weights.cuh>
@@ -12,7 +12,7 @@
 #include <tile/tensor.cuh>
 #include <tile/warp.cuh>
 
-// The warp's sums for one row of a gradient: `width` columns from `first` on, before `end`.
+// A warp's accumulators for one gradient row: `width` columns from first_col, below `columns`.
 template <int width>
 struct RowSum {
   static constexpr int count = cdiv(width, warp_size);
@@ -36,8 +36,8 @@ struct RowSum {
   }
 };
 
-// The inputs of one batch element and key head, whose gradients are computed again. stats(head,
-// row) returns a row's RawStats.
+// Recomputes gradients of one batch element and key head from its inputs. stats(head, row) returns
+// a row's RawStats.
 template <int d, int dv, class T, class Stats>
 struct alignas(16) Repair {
   Extent extent;
@@ -50,7 +50,7 @@ struct alignas(16) Repair {
     real p, dS;
   };
 
-  // Computes P after dropout and dS of a row and a key, with all lanes of the warp.
+  // Computes P (after dropout) and dS of one row and key, with all lanes of the warp.
   __device__ Pair pair(int head, int row, int key, const RawStats& own) const {
     const T *q = Q.row(batch, head, row), *k = K.row(batch, kv_head, key);
     const T *grad = dO.row(batch, head, row), *v = V.row(batch, kv_head, key);
@@ -64,7 +64,7 @@ struct alignas(16) Repair {
     return {of_head.dropped(p, row, key), score_gradient(p, kept_dP - own.delta, slope)};
   }
 
-  // Computes dQ of rows `first` … `end` - 1, at most `width` columns from `col` on, before col_end.
+  // Recomputes dQ for rows `first` … `end` - 1, at most `width` columns from `col`, below col_end.
   template <int width>
   __device__ void rows(Tensor<result> dQ, int head, int first, int end, int col,
                        int col_end = d) const {
@@ -79,7 +79,7 @@ struct alignas(16) Repair {
     }
   }
 
-  // Computes dK or dV of keys `first` … `end` - 1, summed over the `group` heads that share them.
+  // Recomputes dK or dV for keys `first` … `end` - 1, summed over the `group` query heads.
   template <bool of_V, int width>
   __device__ void keys(Tensor<result> gradient, int group, int first, int end,
                        int first_col) const {

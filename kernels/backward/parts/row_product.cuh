@@ -1,6 +1,6 @@
 #pragma once
-// The product of a row of O and one of dO by a few lanes of a warp. Where rows begin at multiples
-// of 16 bytes, lanes read 16 bytes each, so that together they read whole cache lines.
+// Computes rowsum(dO * O) of a row with several lanes of a warp. If rows are 16-byte aligned, each
+// lane loads 16 bytes at a time, so that together the lanes read whole cache lines.
 
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
@@ -8,7 +8,7 @@
 
 using EightOfO = uint4[8 * sizeof(result) / sizeof(uint4)];
 
-// The sum of products of eight elements.
+// Returns the dot product of eight elements.
 __device__ __forceinline__ float dot(const EightOfO& x, const uint4& y) {
   const result* a = reinterpret_cast<const result*>(&x);
   const scalar* b = reinterpret_cast<const scalar*>(&y);
@@ -18,7 +18,7 @@ __device__ __forceinline__ float dot(const EightOfO& x, const uint4& y) {
   return sum;
 }
 
-// Returns rowsum(dO * O) of a row in all of its lanes, or 0 if the row does not exist.
+// Returns rowsum(dO * O) to all lanes that share the row, or 0 if the row does not exist.
 template <int dv, int lanes>
 __device__ __forceinline__ float row_product(const Tensor<const result>& O,
                                              const Tensor<const scalar>& dO, int batch, int head,

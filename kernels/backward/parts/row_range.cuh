@@ -1,5 +1,5 @@
 #pragma once
-// Rows row_begin … row_end - 1 see some key of first_key … first_key + keys - 1.
+// Rows row_begin() … row_end() - 1 see some of the `keys` keys from first_key on.
 
 #include <attention/extent.cuh>
 

@@ -1,7 +1,7 @@
 #pragma once
-// The statistics of a row from the forward pass: lse in powers of two, and delta. A row that sees
-// no key has lse2 = infinity and delta = 0, so that its P is 0. A huge lse becomes NaN, so that its
-// sums are computed again from RawStats.
+// Row statistics for the backward pass: lse2 = lse * log2(e), and delta. A row that sees no key has
+// lse2 = infinity and delta = 0, so that its P is 0. A huge lse becomes NaN, which makes the row's
+// gradients NaN, so that they are recomputed from RawStats.
 
 #include <attention/weight.cuh>
 

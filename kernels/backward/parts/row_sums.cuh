@@ -1,16 +1,16 @@
 #pragma once
-// lse and delta of all rows, tile by tile, so that one copy takes those of a tile to shared memory.
+// lse and delta of all rows, grouped by tile, so that one copy loads the statistics of a tile.
 
 #include <backward/parts/row_tile_number.cuh>
 #include <backward/parts/row_stats.cuh>
 
-// RowStats of the Br rows of a tile; rows outside the array have those of a row that sees no key.
+// RowStats of a tile's Br rows. Rows outside the array are stored like rows that see no key.
 template <int Br>
 struct RowSums {
   alignas(16) float lse2[Br], delta[Br];
 };
 
-// lse and delta of any row of a batch element, for repairs.
+// Reads lse and delta of any row of one batch element, for repairs.
 template <int Br>
 struct StatsOfTiles {
   const RowSums<Br>* tiles;

@@ -1,11 +1,11 @@
 #pragma once
-// Iterates over the tiles of rows that see some key of a block's tile.
+// Iterates over the row tiles that see some key of a block's key tile.
 
 #include <attention/extent.cuh>
 #include <backward/parts/row_range.cuh>
 
-// Goes from the last tile of each head to the first, so that blocks that begin together are at the
-// same rows, even under a causal mask.
+// Visits the row tiles of each head from last to first, so that blocks that start together process
+// the same rows even under a causal mask.
 template <int Br, int Bc>
 struct RowTileIterator {
   int head, first_row, first, last, left;
@@ -28,7 +28,7 @@ struct RowTileIterator {
   __device__ __forceinline__ auto map() const {
     return extent_of_head(*extent, head).row_tiles(first_key / Bc);
   }
-  // With a block mask, goes from the first tile of rows to the last, and `left` counts heads.
+  // Moves to the tile at `row` of a block mask, or else to the next head. `left` counts heads here.
   __device__ __forceinline__ void go_to(int row) {
     for (first_row = row; first_row > last; first_row = map().template from<Br>(first)) {
       if (--left == 0) return;

@@ -1,11 +1,11 @@
 #pragma once
-// The tiles of rows that see a block's keys, and copies of their Q, dO and row statistics.
+// Iterates over the row tiles that see a block's keys and copies their Q, dO and row statistics.
 
 #include <backward/parts/mma_gradients.cuh>
 #include <tile/async_copy.cuh>
 
-// Goes head by head, from the last tile of each to the first, so that blocks that begin together
-// are at the same rows, even under a causal mask.
+// Visits the heads in order and the row tiles of each from last to first, so that blocks that start
+// together process the same rows even under a causal mask.
 template <int Br, int Bc, int d, int dv, int threads>
 struct RowTileLoads {
   Tensor<const operand> Q, dO;
@@ -17,7 +17,7 @@ struct RowTileLoads {
   __device__ __forceinline__ auto map() const {
     return extent_of_head(*extent, head).row_tiles(first_key / Bc);
   }
-  // With a block mask, goes from the first tile of rows to the last, and `left` counts heads.
+  // Moves to the tile at `row` of a block mask, or else to the next head. `left` counts heads here.
   __device__ __forceinline__ void go_to(int row) {
     for (first_row = row; first_row > last; first_row = map().template from<Br>(first)) {
       if (--left == 0) return;
@@ -32,7 +32,7 @@ struct RowTileLoads {
     first_row = last;
     ++head;
   }
-  // Recomputes the addresses of heads, to save registers.
+  // Starts the copies of Q and dO. Head addresses are recomputed to save registers.
   template <class Shared>
   __device__ __forceinline__ void begin_copies(Shared& shared, int stage) const {
     copy_rows<threads, d>(shared.Q[stage], Head(Q, opaque(batch), opaque(head), M), first_row);

@@ -1,12 +1,12 @@
 #pragma once
-// Numbers tiles of rows over all heads and batch elements.
+// Maps row tiles to indices over all heads and batch elements.
 
 #include <attention/tile_index.cuh>
 
-// Returns the number of a tile of a batch element.
+// Maps (head, row) of one batch element to the index of the row tile.
 template <int Br>
 struct TilesOfRows {
-  int batch, heads, M;  // if packed: batch is the sequence's first tile, M the tiles of a head
+  int batch, heads, M;  // if packed, batch is the sequence's first tile and M the tiles per head
 
   __device__ __forceinline__ long long operator()(int head, int row) const {
     if constexpr (packed) return (long long)head * M + batch + row / Br;

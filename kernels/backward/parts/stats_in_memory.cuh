@@ -1,5 +1,5 @@
 #pragma once
-// lse and delta of any row of a batch element.
+// Reads lse and delta of any row of one batch element.
 
 #include <backward/parts/row_stats.cuh>
 #include <tile/tensor.cuh>

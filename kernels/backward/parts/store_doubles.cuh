@@ -1,10 +1,10 @@
 #pragma once
-// Writes gradients of doubles, in fragments of mma.cuh, to memory.
+// Stores float64 gradients that are held in mma.cuh fragments.
 
 #include <tile/tensor.cuh>
 
-// Writes m * 16 rows of a gradient, multiplied by a factor: the columns from first_col on, before
-// `end_col`, of rows before `end`.
+// Stores m * 16 rows from first_row, columns first_col … end_col - 1, times `factor`. Rows from
+// `end` on are skipped.
 template <int columns, int m, int n>
 __device__ __forceinline__ void store_gradient(const double (&sums)[m][n][4], double factor,
                                                Tensor<result> gradient, int batch, int head,

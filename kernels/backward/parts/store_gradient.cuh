@@ -1,12 +1,12 @@
 #pragma once
-// Writes gradients in fragments of mma.cuh to memory.
+// Stores gradients that are held in mma.cuh fragments.
 
 #include <tile/store.cuh>
 #include <tile/tensor.cuh>
 #include <timeline.cuh>
 
-// Writes m * 16 rows of a gradient, multiplied by a factor, 16 bytes at a time where rows are
-// aligned: the columns from first_col on, before `end_col`, of rows before `end`.
+// Stores m * 16 rows from first_row, columns first_col … end_col - 1, times `factor`; 16 bytes at a
+// time where rows are aligned. Rows from `end` on are skipped.
 template <int columns, int m, int n>
 __device__ __forceinline__ void store_gradient(const float (&sums)[m][n][4], float factor,
                                                Tensor<result> gradient, int batch, int head,

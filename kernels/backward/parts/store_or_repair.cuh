@@ -1,5 +1,5 @@
 #pragma once
-// The epilogue of a gradient on tensor cores: stores a warp's part, or computes it again.
+// Epilogue of dK and dV on tensor cores: stores a warp's part, or recomputes it.
 
 #include <backward/parts/cold_path.cuh>
 #include <backward/parts/repair_gradients.cuh>
@@ -7,7 +7,7 @@
 #include <backward/parts/warp_partition.cuh>
 #include <timeline.cuh>
 
-// Stores a warp's part of dK or dV, or computes it again if it is not finite.
+// Stores the warp's part of dK or dV, or recomputes it if it is not finite.
 template <bool of_V, int d, int dv, class T, class Stats, class Own>
 __device__ __forceinline__ void store_or_repair(const typename Own::Sums& sums,
                                                 Tensor<result> gradient, const Own& own,

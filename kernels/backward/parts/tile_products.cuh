@@ -1,5 +1,5 @@
 #pragma once
-// Tensor-core products of the backward pass, of 16-bit tiles in shared memory.
+// Tensor-core products of 16-bit tiles in shared memory, for the backward pass.
 
 #include <ptx/mma.cuh>
 #include <tile/async_copy.cuh>
@@ -8,7 +8,7 @@
 
 static_assert(sizeof(operand) != 4, "these tensor-core products take 16-bit numbers or doubles");
 
-// Computes D += A B for one step of the sum, from fragments of A and of B, loaded by 16 columns.
+// Computes one step of D += A B, summed over 16 rows of B. load() loads B 16 columns at a time.
 template <int rows, int blocks, class Own, class Load>
 __device__ __forceinline__ void multiply_step(float (&D)[rows][blocks][4],
                                               const unsigned (&a)[rows][4], const Own& own,
@@ -26,8 +26,8 @@ __device__ __forceinline__ void multiply_step(float (&D)[rows][blocks][4],
   }
 }
 
-// Computes D += A B^T for rows of both, with `at_once` steps of the sum unrolled: with more, loads
-// of later steps need registers that other values hold.
+// Computes D += A B^T with the loop over the sum unrolled `at_once` times. Larger factors make the
+// compiler load fragments ahead, into registers that other values need.
 template <int at_once = 2, class Own, int rows, int blocks, int height, int other, int length>
 __device__ __forceinline__ void multiply_transposed(float (&D)[rows][blocks][4],
                                                     operand (&A)[height][length],
@@ -45,7 +45,7 @@ __device__ __forceinline__ void multiply_transposed(float (&D)[rows][blocks][4],
   }
 }
 
-// Computes D += A B, or D += A^T B: a sum over the rows of B.
+// Computes D += A B, or D += A^T B if of_columns is set. The sum runs over the rows of B.
 template <bool of_columns, class Own, int rows, int blocks, int height, int length, int other,
           int columns>
 __device__ __forceinline__ void multiply_tiles(float (&D)[rows][blocks][4],
@@ -72,7 +72,7 @@ __device__ __forceinline__ void multiply_tiles(float (&D)[rows][blocks][4],
   }
 }
 
-// Writes a warp's part of P or dS, rounded to 16 bits.
+// Rounds the warp's part of P or dS to 16 bits and stores it in shared memory.
 template <class Own, int m, int n, int rows, int keys>
 __device__ __forceinline__ void store_tile(operand (&tile)[rows][keys], const real (&part)[m][n][4],
                                            const Own& own, int lane) {

@@ -1,7 +1,7 @@
 #pragma once
-// The dynamic tile scheduler of a persistent block. Its first tile has the block's own number. The
-// next ones come from an atomic counter in memory just before the block is free, in the order in
-// which blocks with one tile would begin. One warp counts, and passes the numbers to the others.
+// The dynamic tile scheduler of persistent blocks. A block starts with tile blockIdx.x. One warp
+// fetches further indices from an atomic counter in global memory shortly before they are needed,
+// and passes them to the others. Tiles thus start in the same order as without persistence.
 
 #include <ptx/dependent_launch.cuh>
 #include <tile/pipeline.cuh>
@@ -9,15 +9,15 @@
 struct TileQueue {
   static constexpr int depth = 2;
   int numbers[depth];
-  Pipeline<depth> pipeline;  // its consumers are warps
+  Pipeline<depth> pipeline;  // each warp that reads a number arrives once
 };
 
-// Iterates over a warp's tiles, out of `all`. The tile number is warp-uniform: otherwise the
-// compiler treats the loop as divergent, and descriptors of products take vector registers.
+// Iterates over the block's tiles, out of `all`. The tile index is warp-uniform: otherwise the
+// compiler treats the loop as divergent and keeps wgmma descriptors in vector registers.
 struct QueuedTiles {
   TileQueue& queue;
   int all;
-  int* counter;  // of the warp that counts
+  int* counter;  // null in warps that only read the queue
   int number = blockIdx.x;
   bool has_tile = true;
   PipelineState<TileQueue::depth> place = {};
@@ -30,7 +30,7 @@ struct QueuedTiles {
     place.advance();
   }
   __device__ __forceinline__ int count() {
-    wait_for_launch_before();  // which clears the counter
+    wait_for_launch_before();  // the previous launch clears the counter
     const int next = gridDim.x + atomicAdd(counter, 1);
     Barrier& full = queue.pipeline.acquire(place);
     queue.numbers[place.stage] = next;

@@ -1,6 +1,6 @@
 #pragma once
-// The softmax of transposed tiles: a block owns Bc keys and loops over tiles of Br rows. A thread
-// has two keys of each tile, and two of each 8 rows.
+// Softmax of transposed score tiles: a block owns Bc keys and loops over tiles of Br rows. In each
+// tile a thread holds two keys, and two of every 8 rows.
 
 #include <attention/no_bias.cuh>
 #include <attention/dropped_weights.cuh>
@@ -15,7 +15,7 @@
 #include <ptx/wgmma.cuh>
 #include <timeline.cuh>
 
-// Whether causal masks, windows or the end of the keys hide some of the pairs.
+// Returns whether a causal mask, a window or the end of the keys hides some pair of the tile.
 template <int Br, int Bc>
 __device__ __forceinline__ bool is_masked(const TilePair<Br, Bc>& pair) {
   return pair.first_key + Bc > pair.extent.N || !pair.reaches_all();
@@ -25,9 +25,9 @@ struct NothingBetween {
   __device__ __forceinline__ void operator()() const {}
 };
 
-// The keys and rows of a thread in a tile: the first of its two keys, and the first of its two rows
-// of each 8. Rows are opaque where they are computed, so that loads of row sums in a loop keep
-// their addresses. Indices are unsigned where they are divided: signed ones take more instructions.
+// Positions of a thread's scores in a tile: the first of its two keys, and the first of its two
+// rows in every 8. `rows` is opaque, so that loops keep the addresses of row-sum loads in
+// registers. Indices are divided as unsigned numbers, which takes fewer instructions.
 struct KeyRows {
   int warpgroup, warp, lane, rows;
 
@@ -43,10 +43,10 @@ struct KeyRows {
   __device__ __forceinline__ int key() const { return first_key() + unsigned(opaque(lane)) / 4; }
   __device__ __forceinline__ int row() const { return rows; }
 
-  // Waits for the products, and replaces S^T by P^T and dP^T by dS^T, without the scale. Slopes
-  // other than 1 are multiplied into dP, to save registers. Once the bias is read, that of the tile
-  // of next_row is copied. `masks` is false if no pair is hidden. If it `overlaps`, dP may be in
-  // flight while P is computed, and between() is called after P.
+  // Waits for the products and replaces S^T by P^T and dP^T by the unscaled dS^T. Slopes other than
+  // 1 are multiplied into dP to save registers. Once the bias is read, the bias of the tile at
+  // next_row is copied. If `masks` is false, no pair may be masked by position. If `overlaps` is
+  // true, dP may still be in flight while P is computed, and between() is called after P.
   template <bool masks = true, bool overlaps = true, int Br, int Bc, class StoredSums,
             class Bias = const NoBias&, class Between = NothingBetween>
   __device__ __forceinline__ void compute_P_and_dS(Sums<Br>& S, Sums<Br>& dP,
@@ -75,7 +75,7 @@ struct KeyRows {
     }
   }
 
-  // Replaces S^T by P^T = 2^(S^T * scale2 - lse2); PS^T is P^T times the score's slope.
+  // Replaces S^T by P^T = 2^(S^T * scale2 - lse2). Sets PS^T to P^T times the score's slope.
   template <bool masks = true, int Br, int Bc, class StoredSums, class Bias = const NoBias&>
   __device__ __forceinline__ void compute_P(Sums<Br>& S, Sums<Br>& PS, const StoredSums& sums,
                                             const Scorer<float>& scorer,
@@ -86,7 +86,7 @@ struct KeyRows {
     if constexpr (has_dropout)
       mark_transposed(PS, pair.extent, pair.first_row + row(), pair.first_key + key());
   }
-  // Computes P, and multiplies `factors` by P and the slope.
+  // Replaces S by P and multiplies `factors` by P and the slope.
   template <bool masks, int Br, int Bc, class StoredSums, class Bias>
   __device__ __forceinline__ void weigh(Sums<Br>& S, Sums<Br>& factors, const StoredSums& sums,
                                         const Scorer<float>& scorer, const TilePair<Br, Bc>& pair,
@@ -127,8 +127,8 @@ struct KeyRows {
     }
   }
 
-  // Sets P of masked pairs to 0. The mask depends only on the distance of the key from the row,
-  // which Extent::sees would compute for each pair anew.
+  // Sets P of masked pairs to 0. The mask depends only on the distance of the key from the row, so
+  // it is cheaper than calling Extent::sees for every pair.
   template <int Br, int Bc>
   __device__ __forceinline__ void mask(Sums<Br>& P, const TilePair<Br, Bc>& pair) const {
     const Extent& extent = pair.extent;
@@ -141,7 +141,7 @@ struct KeyRows {
     }
   }
 
-  // Replaces dP^T by dS^T = PS^T * (dP^T - delta), without the scale.
+  // Replaces dP^T by the unscaled dS^T = PS^T * (dP^T - delta).
   template <int count, class StoredSums>
   __device__ __forceinline__ void compute_dS(const float (&PS)[count], float (&dP)[count],
                                              const StoredSums& sums, float factor) const {
@@ -157,7 +157,7 @@ struct KeyRows {
   }
 };
 
-// Stores the warp's 16 keys of dK or dV, or computes them again if they are not finite.
+// Stores dK or dV of the warp's 16 keys, or recomputes them if they are not finite.
 template <bool of_V, int count, class Task, int d, int dv, class Stats>
 __device__ __forceinline__ void store_or_repair(const float (&sums)[count], Tensor<result> gradient,
                                                 const KeyRows& own, const Task& task,

@@ -6,8 +6,8 @@
 #include <tile/math.cuh>
 #include <tile/warp.cuh>
 
-// Returns into how many parts the rows of a product are divided; the columns of a part are divided
-// among its warps. Parts with short edges read less shared memory.
+// Returns the number of row slices of a product; the warps of a slice divide its columns. The shape
+// with the shortest edges reads the least shared memory.
 __host__ __device__ constexpr int parts_of_rows(int height, int columns, int warps) {
   int best = 1, least = 1 << 30;
   for (int parts = 1; parts <= warps; parts *= 2) {
@@ -21,14 +21,14 @@ __host__ __device__ constexpr int parts_of_rows(int height, int columns, int war
   return best;
 }
 
-// A warp's part of a product: `rows` rows and `cols` columns, from `row` and `col` on.
+// A warp's part of a product: `rows` x `cols` elements starting at (row, col).
 template <int height, int columns, int warps>
 struct WarpPartition {
   static constexpr int down = parts_of_rows(height, columns, warps);
   static constexpr int across = warps / down;
   static constexpr int rows = height / down;
   static constexpr int cols = cdiv(columns, across* step) * step;
-  static constexpr bool whole = cols * across == columns;  // else some cols are past the end
+  static constexpr bool whole = cols * across == columns;  // else some columns are past the end
   using Sums = real[rows / step][cols / 8][4];
   static constexpr int fours = rows / step * (cols / 8);
 

@@ -1,8 +1,8 @@
-// begin_rows: computes row statistics for `wgmma_columns`, tile by tile: lse * log2(e) and D =
-// rowsum(dO * O). Clears the sums of dQ, and the counts of tiles or of blocks that have added to
-// the sums.
+// begin_rows: computes the row statistics of `wgmma_columns` tile by tile: lse * log2(e) and D =
+// rowsum(dO * O). Clears the dQ accumulators, and the counts of tiles taken or of blocks that have
+// added to dQ.
 //
-// `delta` and `clear_sums` do the same in two launches, with narrower reads and writes.
+// `delta` and `clear_sums` do the same in two launches, with narrower loads and stores.
 //
 //   O, dO [batch, heads, M, dv]    lse [batch, heads, M]
 //   row_sums [batch, heads, cdiv(M, Br)]    dQ_sum [batch, heads, cdiv(M, Br), parts]

@@ -1,4 +1,4 @@
-// clear_expression_sums: clears the sums and flags of expression_gradients.
+// clear_expression_sums: clears the exponents, sums and flags of expression_gradients.
 //
 //   exponents and flags [elements], sums [words, elements]    grid (any)    block (threads)
 //   the host sets: words, threads, shared_bytes and the tape of the expressions

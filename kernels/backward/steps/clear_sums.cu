@@ -1,4 +1,4 @@
-// clear_sums: clears sums in memory to which many blocks add.
+// clear_sums: clears accumulators in global memory to which many blocks add.
 //
 //   sums [batch, heads, rows, width]
 //   grid (max(cdiv(rows * width, threads), 1) * heads * batch)    block (threads)

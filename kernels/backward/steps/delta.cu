@@ -1,9 +1,9 @@
-// delta: the sum of dO * O over each row, which every row of dS needs.
+// delta: computes D = rowsum(dO * O), which every element of dS needs.
 //
-// dS = P * (dO V^T - D) subtracts a sum over the row, D = rowsum(P * (dO V^T)). Because O = P V
-// this is rowsum(dO * O), which is known before any score, so that the tiles of a row are
-// independent of each other. A gradient of lse is subtracted from D. (Dao et al., 2022,
-// arXiv:2205.14135, appendix B.2)
+// The softmax gradient is dS = P * (dO V^T - D) with D = rowsum(P * (dO V^T)). Because O = P V, D
+// equals rowsum(dO * O). This is known before any score is computed, so that the tiles of a row are
+// independent. A gradient of lse is subtracted from D. (Dao et al., 2022, arXiv:2205.14135,
+// appendix B.2)
 //
 //   O, dO [batch, heads, M, dv]    D [batch, heads, M]
 //   grid (cdiv(M, warps) * heads * batch)    block (threads), a warp for each row

@@ -1,12 +1,13 @@
-// expression_gradients: the gradients of arrays that expressions read, such as a bias or slopes.
+// expression_gradients: computes gradients of arrays that expressions read, such as a bias or
+// slopes.
 //
 // A score x = expression(scale * q·k, a[i], …) depends on every element that the expression reads.
-// With P = exp(x - lse), the gradient of x is P * (dP - D), D = rowsum(dO * O) - dlse, and an
-// element's gradient is the sum of that times dx / da[i] over all pairs that read it.
+// With P = exp(x - lse) and D = rowsum(dO * O) - dlse, the gradient of x is P * (dP - D). The
+// gradient of a[i] is the sum of P * (dP - D) * dx/da[i] over all pairs that read a[i].
 //
-// It runs twice: to find the largest term of each element, then to add all terms. A term is a sum
-// over keys of a row that read the same element: the whole row's, or a lane's consecutive ones.
-// Both runs use the same machine code, so that they have the same terms.
+// The kernel runs twice: first to find the largest term of each element, then to add all terms. A
+// term is a sum over keys of a row that read the same element: over the whole row, or over a lane's
+// consecutive keys. Both runs use the same machine code, so that their terms are identical.
 //
 //   Q, O, dO [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   lse [batch, heads, M]
@@ -62,7 +63,7 @@ extern "C" __global__ __launch_bounds__(threads) void expression_gradients(
     const Slopes::Number x = score_mod(Slopes::Number(product * scale), tape, mods, batch, head,
                                        Index(row), Index(key), extent.M, extent.N);
     const real p = weight_of(x.value, sum);
-    if (p == 0) continue;  // a slope may be infinite there
+    if (p == 0) continue;  // the slope may be infinite
     const real dx = p * (extent.dropped(dP, row, key) - delta);
 #pragma unroll
     for (int i = 0; i < accesses; ++i)

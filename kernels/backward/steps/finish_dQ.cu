@@ -1,5 +1,5 @@
-// finish_dQ: multiplies the sums of `wgmma_columns` by the scale and writes dQ, where the blocks of
-// that kernel do not finish it themselves.
+// finish_dQ: scales and writes dQ of `wgmma_columns`, where the blocks of that kernel do not do so
+// themselves.
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   row_sums [batch, heads, cdiv(sizes.M, Br)]    dQ_sum [batch, heads, cdiv(sizes.M, Br), parts]
@@ -13,7 +13,7 @@
 using Part = RegisterTile<QueryLayout<Br, d, dv>::width>;
 using Rows = Piece<Br, d, dv>;
 static_assert(shared_bytes == 0, "nothing is shared");
-static_assert(threads == Rows::in_part * warp_size, "a warp has a piece");
+static_assert(threads == Rows::in_part * warp_size, "each warp finishes one piece");
 
 extern "C" __global__ __launch_bounds__(threads) void finish_dQ(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,

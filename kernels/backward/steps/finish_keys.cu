@@ -1,8 +1,8 @@
-// finish_keys: rounds the sums of dK, times the scale, or of dV to the dtype of the inputs.
+// finish_keys: rounds dV, or dK times the scale, to the dtype of the inputs.
 //
-// The mirror image of `finish_rows`: elements that are NaN are summed again over the rows that see
-// the key, of all heads that share it. For dK `left` is dS and `right` is Q; for dV they are P and
-// dO.
+// The mirror image of `finish_rows`: elements that are NaN are recomputed from only the rows that
+// see the key, in all query heads of the group. `left` and `right` are dS and Q for dK, and P and
+// dO for dV.
 //
 //   sums, gradient [batch, kv_heads, N, width]    left [batch, heads, M, N]
 //   right [batch, heads, M, width]    lse [batch, heads, M]

@@ -1,8 +1,7 @@
-// finish_rows: rounds the sums of dQ, times the scale, to the dtype of the inputs.
+// finish_rows: multiplies dQ by the scale and rounds it to the dtype of the inputs.
 //
-// The product dS K multiplies the zeros of masked pairs with their keys, and 0 * NaN and
-// 0 * infinity are NaN. Elements that are NaN are summed again over the keys that the row sees; the
-// others are only rounded.
+// The product dS K multiplies K by the zeros of masked pairs, but 0 * NaN and 0 * infinity are NaN.
+// Elements that are NaN are therefore recomputed from only the keys that the row sees.
 //
 //   dQ_sum, dQ [batch, heads, M, d]    dS [batch, heads, M, N]    K [batch, kv_heads, N, d]
 //   lse [batch, heads, M]

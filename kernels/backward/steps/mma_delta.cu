@@ -1,19 +1,19 @@
-// mma_delta: `delta` with loads of 16 bytes; also clears the sums of dQ.
+// mma_delta: `delta` with 16-byte loads, which also clears the dQ accumulators.
 //
-//   O, dO [batch, heads, M, dv]    D [batch, heads, M]    dQ_sum: `floats` for each tile of rows
+//   O, dO [batch, heads, M, dv]    D [batch, heads, M]    dQ_sum: `floats` per row tile
 //   grid (cdiv(M, Br) * heads * batch)    block (threads)
 //   the host sets: scalar, result, real, Br, floats, dv, threads, shared_bytes, has_dlse,
-//   is_packed: a ragged batch has more tiles of sums than tiles of packed rows
+//   is_packed: a ragged batch has more tiles in dQ_sum than tiles of packed rows
 #include <backward/parts/gradient_of_lse.cuh>
 #include <backward/parts/row_product.cuh>
 
 static_assert(shared_bytes == 0, "nothing is shared");
 static_assert(threads % warp_size == 0, "lanes of a warp sum a row");
-static_assert(floats % 4 == 0, "sums are cleared by fours");
+static_assert(floats % 4 == 0, "sums are cleared four at a time");
 
 constexpr int chunks = cdiv(dv, 8);
-constexpr int lanes = chunks <= 4 ? 4 : chunks <= 8 ? 8 : chunks <= 16 ? 16 : 32;  // for a row
-constexpr int together = 4;  // rows for which a thread's loads are in flight
+constexpr int lanes = chunks <= 4 ? 4 : chunks <= 8 ? 8 : chunks <= 16 ? 16 : 32;  // lanes per row
+constexpr int together = 4;  // rows per thread whose loads are in flight
 
 extern "C" __global__ __launch_bounds__(threads) void mma_delta(Tensor<const result> O,
                                                                 Tensor<const scalar> dO,

@@ -1,9 +1,9 @@
-// mma_f64_delta: `delta`, which also clears the sums of dQ.
+// mma_f64_delta: `delta`, which also clears the dQ accumulators.
 //
-//   O, dO [batch, heads, M, dv]    D [batch, heads, M]    dQ_sum: `doubles` for each tile of rows
+//   O, dO [batch, heads, M, dv]    D [batch, heads, M]    dQ_sum: `doubles` per row tile
 //   grid (cdiv(M, Br) * heads * batch)    block (threads), a warp for each row
 //   the host sets: scalar, result, real, Br, doubles, dv, threads, shared_bytes, has_dlse,
-//   is_packed: a ragged batch has more tiles of sums than tiles of packed rows
+//   is_packed: a ragged batch has more tiles in dQ_sum than tiles of packed rows
 #include <backward/parts/gradient_of_lse.cuh>
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>

@@ -1,7 +1,7 @@
-// mma_round: writes dQ from its finished sums, which are in the order of the registers of
-// mma_columns or mma_f64_columns.
+// mma_round: scales and writes dQ of mma_columns or mma_f64_columns, whose accumulators are in
+// global memory in register order.
 //
-//   dQ_sum: the tiles of rows, as red.cuh has them    lse, delta [batch, heads, M]
+//   dQ_sum: row tiles in the layout of red.cuh    lse, delta [batch, heads, M]
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * warps)
 //   the host sets: scalar, result, operand, real, Br, Bc, warps, d, dv, threads, shared_bytes and
@@ -39,7 +39,7 @@ extern "C" __global__ __launch_bounds__(threads) void mma_round(
         sums[n / blocks][n % blocks][e] = from[place_of_sum<threads>(slice * fours + n, e)];
     }
     if (all_finite(sums)) {
-      // Columns past the end of a warp's part belong to another warp, in the next slice.
+      // Columns past the end of a warp's part belong to another warp in the next slice.
       store_gradient<d>(sums, scale, dQ, batch, head, tile * Br + own.row, extent.M,
                         threadIdx.x % warp_size, own.col, own.end);
       continue;

@@ -1,10 +1,10 @@
-// repair_split_gradients: computes flagged rows of dQ and keys of dK and dV, whose split operands
-// were not accurate, from the float32 arrays.
+// repair_split_gradients: recomputes flagged rows of dQ and keys of dK and dV from the float32
+// inputs. A flag marks split operands that were not accurate.
 //
-// Flags are rare: a block whose rows or keys have none returns at once. For a flagged row the
-// block's warps divide the keys, for a flagged key the rows. Other rows and keys are not written.
-// Large problems have a few flags by chance, and the launch then takes as long as one row, so loads
-// of several pairs are in flight together.
+// Flags are rare: a block without flagged rows or keys returns at once. For a flagged row the
+// block's warps divide the keys, for a flagged key the rows. Rows and keys without a flag are not
+// written. Large problems have a few flags by chance, and the launch then takes as long as one row.
+// Each warp therefore keeps loads of several pairs in flight.
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   lse, delta, flags [batch, heads, M]    dK_flags, dV_flags [batch, kv_heads, N]
@@ -20,7 +20,7 @@
 
 constexpr int warps_of_block = threads / warp_size;
 constexpr int most_columns = d > dv ? d : dv;
-constexpr int together = most_columns > 64 ? 4 : 6;  // pairs of a warp in flight
+constexpr int together = most_columns > 64 ? 4 : 6;  // pairs per warp in flight
 
 struct Shared {
   real sums[warps_of_block][most_columns];
@@ -31,7 +31,7 @@ static_assert(rows_of_block <= threads, "a thread reads the flag of each row");
 
 using Repairs = Repair<d, dv, scalar, StatsInMemory>;
 
-// Reads the flag of a thread's row. Returns whether it is set.
+// Reads the flag of the thread's row or key into `flagged` and returns it.
 __device__ bool read_flag(bool (&flagged)[rows_of_block], Tensor<const unsigned char> flags,
                           int batch, int head, int first, int end) {
   const int own = first + threadIdx.x;
@@ -40,7 +40,7 @@ __device__ bool read_flag(bool (&flagged)[rows_of_block], Tensor<const unsigned 
   return set;
 }
 
-// Adds a lane's sums of a[i][j] * b[i][j] over columns j, for each pair i of rows.
+// Adds the lane's part of the dot product of rows a[i] and b[i] to products[i].
 template <int cols>
 __device__ __forceinline__ void multiply_rows(const scalar* const (&a)[together],
                                               const scalar* const (&b)[together],
@@ -54,12 +54,12 @@ __device__ __forceinline__ void multiply_rows(const scalar* const (&a)[together]
   }
 }
 
-// Pairs of one head that a warp computes together.
+// Row-key pairs of one head that a warp processes together.
 struct Pairs {
   int row[together], key[together];
   RawStats stats[together];
 
-  // Adds the contributions of the pairs i with are_seen(i) to dQ, dK or dV of a row or key.
+  // Adds the contributions of the pairs i with are_seen(i) to one row of dQ, dK or dV.
   template <char of, int cols, class AreSeen>
   __device__ __forceinline__ void add_to(RowSum<cols>& sum, const Repairs& inputs, int head,
                                          AreSeen are_seen) const {
@@ -97,13 +97,13 @@ struct Pairs {
 #pragma unroll
       for (int i = 0; i < together; ++i) {
         const real x = real((of == 'Q' ? k[i] : of == 'K' ? q[i] : grad[i])[col]);
-        if (seen[i]) sum.sums[j] += weights[i] * x;  // hidden rows may have NaN
+        if (seen[i]) sum.sums[j] += weights[i] * x;  // hidden rows may hold NaN
       }
     }
   }
 };
 
-// Adds up the warps' sums for a row, and writes the row.
+// Adds up the warps' sums of a row and writes the row.
 template <int cols>
 __device__ void write_row(Shared& shared, const RowSum<cols>& sum, result* row, real factor) {
   sum.store(shared.sums[threadIdx.x / warp_size], real(1));
@@ -113,10 +113,10 @@ __device__ void write_row(Shared& shared, const RowSum<cols>& sum, result* row, 
     for (int warp = 0; warp < warps_of_block; ++warp) total += shared.sums[warp][col];
     row[col] = result(total * factor);
   }
-  __syncthreads();  // before the sums of the next row overwrite them
+  __syncthreads();  // before the next row overwrites the sums
 }
 
-// Computes dQ of a row; keys are dealt to the warps one by one.
+// Recomputes dQ of a row; its keys are distributed cyclically over the warps.
 __device__ void repair_row(Shared& shared, const Repairs& inputs, Tensor<result> dQ, int head,
                            int row) {
   const Extent& extent = inputs.extent;
@@ -138,7 +138,7 @@ __device__ void repair_row(Shared& shared, const Repairs& inputs, Tensor<result>
   write_row(shared, sum, dQ.row(inputs.batch, head, row), inputs.scorer.scale);
 }
 
-// Computes dK or dV of a key; rows of each head are dealt to the warps one by one.
+// Recomputes dK or dV of a key; the rows of a head are distributed cyclically over the warps.
 template <bool of_V>
 __device__ void repair_key(Shared& shared, const Repairs& inputs, Tensor<result> gradient,
                            int group, int key) {

@@ -1,4 +1,4 @@
-// round_expression_sums: rounds finished sums to gradients in the dtypes of their arrays.
+// round_expression_sums: converts finished sums to gradients in the dtype of each array.
 //
 //   exponents and flags [elements], sums [words, elements]    grid (any)    block (threads)
 //   the host sets: real, words, threads, shared_bytes and the tape of the expressions

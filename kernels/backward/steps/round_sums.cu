@@ -1,5 +1,5 @@
-// round_sums: rounds finished sums, times the scale if the gradient has one, to the dtype of the
-// inputs.
+// round_sums: rounds an accumulated gradient to the dtype of the inputs, multiplied by the scale if
+// `scaled` is set.
 //
 //   sums, gradient [batch, heads, rows, width]
 //   grid (max(cdiv(rows * width, threads), 1) * heads * batch)    block (threads)

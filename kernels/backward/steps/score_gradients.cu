@@ -1,9 +1,9 @@
 // score_gradients: computes P from the scores and lse, and dS from P and dP, element by element.
 //
-// S and dP = dO V^T are whole matrices of sums in memory; P = exp(S - lse) and dS = P * (dP -
-// delta) are written rounded, as operands of the products that follow. One launch writes both,
-// because dS takes P before it is rounded. A pair that the mask hides is 0 in both, and so is a row
-// that sees no key, whatever its scores are.
+// S and dP = dO V^T are full matrices in global memory. P = exp(S - lse) and dS = P * (dP - delta)
+// are rounded and written as operands of the products that follow. One launch writes both, because
+// dS needs P before rounding. Both are 0 for pairs that a mask hides and for rows that see no key,
+// whatever the scores are.
 //
 //   S, dP, P, dS [batch, heads, M, N]    lse, delta [batch, heads, M]
 //   grid (M * heads * batch)    block (threads)
@@ -20,7 +20,7 @@ extern "C" __global__ __launch_bounds__(threads) void score_gradients(
     Tensor<scalar> P, Tensor<scalar> dS, Sizes sizes, int heads, Mods mods) {
   const auto [row, head, batch] = place(blockIdx.x, sizes.M, heads);
   const Extent extent = extent_of(sizes, mods, batch, head);
-  const Scorer<real> scorer = {1, mods};  // S has taken the scale already
+  const Scorer<real> scorer = {1, mods};  // S is already scaled
   const real *row_S = S.row(batch, head, row), *row_dP = dP.row(batch, head, row);
   scalar *row_P = P.row(batch, head, row), *row_dS = dS.row(batch, head, row);
   const real row_lse = *lse.row(batch, head, row), row_delta = *delta.row(batch, head, row);

@@ -1,7 +1,7 @@
-// sink_gradient: the gradient of the sinks, which have a weight in every row but no value.
+// sink_gradient: computes the gradient of sinks, which have a weight in every row but no value.
 //
 // dsink = -sum of exp(sink - lse) * D over the rows of a head, with D = rowsum(dO * O) - dlse as in
-// delta.cu; for sinks [heads] the sum is over all batch elements, too. Each sum has a fixed order.
+// delta.cu. For sinks [heads] it also sums over the batch. The order of each sum is fixed.
 //
 //   O, dO [batch, heads, M, dv]    lse [batch, heads, M]    d_sink: shape of the sinks
 //   grid (heads, batch of the sinks)    block (threads), a warp for each row
@@ -12,7 +12,7 @@
 #include <tile/tensor.cuh>
 #include <tile/warp.cuh>
 
-static_assert(shared_bytes == 0, "nothing is shared but the sums of warps");
+static_assert(shared_bytes == 0, "only the warps' sums are in shared memory");
 
 using Element = decltype(Mods::sink_)::Type;
 

@@ -1,25 +1,23 @@
 // split_gradient: splits dO into high and low halves in float16, computes delta, and flags rows
 // whose split gradients would not be accurate.
 //
-// dO is split with V's exponents as split_operands splits Q with K's: e[j] is the exponent of V's
-// column j, and g[i] that of row i:
+// dO is split with the exponents of V's columns, as split_operands splits Q with those of K. With
+// e[j] the exponent of V's column j and g[i] the exponent of dO's row i:
 //
 //   dO[i][j] * 2^(e[j]) * 2^(14 - g[i]) = dO_high + dO_low / 2^11     dO_units[i] = 2^(g[i] + 32)
 //   delta[i] = sum of dO[i][j] * O[i][j] over j, less the gradient of lse
 //
-// A split product of dO and V times dO_units is dP * 2^60. split_operands has written scale2 and
-// flags; rows get a flag here, too,
-//  - where a number of dO or delta is NaN or infinite;
-//  - where dO or Q is so large or so small that weights times its power of two leave the range of
-//    floats;
-//  - where rowsum(|dO * O|) is below 2^-22 * 2^g: dS then consists of dP of small values, which low
-//    halves do not hold.
-// The blocks after those of rows write the exponents of K's columns, for the results.
+// The split product of dO and V times dO_units is dP * 2^60. split_operands has already written
+// scale2 and flags. This kernel also flags rows
+//  - in which an element of dO or delta is NaN or infinite;
+//  - whose dO or Q is so large or so small that weights times its power of two leave float32 range;
+//  - whose rowsum(|dO * O|) is below 2^-22 * 2^(g[i]): their dP is too small for the low halves.
+// The last blocks of the grid write the exponents of K's columns, by which dQ and dK are scaled.
 //
 //   Q, O, dO [batch, heads, M, d | dv]    maxima: see split_maxima
 //   dO_high, dO_low [batch, heads, M, dv]: contiguous, padded with zeros to a multiple of 16
 //   K_exponents [batch, kv_heads, d]    scale2, dO_units, delta, flags [batch, heads, M]
-//   grid (query_blocks for tiles of rows, then kv_heads * batch)    block (threads)
+//   grid (query_blocks for row tiles, then kv_heads * batch)    block (threads)
 //   the host sets: scalar, result, operand, real, slabs, rows_of_block, d, dv, threads,
 //   shared_bytes, has_dlse and options (extent.cuh)
 #include <attention/score.cuh>
@@ -32,7 +30,7 @@
 #include <tile/warp.cuh>
 
 struct Shared {
-  int exponents[d + dv];  // of the columns of K, then of V
+  int exponents[d + dv];  // column exponents of K, then of V
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 
@@ -51,13 +49,13 @@ struct RowProduct {
   }
 };
 
-// Whether the weights of a nonzero row of dO are in the range of floats, and its dP is accurate.
+// Returns whether a nonzero row of dO has weights in float32 range and an accurate dP.
 __device__ __forceinline__ bool is_held(const SplitRow<dv>& row, const RowProduct& product) {
   return least_row <= row.exponent && row.exponent <= largest_row &&
          product.size >= times_two_to(0x1p-22f, row.exponent);
 }
 
-// Whether the weights of a nonzero row of Q are too small, judged by its unit.
+// Returns whether a nonzero row of Q has weights that are too small, judged by its unit.
 __device__ __forceinline__ bool is_small(const scalar* q, real unit, real scale, int lane) {
   if (unit >= least_unit || (scale == 0 && !has_score_mod)) return false;
   bool zeros = true;
@@ -85,7 +83,7 @@ extern "C" __global__ __launch_bounds__(threads) void split_gradient(
   if (first < 0 || first >= M) return;
   const long long kv_head = (long long)batch * kv_heads + head / group;
   read_exponents<threads, slabs>(maxima + kv_head * table, shared.exponents);
-  const int* exponents = shared.exponents + d;  // of V
+  const int* exponents = shared.exponents + d;  // column exponents of V
   for (int row = first + threadIdx.x / warp_size; row < min(first + rows_of_block, M);
        row += threads / warp_size) {
     const scalar* gradient = dO.row(batch, head, row);

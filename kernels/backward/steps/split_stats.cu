@@ -1,5 +1,5 @@
-// split_stats: writes row statistics for the dK and dV pass of `wgmma_fp16x2_two_pass`
-// contiguously, so that one copy loads those of a tile.
+// split_stats: packs the row statistics for the dK/dV pass of `wgmma_fp16x2_two_pass`, so that one
+// copy loads the statistics of a tile.
 //
 //   lse, delta, scale2, dO_units, flags [batch, heads, M]    stats [batch, heads, cdiv(M, Br), Br]
 //   grid (cdiv(M, Br) * heads * batch)    block (Br)
@@ -8,7 +8,7 @@
 #include <backward/parts/split_f32/split_row_stats.cuh>
 
 static_assert(shared_bytes == 0, "nothing is shared");
-static_assert(threads == Br, "a thread has a row");
+static_assert(threads == Br, "one thread per row");
 
 extern "C" __global__ __launch_bounds__(threads) void split_stats(
     Tensor<const real> lse, Tensor<const real> delta, Tensor<const real> scale2,

@@ -1,13 +1,13 @@
-// wgmma_bias_gradient: the gradient of a bias on Hopper's tensor cores.
+// wgmma_bias_gradient: computes the gradient of a bias on Hopper's tensor cores.
 //
-// A bias is added last to a score, so its gradient is dS = P * (dP - delta), summed over the batch
-// elements and heads that share an element of the bias. A block owns 128 rows by 256 keys of the
-// gradient and loops over those heads: it recomputes S = Q K^T and dP = dO V^T, and keeps sums in
-// registers. Nothing is added in memory, so that all runs give the same bits.
+// The bias is added to a score last, so its gradient is dS = P * (dP - delta), summed over the
+// batch elements and heads that share it. A block owns 128 rows by 256 keys of the gradient and
+// loops over these heads: it recomputes S = Q K^T and dP = dO V^T and accumulates dS in registers.
+// No atomics are needed, so that every run returns the same bits.
 //
 // Blocks are persistent: they load the next tile while they store the last one. The bias of a tile
-// is copied to shared memory once, because loads from global memory would touch eight rows at a
-// time.
+// is copied to shared memory once, because fragment loads from global memory would touch eight rows
+// each.
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   row_sums [batch, heads, cdiv(M, Br)]    d_bias [batch or 1, heads or 1, M, N]
@@ -30,13 +30,13 @@
 #include <tile/tensor.cuh>
 #include <tile/warpgroup_products.cuh>
 
-constexpr int consumers = 2;  // warpgroups
+constexpr int consumers = 2;  // number of consumer warpgroups
 constexpr int chunk = 64, chunks = 4;
 constexpr int own_rows = consumers * warpgroup_rows, own_keys = chunks * chunk;
-constexpr int copying_warps = 3;  // of the warpgroup that loads
+constexpr int copying_warps = 3;  // warps of the producer warpgroup that copy the bias
 using Registers = RegisterBudget<consumers, 32>;
 
-// A tile of the gradient. Its rows see keys only from `begin` on and before `end`.
+// A tile of the gradient. Its rows see only keys `begin` … `end` - 1.
 struct Task {
   int row, first_key, head, batch, begin, end;
 
@@ -46,12 +46,12 @@ struct Task {
   }
 };
 
-// A batch element and a head that share a tile.
+// One of the batch elements and heads whose dS is added to a tile.
 struct Share {
   int batch, head;
 };
 
-// Iterates over the tiles of a block, and over the heads that share a tile.
+// Iterates over the block's tiles, and over the batch elements and heads that share a tile.
 struct Tasks {
   Sizes sizes;
   int bias_batch, bias_heads, shared_batch, shared_heads;
@@ -83,7 +83,7 @@ struct Tasks {
 
 using BiasChunk = TmaTile<scalar, own_rows, chunk>;
 
-// The bias of a warp's scores in a chunk, from a row of the tile on.
+// The bias of a warp's scores in a chunk, from first_row of the tile on.
 struct BiasPairs {
   static constexpr bool is_used = true;
   scalar* row;  // the row whose address the lane passes to ldmatrix
@@ -94,7 +94,7 @@ struct BiasPairs {
     row = of.box[0][first_row + lane % 8];
     swizzle = lane % 8 ^ lane / 8;
   }
-  // The lane's elements of its row `half` for its keys j to j + 7; see wgmma.cuh.
+  // The lane's bias elements in its row `half`, for its keys j to j + 7 (see wgmma.cuh).
   struct Part {
     unsigned r[4];
   };
@@ -103,26 +103,26 @@ struct BiasPairs {
     ldmatrix(part.r, row + half * 8 * chunk + (j / 2 ^ swizzle) * 8);
     return part;
   }
-  // The index of key j with its element.
+  // Returns the index of key j together with its bias element.
   __device__ __forceinline__ HeldIndex index(Index key, const Part& part, int j) const {
     return {key, part.r[j / 2 % 4], j % 2 != 0};
   }
 };
 
-// The bias of a tile in shared memory, in chunks. All of it stays for all heads that share it.
+// The bias of a tile in shared memory, in chunks. It stays there for all heads that share the tile.
 template <int stages>
 struct CopiedBias {
-  static_assert(stages >= chunks, "all of a tile's bias stays");
+  static_assert(stages >= chunks, "all of a tile's bias fits");
   using State = PipelineState<stages>;
   BiasChunk copied[stages];
   Pipeline<stages> pipeline;
 
   __device__ __forceinline__ void init() {
-    pipeline.init(consumers * warpgroup_size / warp_size);  // warps read it
+    pipeline.init(consumers * warpgroup_size / warp_size);  // every consumer warp arrives once
   }
 
   // Copies a chunk; keys past the end become 0, and rows past the end repeat the last one.
-  template <class Arrays>  // Mods, looked up only where this is used
+  template <class Arrays>  // Mods; a template, so that held_row() is looked up only if used
   __device__ __forceinline__ void copy(BiasChunk& to, const Task& task, int first_key,
                                        const Sizes& sizes, const Arrays& mods) {
     constexpr int pieces = chunk / 8, rows_at_once = warp_size / pieces;
@@ -139,7 +139,7 @@ struct CopiedBias {
     __syncwarp();
   }
 
-  // Copies this warp's chunks of all tiles; each stage always belongs to the same warp.
+  // Copies this warp's chunks of all tiles. Each stage always belongs to the same warp.
   template <class Arrays>
   __device__ __forceinline__ void copy_all(const Tasks& tasks, const Arrays& mods, int warp) {
     State at;
@@ -155,11 +155,11 @@ struct CopiedBias {
   }
 
   __device__ __forceinline__ void wait(const State& at) { pipeline.wait(at); }
-  // The bias of a chunk for a warp, from the warp's first row of the tile on.
+  // Returns a warp's part of the bias of a chunk, from first_row of the tile on.
   __device__ __forceinline__ BiasPairs pairs(const State& at, int first_row) {
     return BiasPairs(copied[at.stage], first_row);
   }
-  // Ends the warp's reads of a chunk, and releases it for the last head that shares the tile.
+  // Ends the warp's reads of a chunk. For the last head that shares the tile, releases the chunk.
   __device__ __forceinline__ void end(State& at, bool is_last_share) {
     __syncwarp();
     if (is_last_share && threadIdx.x % warp_size == 0) pipeline.arrive(at);
@@ -167,8 +167,8 @@ struct CopiedBias {
   }
 };
 
-// Without copies expressions read the bias from global memory, because it does not fit or another
-// array is held.
+// Without copies, expressions read the bias from global memory: either it does not fit, or another
+// array is staged in shared memory.
 template <>
 struct CopiedBias<0> {
   struct State {};
@@ -205,9 +205,9 @@ __device__ __forceinline__ void init_pipelines(Shared& shared) {
   fence_barrier_init();
 }
 
-// The producer's thread loads Q and dO of each head that shares a tile and, chunk by chunk, K and
-// V. A single stage of Q or dO is free only after the last products with it, so the first K and V
-// are loaded before.
+// The elected producer thread loads Q and dO of each head that shares a tile and, chunk by chunk, K
+// and V. With a single stage, Q or dO becomes free only after the last products of the previous
+// head, so the first K and V are loaded before it.
 __device__ __forceinline__ void produce(Shared& shared, const Tasks& tasks, const TensorMap& Q,
                                         const TensorMap& K, const TensorMap& V, const TensorMap& dO,
                                         int group) {
@@ -225,7 +225,7 @@ __device__ __forceinline__ void produce(Shared& shared, const Tasks& tasks, cons
                    batch);
       };
       if (Q_stages > 1) load_queries();
-#pragma unroll 1  // the producer has few registers
+#pragma unroll 1  // not unrolled: the producer has few registers
       for (int key = task.begin; key < task.end; key += chunk, keys.advance()) {
         load_async(shared.K[keys.stage], K, shared.K_pipeline.acquire(keys), key, head / group,
                    batch);
@@ -240,7 +240,7 @@ __device__ __forceinline__ void produce(Shared& shared, const Tasks& tasks, cons
   });
 }
 
-// The two rows of a thread, in the form that Scorer::apply takes.
+// The thread's two rows, in the form that Scorer::apply takes.
 struct OwnStats {
   RowStats rows[2];
 };
@@ -255,7 +255,7 @@ struct OwnRows {
   }
 };
 
-// A warpgroup of consumers.
+// A consumer warpgroup.
 struct Consumer {
   using Sums = float[chunks][chunk / 8][4];
   using Products = float[1][chunk / 8][4];
@@ -270,12 +270,13 @@ struct Consumer {
   PipelineState<KV_stages> keys;
   Bias::State biases;
 
-  // The first row of the warp in its tile; warps 0 to 3 load.
+  // Returns the warp's first row within its tile; warps 0 to 3 belong to the producer.
   __device__ __forceinline__ int tile_row() const {
     return opaque(int(threadIdx.x)) / warp_size * step - warpgroup_rows;
   }
   __device__ __forceinline__ int row(const Task& task) const { return task.row + tile_row(); }
-  // Values read for a warp whose rows are all past the end are not used.
+  // Reads row statistics. A warp whose rows are all past the end reads values but does not use
+  // them.
   __device__ __forceinline__ OwnStats stats(const Task& task, const Share& share) const {
     const int M = tasks.sizes.M, existing = min(row(task), M - 1);
     const long long first = ((long long)share.batch * heads + share.head) * cdiv(M, Br);
@@ -284,7 +285,7 @@ struct Consumer {
     return {{{all.lse2[own], all.delta[own]}, {all.lse2[own + 8], all.delta[own + 8]}}};
   }
 
-  // Sums dS of all heads that share the tile, and reads the row sums of the next head ahead.
+  // Sums dS over all heads that share the tile. Prefetches the row sums of the next head.
   __device__ __forceinline__ void sum(const Task& task, Sums& sums) {
     const int first = opaque(row(task) + int(threadIdx.x) % warp_size / 4);
     const Bias::State first_bias = biases;
@@ -306,7 +307,7 @@ struct Consumer {
     }
   }
 
-  // Adds dS of all chunks that rows see; whole tiles use code without conditions.
+  // Adds dS of all chunks that rows see. Whole tiles use code without branches.
   template <bool is_whole>
   __device__ __forceinline__ void add_chunks(const Task& task, const OwnRows& rows,
                                              bool is_last_share, Sums& sums) {
@@ -322,7 +323,7 @@ struct Consumer {
     return reinterpret_cast<Products&>(sums[j]);
   }
 
-  // Adds dS of a chunk. The last head that shares the bias releases it.
+  // Adds dS of a chunk. The last head that shares the tile releases the bias.
   __device__ __forceinline__ void add(const Task& task, const OwnRows& rows, int key, bool is_last,
                                       bool is_last_share, Products& sums) {
     Products S, dP;
@@ -383,7 +384,7 @@ struct Consumer {
                   });
   }
 
-  // Rounds the warp's rows of a tile to the bias' dtype.
+  // Rounds the warp's rows of a tile to the dtype of the bias and stores them.
   __device__ __forceinline__ void store(const Task& task, const Sums& sums,
                                         const Tensor<scalar>& d_bias) const {
     const int N = tasks.sizes.N, lane = threadIdx.x % warp_size;
@@ -401,8 +402,8 @@ struct Consumer {
   }
 };
 
-// Sums that come out as infinity or NaN are computed again, pair by pair, from visible pairs with a
-// nonzero weight only, because 0 * NaN is NaN.
+// Recomputes sums that come out as infinity or NaN, pair by pair, from only visible pairs with a
+// nonzero weight, because 0 * NaN is NaN.
 struct Repair {
   Tensor<const scalar> Q, K, V, dO;
   Tensor<const real> lse;
@@ -426,7 +427,7 @@ struct Repair {
     return p == 0 ? 0.0f : p * (extent.dropped(dP, row, key) - own.delta);
   }
 
-  // Computes the warp's rows of a tile.
+  // Recomputes the warp's rows of a tile.
   __device__ __forceinline__ void rows(const Consumer& of, const Task& task,
                                        const Tensor<scalar>& d_bias) const {
     const int first = of.row(task), lane = threadIdx.x % warp_size;

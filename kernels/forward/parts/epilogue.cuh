@@ -1,5 +1,5 @@
 #pragma once
-// The end of a row tile: each warp divides O by the sums, and writes O and lse.
+// The epilogue of a tile of Q: each warp divides O by the row sums and stores O and lse.
 
 #include <attention/finish_rows.cuh>
 #include <attention/nonfinite.cuh>
@@ -8,7 +8,7 @@
 #include <tile/store.cuh>
 #include <timeline.cuh>
 
-// Writes the warp's 16 rows of O from column `first_col` on.
+// Stores the warp's 16 rows of O, from column `first_col` on.
 template <int dv, int blocks>
 __device__ __forceinline__ void store_output(const float (&O)[1][blocks][4], const Rows<step>& rows,
                                              Tensor<result> out, int batch, int head, int lane,
@@ -25,7 +25,7 @@ __device__ __forceinline__ void store_output(const float (&O)[1][blocks][4], con
   }
 }
 
-// If a row is wrong (nonfinite.cuh), the warp computes all its rows again from Q, K and V.
+// Finishes a warp's rows. If one is wrong (nonfinite.cuh), recomputes all of them from Q, K and V.
 template <int d, int dv>
 struct Epilogue {
   Tensor<const operand> Q, K, V;

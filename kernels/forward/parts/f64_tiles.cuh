@@ -1,13 +1,13 @@
 #pragma once
-// Copies of doubles into shared memory, for products on tensor cores.
+// Copies float64 tiles into shared memory, for products on tensor cores.
 
 #include <attention/score_context.cuh>
 #include <ptx/pack.cuh>
 #include <tile/async_copy.cuh>
 #include <tile/warp.cuh>
 
-// Loads Q in the order of operands: of each 16 columns, those of lanes c = 0 … 3, four of each. A
-// pair has rows r and r + 8 of a column.
+// Loads Q in operand order: of each 16 columns, lane c = 0 … 3 of a row gets columns 2c, 2c + 1,
+// 2c + 8 and 2c + 9. Each pair holds rows r and r + 8 of a column.
 template <int threads, int pack_gqa, int cols, int groups, int steps>
 __device__ __forceinline__ void load_queries(double2 (&Q)[groups][steps][4][warp_size],
                                              const Head& queries, int first_row) {

@@ -1,6 +1,6 @@
 #pragma once
-// The last tile of `size` keys that a row sees. Tile 0 always counts, so that a row that sees no
-// key is still written.
+// Returns the index of the last tile of `size` keys that a row sees; at least 0, so that a row
+// without visible keys is written, too.
 
 #include <tile/math.cuh>
 

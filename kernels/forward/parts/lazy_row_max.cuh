@@ -1,10 +1,10 @@
 #pragma once
-// Lazy row maxima of a warp's 16 rows: lanes compare their own scores, and exchange them only in
-// the few tiles where one exceeds the maximum of its row by more than `slack`.
+// Lazy row maxima of a warp's 16 rows: each lane compares its own scores with the row maximum.
+// Lanes exchange their maxima only in the few tiles where a score exceeds it by more than `slack`.
 #include <attention/row_maxima.cuh>
 #include <timeline.cuh>
 
-// Scores of masked keys become -infinity.
+// Sets the scores of masked keys to -infinity.
 template <int n>
 __device__ __forceinline__ void hide_masked(real (&S)[1][n][4], const Rows<step>& rows,
                                             int first_key) {
@@ -15,7 +15,7 @@ __device__ __forceinline__ void hide_masked(real (&S)[1][n][4], const Rows<step>
   }
 }
 
-// Finds the lane's largest score of each row, with even and odd keys apart as in find_maxima().
+// Finds the lane's largest score per row, with separate maxima of even and odd keys until the end.
 template <int n>
 __device__ __forceinline__ void find_own_maxima(const real (&S)[1][n][4], real (&maximum)[2]) {
   const timeline::Phase phase(timeline::softmax, n * 4);
@@ -29,8 +29,8 @@ __device__ __forceinline__ void find_own_maxima(const real (&S)[1][n][4], real (
     maximum[half] = fmax(opaque(part[half][0]), opaque(part[half][1]));
 }
 
-// Raises the rows' maxima to those that lanes have found. Returns whether the warp has raised one;
-// only then sets the factors that rescale earlier sums.
+// Raises the row maxima that `own` exceeds by more than `slack`. Returns false if no lane has such
+// a row; otherwise sets the factors that rescale previous sums.
 __device__ __forceinline__ bool raise_exceeded(const real (&own)[2], Rows<step>& rows,
                                                real (&factor)[1][2], real slack) {
   bool exceeds = false;

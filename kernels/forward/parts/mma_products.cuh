@@ -1,6 +1,6 @@
 #pragma once
-// The products of a warp's rows with 16-bit tiles in shared memory, and the store of O. Sizes are
-// those of the arguments: m and n count fragments of 16 rows and 8 columns.
+// Products of a warp's rows with 16-bit tiles in shared memory, and the store of O. All sizes are
+// deduced from the arguments; m counts fragments of 16 rows, n fragments of 8 columns.
 
 #include <attention/row_softmax.cuh>
 #include <forward/parts/multiply_fragments.cuh>
@@ -19,7 +19,7 @@ __device__ __forceinline__ void multiply_scores(operand (&Q)[Br][columns], opera
   const auto keys = [&](int row, int chunk) {
     const int own_row = lane / 16 * 8 + lane % 8, own_chunk = lane / 8 % 2;
     if constexpr (depth > 128) return ChunkAddresses(K, own_row, own_chunk)(row, chunk);
-    return SharedAddress(at(K, row + own_row, chunk + own_chunk));  // fewer registers
+    return SharedAddress(at(K, row + own_row, chunk + own_chunk));  // needs fewer registers
   };
 #pragma unroll
   for (int k = 0; k < depth / step; ++k) {
@@ -31,8 +31,8 @@ __device__ __forceinline__ void multiply_scores(operand (&Q)[Br][columns], opera
   }
 }
 
-// Computes P = exp(S - maximum) and O += P V. Two fragments of P side by side, 16 keys, are an
-// operand. They are computed right before their product, so that the exponentials of some keys
+// Computes P = exp(S - maximum) and O += P V. Two adjacent fragments of P, 16 keys, form one
+// operand, which is computed right before its product, so that the exponentials of some keys
 // overlap with the products of others.
 template <int Bc, int width, int m, int keys, int cols, int pack_gqa>
 __device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], float (&S)[m][keys][4],
@@ -42,7 +42,7 @@ __device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], float (
   const timeline::Phase phase(timeline::products);
   const auto values = [&](int row, int chunk) {
     if constexpr (width > 128) return ChunkAddresses(V, lane % 16, lane / 16)(row, chunk);
-    return SharedAddress(at(V, row + lane % 16, chunk + lane / 16));  // fewer registers
+    return SharedAddress(at(V, row + lane % 16, chunk + lane / 16));  // needs fewer registers
   };
   float sum[m][2] = {};
 #pragma unroll
@@ -62,8 +62,8 @@ __device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], float (
   rows.add(sum);
 }
 
-// Writes the `cols` columns of the warp's rows of O, if O has the operands' type, through Q's tile:
-// neighbouring lanes then store neighbouring 16 bytes.
+// Stores `cols` columns of the warp's rows of O through the shared memory of Q, so that
+// neighbouring lanes store neighbouring chunks of 16 bytes. O has the type of the operands.
 template <int cols, int pack_gqa, int Br, int columns, int m, int n>
 __device__ void store_output(operand (&Q)[Br][columns], const float (&O)[m][n][4],
                              Tensor<result> out, int batch, int head, int first_row, int M,

@@ -1,9 +1,9 @@
 #pragma once
-// One step of a product of a warp's rows.
+// One step of a matrix product of a warp's rows.
 
 #include <ptx/mma.cuh>
 
-// D += A B for 16 columns of A. `load` loads the fragments of 16 columns of B.
+// D += A B for 16 columns of A. load(b, j) loads B's fragments for columns 16 j to 16 j + 15.
 template <class T, int m, int n, class Load>
 __device__ __forceinline__ void multiply_fragments(float (&D)[m][n][4], const unsigned (&a)[m][4],
                                                    Load load) {

@@ -1,5 +1,5 @@
 #pragma once
-// Packs P as operands of the product with V, rounded to T, without dropped weights.
+// Rounds P to T and packs it as operands of P V; dropped weights become 0.
 #include <attention/row_state.cuh>
 #include <tile/warpgroup_products.cuh>
 

@@ -1,6 +1,6 @@
 #pragma once
-// The tile scheduler of a persistent block. Where lengths differ, the host puts
-// kernels/with/forward/parts/schedule.cuh in place of this header.
+// The tile scheduler of persistent blocks. For sequences of different lengths, the host substitutes
+// kernels/with/forward/parts/schedule.cuh for this header.
 
 #include <forward/parts/static_schedule.cuh>
 

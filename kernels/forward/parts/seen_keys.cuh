@@ -1,10 +1,10 @@
 #pragma once
-// The keys of a tile that one row sees.
+// The keys of a tile that are visible to one row.
 
 #include <attention/extent.cuh>
 
-// The keys `first` … `end` - 1 of a tile, counted from its first, that a row reaches. A mask
-// expression may still hide some: shows() tells. A row past the end sees none.
+// The keys `first` … `end` - 1 of a tile, relative to its first key, that a row's causal mask and
+// window leave visible; none for a row past the end. shows() also evaluates a mask expression.
 struct Seen {
   Extent extent;
   int row, first_key, first, end;

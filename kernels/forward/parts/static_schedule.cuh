@@ -1,22 +1,22 @@
 #pragma once
-// The static tile scheduler: the row tiles of a persistent block.
+// The static tile scheduler, which assigns tiles of Q to persistent blocks.
 
 #include <attention/extent.cuh>
 #include <attention/row_tile.cuh>
 #include <ptx/opaque.cuh>
 
-// Row tiles are assigned in rounds. With a causal mask tiles differ in length. So the tiles of
-// several heads, enough for two rounds, are assigned together, the longest first, and the second
-// round goes from the last block to the first. All blocks then have about the same work, and heads
-// whose K and V are in the cache are finished before others. With a block mask, whose map orders
-// the tiles, it is the same. Where batch elements share an array of an expression, they follow each
-// other for each head.
+// Tiles of Q are assigned in rounds. Under a causal mask tiles differ in length. The tiles of
+// several heads, enough for two rounds, are therefore sorted together: the longest come first, and
+// the second round runs from the last block to the first (snake order). All blocks then have about
+// the same work, and these heads are finished while their K and V are in the cache. A block mask is
+// treated alike; its map sorts the tiles. With `batch_first`, where batch elements share an array
+// of an expression, the batch elements of a head are processed one after another.
 //
-// Heads of few tiles are assigned one by one, and a block moves on to the next tile index in each
-// round: after as many rounds as a head has tiles, all blocks have done the same work. Long and
-// short tiles then share the memory bandwidth (even a short one loads Q and stores O), and the
-// tiles of a head its K. With `may_skip` the tiles of a head need not divide the number of blocks,
-// a few of which have no tile in such rounds: up to d = 64 this is slower.
+// Heads of few tiles are assigned one by one, and each block moves on to the next tile index in
+// every round: after as many rounds as a head has tiles, all blocks have done the same work. Long
+// and short tiles then share the memory bandwidth (even a short tile loads Q and stores O), and the
+// tiles of a head share its K. With `may_skip` the tiles of a head need not divide the number of
+// blocks; a few blocks then have no tile in such rounds, which is slower up to d = 64.
 template <int Br, int Bc, bool by_length, bool batch_first, bool may_skip>
 struct StaticSchedule {
   Sizes sizes;
@@ -36,9 +36,9 @@ struct StaticSchedule {
         turned(heads_in_turn()),
         first(may_skip && blockIdx.x >= slots ? turned : 0) {}
 
-  // The number of heads that are assigned one by one (no faster with more tiles): whole groups that
-  // take an even number of rounds, after which a block has its first slot again. The last group may
-  // lack a 32nd of its heads.
+  // Returns the number of heads that are assigned one by one, which gains nothing with more tiles.
+  // They form groups of an even number of rounds, after which each block is back in its first slot;
+  // the last group may be short by up to 1/32 of all heads.
   __device__ __forceinline__ int heads_in_turn() const {
     const int blocks = gridDim.x, group = tiles % 2 ? 2 * slots : slots;
     if (!by_length || has_key_tiles || tiles < 2 || tiles > (may_skip ? 8 : 4)) return 0;
@@ -48,12 +48,12 @@ struct StaticSchedule {
 
   __device__ __forceinline__ bool in_turn() const { return !has_key_tiles && first < turned; }
 
-  // Returns how many heads are assigned together, from `first` on.
+  // Returns the number of heads that are assigned together, from `first` on.
   __device__ __forceinline__ int count() const {
     return min(by_length && in_turn() ? turned : together, all_heads - first);
   }
 
-  // Goes to the block's next row tile, if there is one.
+  // Advances to the block's next tile of Q; returns false if there is none.
   __device__ __forceinline__ bool advance() {
     if constexpr (!by_length) {
       index = round++ * gridDim.x + blockIdx.x;
@@ -64,7 +64,7 @@ struct StaticSchedule {
         index = round * blocks + (round % 2 && !in_turn() ? blocks - 1 - slot : slot);
         round += 1;
         if (index < count() * tiles) return true;
-        // The blocks that got one tile less begin with the next heads.
+        // Blocks that got one tile less come first for the next heads.
         const int left = count() * tiles % blocks;
         slot = (slot + (cdiv(count() * tiles, blocks) % 2 ? blocks - left : left)) % blocks;
       }
@@ -72,8 +72,8 @@ struct StaticSchedule {
     }
   }
 
-  // Returns the row tile, with at least one tile of keys: without keys that is one of zeros. The
-  // divisions take a while, and an opaque divisor keeps them at the call, between products.
+  // Returns the current tile of Q. It has at least one tile of keys, of zeros if there are no keys.
+  // The divisions are slow; opaque divisors keep them here, where products are in flight.
   __device__ __forceinline__ RowTile task() const {
     const int size = opaque(by_length && !in_turn() ? count() : tiles);
     const int all = opaque(batch_first ? all_heads / heads : heads);
@@ -99,8 +99,8 @@ struct StaticSchedule {
     return task;
   }
 
-  // Returns where the keys end that a warpgroup with `rows` of the tile's rows sees. It may skip
-  // the tiles after that, but at most `most` of them.
+  // Returns the end of the keys that are visible to a warpgroup with `rows` of the tile's rows. The
+  // warpgroup skips the tiles after it, but at most `most` tiles.
   template <int rows>
   __device__ __forceinline__ int own_end(const RowTile& task, int warpgroup, int most) const {
     if constexpr (!causal) return task.kv_end;

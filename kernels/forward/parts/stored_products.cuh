@@ -1,7 +1,6 @@
 #pragma once
-// The products of mma_split_kv with keys and values as they are stored: here as operands. Where
-// they are e4m3, the host puts kernels/with/forward/parts/stored_products.cuh in place of this
-// header.
+// Products of mma_split_kv with K and V in their stored type, here the operands' type. For e4m3 the
+// host substitutes kernels/with/forward/parts/stored_products.cuh for this header.
 
 #include <attention/key_head.cuh>
 #include <attention/kv_dtype.cuh>

@@ -1,27 +1,27 @@
 #pragma once
-// Splits the keys of a tile among warps that have the same rows. Each has its own accumulators; at
-// the end these are added up in shared memory, for the first of the warps.
+// Splits the keys of a tile among warps that share the same rows. Each warp has its own
+// accumulators, which are added in shared memory at the end; the first warp gets the result.
 
 #include <attention/row_state.cuh>
 #include <tile/warp.cuh>
 #include <timeline.cuh>
 
-// Returns `count` keys of a tile from `first` on, a multiple of 16: the swizzle repeats.
+// Returns `count` keys of a tile from `first` on, a multiple of 16, so that the swizzle matches.
 template <int count, int height, int columns>
 __device__ __forceinline__ operand (&keys_from(operand (&tile)[height][columns], int first))
     [count][columns] { return reinterpret_cast<operand(&)[count][columns]>(tile[first]); }
 
-// The accumulators of a warp, O and row sums, and their maxima. m and n count fragments of 16 rows
-// and 8 columns.
+// A warp's accumulators (O and row sums) and row maxima. m counts fragments of 16 rows, n fragments
+// of 8 columns.
 template <int m, int n>
 struct WarpSums : RowMaxima<2 * m * warp_size> {
   float4 O[m * n][warp_size];
   float maximum[2 * m][warp_size], sum[2 * m][warp_size];
 };
 
-// Adds up the accumulators of all warps with the same rows, which they leave in `all`. Each warp
-// adds up a share of the fragments; the first warp gets the result. Every thread of the block must
-// call this.
+// Adds the accumulators of all warps that share rows, through shared memory (`all`). Each warp adds
+// its share of the fragments; the first warp gets the result. Every thread of the block must call
+// this.
 template <int warps, int m, int n, int pack_gqa>
 __device__ __forceinline__ void add_up(WarpSums<m, n>* all, int warp, float (&O)[m][n][4],
                                        Rows<m * step, pack_gqa>& rows, int lane) {
@@ -59,7 +59,7 @@ __device__ __forceinline__ void add_up(WarpSums<m, n>* all, int warp, float (&O)
   for (int first = 0; first < m * n; first += warps) {
     const int i = first + warp;
     if (m * n % warps != 0 && i >= m * n) continue;
-    const int row = n % warps == 0 || m == 1 ? first / n : i / n;  // mostly a constant
+    const int row = n % warps == 0 || m == 1 ? first / n : i / n;  // constant in most cases
     float4 total = {};
 #pragma unroll
     for (int w = 0; w < warps; ++w) {
@@ -71,7 +71,7 @@ __device__ __forceinline__ void add_up(WarpSums<m, n>* all, int warp, float (&O)
     }
     all[0].O[i][lane] = total;
   }
-  __syncthreads();  // all shares are added up
+  __syncthreads();  // all shares are complete
   if (warp > 0) return;
 #pragma unroll
   for (int i = 0; i < m * n; ++i) {

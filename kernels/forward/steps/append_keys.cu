@@ -1,23 +1,23 @@
-// append_keys: writes the keys and values of new tokens into a cache, before attention to it, and
-// rotates these keys, and the queries, by their positions.
+// append_keys: writes the keys and values of new tokens into a KV cache before attention, and
+// applies rotary embedding to the new keys and to the queries.
 //
-// Token i of a batch element stands at position lengths[batch] + shift + i. Rotary embedding takes
-// columns in pairs: x and x + `angles`, or 2 x and 2 x + 1 if it is `interleaved`. Pair x is
-// rotated by an angle whose cosine and sine are in row `position` of two tables. If the sequence
-// has a prefix in another cache, its keys count, too. Columns after these pairs are copied. (Su et
-// al., 2021, arXiv:2104.09864, equation 34)
+// Token i of a batch element has position p = lengths[batch] + shift + i. Rotary embedding rotates
+// pairs of columns: x and x + `angles`, or 2 x and 2 x + 1 if `interleaved`. The cosine and sine of
+// a pair's angle are in row p of two tables, or in row p + prefix_keys[batch] if the sequence has a
+// prefix in another cache. All other columns are copied. (Su et al., 2021, arXiv:2104.09864,
+// equation 34)
 //
 //   Q, turned_Q [batch, heads, tokens, d]: if `rotates`
 //   new_K, new_V [batch, kv_heads, tokens, d | dv]: if `appends`
 //   K, V [batch, kv_heads, capacity, d | dv], or in pages [pages, kv_heads, page_size, d | dv]
 //   k_scale, v_scale [batch, kv_heads], or [pages, kv_heads] if k_scale_by_page, v_scale_by_page:
-//   if K and V are e4m3 (`has_e4m3`), by which new rows are divided
+//   divisors of new rows, if K and V are e4m3 (`has_e4m3`)
 //   cosines, sines [positions, angles]: if `rotates`
-//   prefix_keys [batch]: the keys before those of the cache, if `has_prefix`
-//   lengths, used [batch]: the keys that were there before, and with the new ones, if `appends`
-//   numbers [batch, most]: the page table, if page_size is not 0; a page that does not exist is not
-//   written
-//   grid (any; cdiv(rows, threads / 32) gives every row a warp)    block (threads)
+//   prefix_keys [batch]: number of keys before those in the cache, if `has_prefix`
+//   lengths, used [batch]: number of keys before and, if `appends`, after appending
+//   numbers [batch, most]: the page table, if page_size is not 0; nothing is written to pages
+//   that do not exist
+//   grid (cdiv(rows, threads / 32): one warp per row)    block (threads)
 //   the host sets: scalar, operand, real, d, dv, threads, appends, rotates, interleaved, angles,
 //   angles_of_sums, has_prefix, page_size, has_e4m3, k_scale_by_page, v_scale_by_page
 #include <attention/kv_dtype.cuh>
@@ -28,7 +28,7 @@
 #include <tile/warp.cuh>
 
 constexpr int pairs = angles > 0 ? angles : 1;
-static_assert(2 * angles <= d, "pairs are columns of a row");
+static_assert(2 * angles <= d, "a row has enough columns for all pairs");
 static_assert(threads % warp_size == 0, "a warp writes a row");
 
 template <bool of_sums>
@@ -41,7 +41,7 @@ struct AngleOf<true> {
 };
 using Angle = AngleOf<angles_of_sums>::Type;
 
-// Writes the numbers of a row as the cache stores them.
+// Writes a row in the cache's dtype; e4m3 elements are divided by `scale` first.
 template <int cols, class T, class Number>
 __device__ __forceinline__ void store_row(T* to, int lane, [[maybe_unused]] float scale,
                                           Number number) {
@@ -53,7 +53,7 @@ __device__ __forceinline__ void store_row(T* to, int lane, [[maybe_unused]] floa
   }
 }
 
-// The scale of a row of a head.
+// Returns the scale of a head in a page or batch element; 1 unless the cache is e4m3.
 template <bool by_page>
 __device__ __forceinline__ float scale_of(Tensor<const float> scales, int batch, int page,
                                           int head) {
@@ -64,7 +64,7 @@ struct Rotation {
   Tensor<const Angle> cosines, sines;
   int positions;
 
-  // Returns a column of a row, rotated by its position.
+  // Returns an element of a row after rotation by the row's position.
   __device__ __forceinline__ scalar turned(const scalar* row, int col, int position) const {
     if (col >= 2 * angles) return row[col];
     const int pair = interleaved ? col / 2 : col % pairs;

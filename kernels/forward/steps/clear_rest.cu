@@ -1,17 +1,17 @@
 // clear_rest: fills the rows of a ragged array that are unused or belong to no sequence.
 //
-// O and gradients get 0, and lse gets -infinity, as rows that see no key do. Operands get 0:
-// weights of unused keys are 0, but 0 times NaN in memory would be NaN.
+// O and gradients become 0 and lse becomes -infinity, as in rows without visible keys. Operands
+// become 0: weights of unused keys are 0, but 0 times a NaN in memory would be NaN.
 //
 //   X [batch, heads, rows, width]
-//   grid (max(cdiv(rows, threads), 1) * heads * batch)    block (threads), a thread for each row
+//   grid (max(cdiv(rows, threads), 1) * heads * batch)    block (threads): one thread per row
 //   the host sets: result, operand, real, of_keys, of_sums, of_operands, width, threads,
 //   shared_bytes
 #include <attention/batch.cuh>
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
 
-static_assert(shared_bytes == 0, "nothing is shared");
+static_assert(shared_bytes == 0, "uses no shared memory");
 
 template <bool sums, bool operands>
 struct Element {
@@ -27,7 +27,7 @@ struct Element<false, true> {
 };
 using Own = Element<of_sums, of_operands>::Type;
 
-// The used rows of a batch element.
+// Returns the used rows of a batch element.
 template <class Arrays>
 __device__ __forceinline__ PackedRows used_rows(const Arrays& mods, int batch, int rows) {
   if constexpr (of_keys)
@@ -36,7 +36,7 @@ __device__ __forceinline__ PackedRows used_rows(const Arrays& mods, int batch, i
     return used_queries(mods, batch, rows);
 }
 
-// Returns the sequence to which a packed row would belong.
+// Returns the sequence that contains a packed row, if any does; finds it by binary search.
 template <class Arrays>
 __device__ __forceinline__ int sequence_of(const Arrays& mods, int row) {
   const int* offsets = of_keys ? mods.cu_seqlens_k_.data : mods.cu_seqlens_q_.data;
@@ -51,7 +51,7 @@ __device__ __forceinline__ int sequence_of(const Arrays& mods, int row) {
   return sequence;
 }
 
-// Whether earlier launches have written a row.
+// Returns whether earlier launches have written a row.
 template <class Arrays>
 __device__ __forceinline__ bool is_used(const Arrays& mods, int batch, int row, int rows) {
   if constexpr (Arrays::is_packed) batch = sequence_of(mods, row);

@@ -1,14 +1,14 @@
-// merge_rows: merges the results of several blocks, one for each split of the keys, into rows of O.
+// merge_rows: merges the results of all splits of the keys into rows of O (Flash-Decoding).
 //
-// A split's sums are relative to its own maximum. They are rescaled to the largest maximum of all
-// splits, added up, always in the same order, and divided once: the online softmax of splits
-// instead of tiles. A split without a visible key has sums 0 and the lowest maximum, and adds
+// The sums of a split are relative to its own maximum. They are rescaled to the largest maximum of
+// all splits, added in a fixed order, and divided once: an online softmax over splits instead of
+// tiles. A split without visible keys has sums of 0 and the lowest maximum, so it contributes
 // nothing.
 //
 //   O_splits [batch, heads, M, num_splits, dv]
 //   max_splits, sum_splits [batch, heads, M, num_splits]
 //   O [batch, heads, M, dv]    lse [batch, heads, M]
-//   grid (M * heads * batch; 1 if there is one split)    block (threads), a thread has columns
+//   grid (M * heads * batch; 1 if there is one split)    block (threads): each thread owns columns
 //   the host sets: scalar, result, real, dv, threads and options (extent.cuh)
 #include <attention/online_softmax.cuh>
 #include <attention/score.cuh>
@@ -17,9 +17,9 @@
 extern "C" __global__ __launch_bounds__(threads) void merge_rows(
     const real* O_splits, const real* max_splits, const real* sum_splits, Tensor<result> O,
     Tensor<real> lse, int num_splits, Sizes sizes, int heads, Mods mods) {
-  if (num_splits == 1) return;  // the block of the split has written the rows
+  if (num_splits == 1) return;  // the only split has written O and lse itself
   const auto [row, head, batch] = place(blockIdx.x, sizes.M, heads);
-  if (!extent_of(sizes, mods, batch).has_tile_of_rows(row)) return;  // no split has written it
+  if (!extent_of(sizes, mods, batch).has_tile_of_rows(row)) return;  // no split computed this row
   const long long first = (long long)blockIdx.x * num_splits;
 
   OnlineSoftmax softmax;

@@ -1,16 +1,16 @@
-// merge_splits: merges the results of several blocks, one for each split, into rows of O.
+// merge_splits: merges the results of all splits of the keys into rows of O (Flash-Decoding).
 //
-// A split's sums are relative to its own maximum. They are rescaled to the largest maximum so far,
-// added up, always in the same order, and divided once: the online softmax of splits instead of
-// tiles. A split without a visible key has sums 0 and the lowest maximum, and adds nothing. A row
-// that comes out wrong is computed again here, from Q, K and V.
+// The sums of a split are relative to its own maximum. They are rescaled to the largest maximum so
+// far, added in a fixed order, and divided once: an online softmax over splits instead of tiles. A
+// split without visible keys has sums of 0 and the lowest maximum, so it contributes nothing. Rows
+// with wrong results (nonfinite.cuh) are recomputed here from Q, K and V.
 //
 //   Q [batch, heads, M, d]    K, V [batch, kv_heads, N, d | dv]
 //   O_splits [batch, heads, M, num_splits, width]
 //   max_splits, sum_splits [batch, heads, M, num_splits]
 //   O [batch, heads, M, dv]    lse [batch, heads, M]
-//   grid (M * heads * batch; 1 if there is one split)    block (threads): a warp takes every fourth
-//   split, `at_once` of them at a time, a lane four columns of each 128
+//   grid (M * heads * batch; 1 if there is one split)    block (threads): the warps share the
+//   splits and load `at_once` of them at a time; a lane owns four of every 128 columns
 //   the host sets: scalar, result, operand, real, at_once, d, dv, threads, shared_bytes and options
 //   (extent.cuh)
 #include <attention/kv_dtype.cuh>
@@ -27,7 +27,7 @@
 constexpr int width = cdiv(dv, 16) * 16;
 constexpr int rounds = cdiv(width, 4 * warp_size);
 constexpr int warps = threads / warp_size;
-static_assert(threads % warp_size == 0, "a warp takes whole splits");
+static_assert(threads % warp_size == 0, "splits are divided among whole warps");
 
 struct Shared {
   float O[warps][width];
@@ -40,10 +40,10 @@ extern "C" __global__ __launch_bounds__(threads) void merge_splits(
     Tensor<real> lse, int num_splits, Tensor<const operand> Q, StoredKeys K, StoredValues V,
     Sizes sizes, int heads, int group, real scale, Mods mods) {
   wait_for_launch_before();
-  if (num_splits == 1) return;  // the block of the split has written the rows
+  if (num_splits == 1) return;  // the only split has written O and lse itself
   Shared& shared = shared_memory<Shared>();
   const auto [row, head, batch] = place(blockIdx.x, sizes.M, heads);
-  if (!extent_of(sizes, mods, batch).has_tile_of_rows(row)) return;  // no split has written it
+  if (!extent_of(sizes, mods, batch).has_tile_of_rows(row)) return;  // no split computed this row
   const int lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size;
   const long long first = (long long)blockIdx.x * num_splits;
 
@@ -54,7 +54,7 @@ extern "C" __global__ __launch_bounds__(threads) void merge_splits(
     float4 x[at_once][rounds];
 #pragma unroll
     for (int i = 0; i < at_once; ++i) {
-      // The last split replaces those that do not exist, so that no load waits for a condition.
+      // Indices past the end read the last split instead, so that loads are unconditional.
       const long long place = first + min(split + i * warps, num_splits - 1);
       maxima[i] = max_splits[place * stored_maxima], sums[i] = sum_splits[place];
 #pragma unroll
@@ -123,7 +123,7 @@ extern "C" __global__ __launch_bounds__(threads) void merge_splits(
     largest_score = warp_max(largest_score);
     if (threadIdx.x == 0) write_row_max(extent, row, largest_score, sum);
   }
-  // The barrier comes before the repair overwrites what other threads wrote.
+  // All threads must have stored their columns before the repair overwrites them.
   if (__syncthreads_or(wrong) && warp == 0)
     repair_row<d, dv>(Q, rows_of(K, mods), rows_of(V, mods), O, lse, extent, row, batch, head,
                       head / group, Scorer<real>{scale, mods});

@@ -1,17 +1,17 @@
-// quantise: rounds Q, K and V to e4m3, each tile divided by a power of two, and transposes V.
+// quantise: divides each tile of Q, K and V by a power of two, rounds it to e4m3, transposes V.
 //
-// The scale puts a tile's largest finite number between 224 and 448, the largest e4m3 number. A
-// power of two loses none of the three bits of mantissa; only numbers 2^15 times smaller than the
-// tile's largest become subnormal. Infinity becomes NaN, because e4m3 has no infinity.
+// The scale brings a tile's largest finite number to 224 … 448; 448 is the largest e4m3 number.
+// Dividing by a power of two keeps all bits of the mantissa; only numbers 2^15 times smaller than
+// the tile's largest become subnormal. Infinity becomes NaN, because e4m3 has no infinity.
 //
-// wgmma takes both operands of e4m3 by rows, so V is transposed; each 32 keys have the order in
-// which a thread of wgmma_fp8 holds their P.
+// wgmma requires e4m3 operands that are contiguous along the summed dimension, so V is transposed.
+// Within each 32 keys, the order is that in which a thread of wgmma_fp8 holds their P.
 //
 //   Q [batch, heads, M, d]    K, V [batch, kv_heads, N, d | dv]
-//   Q8, K8 the same, d padded to d16 with zeros    V8 [batch, kv_heads, dv, N32], padded likewise
+//   Q8, K8 like Q, K, d padded to d16 with zeros    V8 [batch, kv_heads, dv, N32], also padded
 //   Q_scale [batch, heads, cdiv(M, Br)]    K_scale, V_scale [batch, kv_heads, cdiv(N, Bc)]
-//   grid (cdiv(M, Br) * heads * batch for Q, then cdiv(N, Bc) * kv_heads * batch for K, and for V)
-//   block (threads): a tile
+//   grid (cdiv(M, Br) * heads * batch for Q, then cdiv(N, Bc) * kv_heads * batch each for K and V)
+//   block (threads): one tile
 //   the host sets: scalar, real, Br, Bc, d, dv, threads, shared_bytes
 #include <ptx/e4m3.cuh>
 #include <tile/block.cuh>
@@ -26,10 +26,10 @@ struct Shared {
   float partial[warps];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
-constexpr int resident = sizeof(scalar) == 2 ? 1152 / threads : 1;  // blocks of a multiprocessor
-static_assert(Bc % 32 == 0, "keys change their order within 32");
+constexpr int resident = sizeof(scalar) == 2 ? 1152 / threads : 1;  // blocks per multiprocessor
+static_assert(Bc % 32 == 0, "keys are permuted within groups of 32");
 
-// Converts a number from its bits, the lowest ones, and back.
+// Convert between a number and its bits, which are the lowest bits of an unsigned integer.
 __device__ __forceinline__ scalar as_scalar(unsigned bits) {
   scalar x;
   memcpy(&x, &bits, sizeof(scalar));
@@ -41,21 +41,21 @@ __device__ __forceinline__ unsigned as_bits(scalar x) {
   return bits;
 }
 
-// Returns the scale of a tile with this largest magnitude.
+// Returns the scale of a tile whose largest magnitude is `largest`.
 __device__ __forceinline__ float unit_for(float largest) {
-  // The addition carries into the exponent where the mantissa is above that of 448.
+  // The addition carries into the exponent if the mantissa is above that of 448.
   const int exponent = int((__float_as_uint(largest) + 0x1fffff) >> 23) - 8;
   return __uint_as_float(unsigned(max(exponent, 1)) << 23);
 }
 
-// Neighbouring numbers of a row; zeros beyond its end. They stay packed until they are rounded:
-// floats would need twice the registers.
+// Neighbouring elements of a row, and zeros past its end. They stay packed until they are rounded,
+// because floats would need twice the registers.
 template <int count>
 struct alignas(count < 8 ? count * sizeof(scalar) : 16) Piece {
   static constexpr int bits = 8 * sizeof(scalar), in_word = 32 / bits;
   unsigned words[count / in_word];
 
-  // Returns the bits of a number's magnitude: as integers they are ordered as magnitudes, NaN last.
+  // Returns the bits of an element's magnitude; as integers they sort like magnitudes, NaN last.
   __device__ __forceinline__ unsigned magnitude(int j) const {
     return words[j / in_word] >> j % in_word * bits & (1u << (bits - 1)) - 1;
   }
@@ -67,10 +67,10 @@ struct alignas(count < 8 ? count * sizeof(scalar) : 16) Piece {
   }
 };
 
-// A tile in registers: each thread has groups of `tall` rows and `wide` columns.
+// A tile in registers: each thread holds groups of `tall` rows and `wide` columns.
 template <int rows, int cols, int tall, int wide>
 struct Tile {
-  static_assert(rows % tall == 0, "threads have whole groups of rows");
+  static_assert(rows % tall == 0, "threads hold whole groups of rows");
   static constexpr int in_row = cdiv(cols, 16) * 16 / wide, groups = rows / tall * in_row;
   static constexpr int rounds = cdiv(groups, threads);
   int first_row, end;
@@ -85,7 +85,7 @@ struct Tile {
       load<false>(from, batch, head);
   }
 
-  // Loads whole pieces, if all are aligned, or number by number.
+  // Loads whole pieces if all are aligned, otherwise element by element.
   template <bool aligned>
   __device__ __forceinline__ void load(Tensor<const scalar> from, int batch, int head) {
     each([&](int row, int col, int round) {
@@ -106,9 +106,8 @@ struct Tile {
     });
   }
 
-  // Calls body(row, col, round) for the first number of each group; surplus groups have rows past
-  // the end. With several rows in a group, two neighbouring threads have 32 rows of the same
-  // columns.
+  // Calls body(row, col, round) for the first element of each group; surplus groups have rows past
+  // the end. If groups have several rows, two neighbouring threads share columns and hold 32 rows.
   template <class Body>
   __device__ __forceinline__ void each(Body body) const {
     constexpr int pair = tall > 1 ? 2 : 1;
@@ -120,7 +119,8 @@ struct Tile {
   }
 };
 
-// The thread's largest magnitude, infinity if a number is NaN; or that of its finite numbers.
+// Returns the thread's largest magnitude, infinity if an element is NaN; or, if `finite`, the
+// largest magnitude of its finite elements.
 template <bool finite, int rows, int cols, int tall, int wide>
 __device__ __forceinline__ float largest_of(const Tile<rows, cols, tall, wide>& tile) {
   const unsigned end = as_bits(scalar(infinity));
@@ -139,7 +139,7 @@ __device__ __forceinline__ float largest_of(const Tile<rows, cols, tall, wide>& 
   return float(as_scalar(min(largest, end)));
 }
 
-// The scale of a tile.
+// Returns the scale of a tile, derived from its largest finite magnitude.
 template <class Tile>
 __device__ __forceinline__ float unit_of(const Tile& tile, Shared& shared) {
   const float largest = block_max(largest_of<false>(tile), shared.partial);
@@ -147,12 +147,12 @@ __device__ __forceinline__ float unit_of(const Tile& tile, Shared& shared) {
   return unit_for(block_max(largest_of<true>(tile), shared.partial));
 }
 
-// Multiplies a number; infinity becomes NaN, because infinity times zero is.
+// Multiplies a number. The second term turns infinity into NaN, because infinity times 0 is NaN.
 __device__ __forceinline__ float scaled(float x, float factor) {
   return x * factor + x * 0.0f;
 }
 
-// Rounds Q or K, multiplied by a power of two.
+// Scales a tile of Q or K by a power of two and rounds it to e4m3.
 template <class Tile>
 __device__ __forceinline__ void round_rows(const Tile& tile, Tensor<unsigned char> to, int batch,
                                            int head, float factor) {
@@ -164,7 +164,7 @@ __device__ __forceinline__ void round_rows(const Tile& tile, Tensor<unsigned cha
   });
 }
 
-// Rounds V likewise, and transposes it: 16 keys of a column at a time.
+// Scales a tile of V by a power of two, rounds it to e4m3 and transposes it, 16 keys at a time.
 __device__ __forceinline__ void transpose_values(const Tile<Bc, dv, 16, 2>& tile,
                                                  Tensor<unsigned char> to, int batch, int head,
                                                  float factor) {

@@ -1,8 +1,8 @@
 // repair_rows: recomputes elements of the baseline's O where a masked V was not finite.
 //
 // A product of whole matrices multiplies the zeros of P at masked keys with V, and 0 * NaN and
-// 0 * infinity are NaN. Elements of O that are NaN are summed again over the visible keys alone;
-// the others are only read.
+// 0 * infinity are NaN. Elements of O that are NaN are recomputed over the visible keys only; all
+// other elements stay unchanged.
 //
 //   P [batch, heads, M, N]    V [batch, kv_heads, N, dv]    O [batch, heads, M, dv]
 //   grid (M * heads * batch)    block (threads)
@@ -10,7 +10,7 @@
 #include <attention/extent.cuh>
 #include <tile/tensor.cuh>
 
-static_assert(shared_bytes == 0, "nothing is shared");
+static_assert(shared_bytes == 0, "uses no shared memory");
 
 extern "C" __global__ __launch_bounds__(threads) void repair_rows(Tensor<const scalar> P,
                                                                   Tensor<const scalar> V,

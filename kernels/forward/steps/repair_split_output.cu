@@ -1,10 +1,10 @@
-// repair_split_output: computes flagged rows, whose split operands were not accurate, from the
+// repair_split_output: recomputes flagged rows, whose split operands were not accurate, from the
 // float32 arrays.
 //
-// Rows with a flag are rare: a block whose rows have none returns at once. The keys of a flagged
-// row are divided among the warps of a block, unless its values turn out to be large enough
-// (cancellation.cuh): then its flag becomes 0. The other rows are not touched, so that their bits
-// do not depend on their neighbours.
+// Flagged rows are rare: a block without flagged rows returns at once. If the values of a flagged
+// row turn out to be large enough (cancellation.cuh), the row is accurate and its flag becomes 0.
+// Otherwise the keys of the row are divided among the warps of a block. Rows without a flag are not
+// touched, so that their bits do not depend on their neighbours.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   lse, flags [batch, heads, M]    V_exponents, small_values: see split_operands.cu
@@ -28,10 +28,10 @@ struct Shared {
   unsigned char flags[rows_of_block];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
-static_assert(rows_of_block <= threads, "a thread reads the flag of each row");
+static_assert(rows_of_block <= threads, "one thread reads the flag of one row");
 
-// Whether a row of O with this flag is accurate: no column whose element is small has too many
-// small values. `counts` has the numbers of small values for each `counted` keys.
+// Returns whether a flagged row of O is accurate after all: no column with a small element has too
+// many small values. `counts` holds the number of small values for each `counted` keys.
 __device__ bool is_held(int flag, const result* row, const int* exponents,
                         const unsigned char* counts, int keys) {
   bool held = flag > 1;
@@ -46,7 +46,7 @@ __device__ bool is_held(int flag, const result* row, const int* exponents,
   return __syncthreads_and(held);
 }
 
-// A lane's columns of a row, every 32nd.
+// A lane's columns of a row: every 32nd column.
 template <int cols>
 struct Columns {
   static constexpr int count = cdiv(cols, warp_size);
@@ -61,12 +61,12 @@ struct Columns {
   }
 };
 
-// The softmax of a row over some keys.
+// The softmax of a row over a subset of the keys, before normalization.
 struct Sums {
   real maximum = -infinity, sum = 0;
   Columns<dv> output = {};
 
-  // Adds a key with this score. `kept` is the factor of its weight after dropout.
+  // Adds a key with score x. `kept` is the factor that dropout applies to its weight.
   __device__ __forceinline__ void add(real x, real kept, const Columns<dv>& v) {
     const real before = maximum;
     maximum = fmax(maximum, x);
@@ -79,7 +79,7 @@ struct Sums {
   }
 };
 
-// Returns a warp's sums of a row over keys first … end - 1. No loop condition depends on the lane.
+// Computes a row's sums over keys first … end - 1 by one warp, without divergent loops.
 __device__ __forceinline__ Sums attend(const scalar* q, Tensor<const scalar> K,
                                        Tensor<const scalar> V, const Extent& extent, int query,
                                        int batch, int kv_head, int first, int end,
@@ -113,7 +113,7 @@ __device__ __forceinline__ Sums attend(const scalar* q, Tensor<const scalar> K,
   return sums;
 }
 
-// Writes a row's O and lse from the warps' sums in shared memory; each thread has some columns.
+// Adds the warps' sums in shared memory and writes the row's O and lse; each thread owns columns.
 template <int count>
 __device__ void write_row(const Shared& shared, const Extent& extent, int row, scalar* out,
                           real* lse) {
@@ -130,8 +130,8 @@ __device__ void write_row(const Shared& shared, const Extent& extent, int row, s
     }
   }
   if (const real sink = extent.sink(); sink != -infinity)
-    sum += exp(sink - origin) * (sink - sink + 1);    // NaN if it is infinite
-  const real inverse = sum == 0 ? real(0) : 1 / sum;  // NaN of V stays NaN
+    sum += exp(sink - origin) * (sink - sink + 1);    // NaN if the sink is infinite
+  const real inverse = sum == 0 ? real(0) : 1 / sum;  // a NaN from V stays NaN
 #pragma unroll
   for (int i = 0; i < count; ++i) {
     const int col = threadIdx.x + i * threads;
@@ -184,6 +184,6 @@ extern "C" __global__ __launch_bounds__(threads) void repair_split_output(
     __syncthreads();  // all warps' sums are written
     write_row<cdiv(dv, threads)>(shared, extent, row, O.row(batch, head, row),
                                  lse.row(batch, head, row));
-    __syncthreads();  // before the sums of the next row overwrite them
+    __syncthreads();  // before the next row overwrites the sums
   }
 }

@@ -1,20 +1,20 @@
-// round_operands: rounds float32 inputs to the 16-bit numbers that a kernel's products take.
+// round_operands: rounds float32 inputs to the 16-bit type of a kernel's products.
 //
 // A separate launch reads each input once and writes half as many bytes; the kernel then reads
 // 16-bit numbers, as for other dtypes. Rows are padded with zeros to a multiple of 8 numbers, so
-// that each begins at a multiple of 16 bytes. In float16, numbers above 65504 become infinite.
+// that they are aligned to 16 bytes. In float16, numbers above 65504 become infinite.
 //
 //   Q [batch, heads, M, d]    K, V [batch, kv_heads, N, d | dv]    Q16, K16, V16 the same, padded
 //   grid (cdiv(M, Br) * heads * batch for Q, then cdiv(N, Br) * kv_heads * batch for K and V)
-//   block (threads): Br rows, a thread rounds two neighbours at a time
+//   block (threads): Br rows, of which a thread rounds two neighbouring numbers at a time
 //   the host sets: scalar, operand, Br, d, dv, threads, shared_bytes
 #include <ptx/pack.cuh>
 #include <tile/block_copy.cuh>
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
 
-static_assert(sizeof(operand) == 2, "two operands are packed into a word");
-static_assert(shared_bytes == 0, "nothing is shared");
+static_assert(sizeof(operand) == 2, "two operands share a register");
+static_assert(shared_bytes == 0, "uses no shared memory");
 
 // Rounds Br rows of a head with `cols` columns.
 template <int cols>

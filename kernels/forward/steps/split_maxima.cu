@@ -1,13 +1,13 @@
 // split_maxima: finds the largest finite magnitude in each column of K and V, or of Q and dO.
 //
-// The keys, or rows, of a head are divided among `slabs` blocks, each of which writes a line of a
-// table; readers take the maximum of all lines. So nothing has to be cleared, and no
-// atomics are needed. The last element of a line says whether the slab has NaN or infinity.
+// The keys, or rows, of a head are divided among `slabs` blocks. Each block writes one line of a
+// table, and readers take the maximum of all lines, so neither clearing nor atomics are needed. The
+// last element of a line is 1 if the slab has NaN or infinity, and 0 otherwise.
 //
 //   X, Y [batch, heads, rows, d | dv]    maxima [batch, heads, slabs, d + dv + 1]
 //   grid (slabs * heads * batch)    block (threads)
-//   the host sets: scalar, real, of_rows (whether it is Q and dO), slabs, d, dv, threads,
-//   shared_bytes and options (extent.cuh)
+//   the host sets: scalar, real, of_rows (1 for Q and dO), slabs, d, dv, threads, shared_bytes and
+//   options (extent.cuh)
 #include <attention/extent.cuh>
 #include <tile/share_out_rows.cuh>
 #include <tile/shared.cuh>
@@ -18,13 +18,13 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 
-// Writes the maxima of `cols` columns of some rows of a head. Returns whether the thread has found
-// NaN or infinity.
+// Writes the maxima of `cols` columns over rows first_row … end - 1 of a head. Returns whether the
+// thread has found NaN or infinity.
 template <int cols>
 __device__ bool write_maxima(Tensor<const scalar> X, int batch, int head, int first_row, int end,
                              Shared& shared, float* maxima) {
   constexpr int columns = power_of_two(cols), rows = threads / columns;
-  static_assert(rows > 0, "a block has a thread for each column");
+  static_assert(rows > 0, "a block has at least one thread per column");
   const int col = threadIdx.x % columns;
   float largest = 0;
   bool finite = true;
@@ -36,7 +36,7 @@ __device__ bool write_maxima(Tensor<const scalar> X, int batch, int head, int fi
       largest = fmax(largest, x < infinity ? x : 0.0f);
     }
   }
-  __syncthreads();  // before the maxima of other columns are overwritten
+  __syncthreads();  // before the previous array's maxima are overwritten
   shared.largest[threadIdx.x] = largest;
   __syncthreads();
   if (threadIdx.x < cols) {

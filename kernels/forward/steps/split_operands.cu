@@ -1,29 +1,29 @@
 // split_operands: splits Q, K and V into high and low parts in float16.
 //
-// A float32 has 24 bits of mantissa, two float16 hold 22 to 23 of them. Powers of two bring the
-// numbers into the range of float16: one for each column of K and of V, found by `split_maxima`,
-// and one for each row of Q, which first takes up those of K's columns. Let e[j] be the exponent of
-// the largest number of column j, and r[i] that of row i (see split_pair.cuh):
+// A float32 has 24 bits of mantissa, of which two float16 numbers hold 22 to 23. Scaling by powers
+// of two brings numbers into the range of float16: each column of K and of V has a power of two,
+// found by `split_maxima`, and so has each row of Q, once its elements are multiplied by the powers
+// of K's columns. Let e[j] be the exponent of the largest number of column j, and r[i] that of row
+// i (see split_pair.cuh):
 //
 //   K[k][j] * 2^(14 - e[j])                       = K_high + K_low / 2^11
 //   V[k][j] * 2^(14 - e[j])                       = V_high + V_low / 2^11
 //   Q[i][j] * 2^(e[j]) * 2^(14 - r[i]) * sign     = Q_high + Q_low / 2^11
 //   scale2[i] = |scale| * log2(e) * 2^(r[i] - 28) * (1 + mean_cut)
 //
-// A split product of Q and K times scale2 is a score, as an exponent of two; sign is that of scale.
-// Where an expression modifies scores, sign is 1 and scale2 = 2^(r[i] - 28) * (1 + mean_cut), so
-// that the product is q·k. NaN and infinity become 0. flags are 1 for rows whose split is not
-// accurate:
-//  - a number of the row, or of K or V of its head, is NaN or infinite;
+// A split product of Q and K times scale2 is a score, as an exponent of two; sign is the sign of
+// scale. With score_mod, sign is 1 and scale2 = 2^(r[i] - 28) * (1 + mean_cut), so that the product
+// is q·k. NaN and infinity become 0. The flag of a row is 1 if its split is not accurate:
+//  - the row, or K or V of its head, contains NaN or infinity;
 //  - scores are so large that the error of the row's largest number would show.
-// The flags of all other rows are 0, and nothing has to be cleared.
-// small_values counts the small numbers of a block's rows of V in each column (cancellation.cuh).
+// All other flags are set to 0, so the array need not be cleared before. small_values counts the
+// small numbers in each column of V, for each block of rows (cancellation.cuh).
 //
 //   Q [batch, heads, M, d]    K, V [batch, kv_heads, N, d | dv]    maxima: see split_maxima
 //   Q_high, Q_low [batch, heads, M, d], K_high, K_low, V_high, V_low [batch, kv_heads, N, d | dv]:
-//   contiguous, columns filled up with zeros to a multiple of 16
+//   contiguous, columns padded with zeros to a multiple of 16
 //   V_exponents [batch, kv_heads, dv]    scale2, flags [batch, heads, M]
-//   with packed rows (batch.cuh) the arrays [batch, kv_heads, …] have an element for each sequence
+//   with packed rows (batch.cuh) the arrays [batch, kv_heads, …] have one element per sequence
 //   grid (query_blocks for tiles of Q, then blocks for tiles of K and V)    block (threads)
 //   the host sets: scalar, operand, real, slabs, rows_of_block, d, dv, threads, shared_bytes and
 //   options (extent.cuh)
@@ -37,16 +37,16 @@
 #include <tile/tensor.cuh>
 
 struct Shared {
-  int exponents[d + dv];                      // of the columns of K, then of V
-  unsigned small[cdiv(dv, step) * step / 2];  // 16 bits for each column of a pair: its small values
+  int exponents[d + dv];                      // column exponents of K, then of V
+  unsigned small[cdiv(dv, step) * step / 2];  // two 16-bit counters of small values, one per column
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
-static_assert(sizeof(operand) == 2, "two parts are packed into a word");
-static_assert(rows_of_block < 256, "a byte counts the small values of a block's column");
-constexpr float largest_score = 0x1p22f;              // that a row's largest numbers alone give
-constexpr int resident = resident_threads / threads;  // blocks; memory bounds this launch
+static_assert(sizeof(operand) == 2, "two 16-bit parts share a register");
+static_assert(rows_of_block < 256, "counts of small values fit into a byte");
+constexpr float largest_score = 0x1p22f;  // largest score that a row's largest numbers may cause
+constexpr int resident = resident_threads / threads;  // blocks per multiprocessor
 
-// Splits rows of K or V. Calls see(pair, x, y) with neighbours in units of the split.
+// Splits rows of K or V. Calls see(pair, x, y) with every pair of neighbouring numbers, scaled.
 template <int cols, class See>
 __device__ void split_rows(Tensor<const scalar> from, Tensor<operand> high, Tensor<operand> low,
                            int batch, int head, int first_row, int end, const int* exponents,
@@ -69,8 +69,8 @@ __device__ void split_rows(Tensor<const scalar> from, Tensor<operand> high, Tens
   });
 }
 
-// Returns the factor from split products to scores, corrected for truncation: above 0, since 0
-// times a hidden score, -infinity, would be NaN.
+// Returns the factor that turns split products into scores, corrected for truncation. It is above
+// 0, since 0 times the -infinity of a masked score would be NaN.
 __device__ __forceinline__ float unit_of(int exponent, float scale) {
   const float factor = has_score_mod ? 1.0f : fabs(scale) * log2e;
   const float whole = fmaf(factor, mean_cut(d), factor);
@@ -115,7 +115,7 @@ extern "C" __global__ __launch_bounds__(threads, resident) void split_operands(
       for (int col = threadIdx.x; col < dv; col += threads)
         V_exponents[kv_head * dv + col] = shared.exponents[d + col];
     for (int i = threadIdx.x; i < cdiv(dv, step) * step / 2; i += threads) shared.small[i] = 0;
-    __syncthreads();  // before small values are counted
+    __syncthreads();  // the counters are 0 before counting starts
     split_rows<d>(K, K_high, K_low, batch, head, first, N, shared.exponents,
                   [](int, float, float) {});
     const float least = small_value(N);

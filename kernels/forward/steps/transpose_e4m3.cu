@@ -1,7 +1,7 @@
 // transpose_e4m3: transposes V in e4m3 for wgmma_fp8; `quantise` transposes V of other dtypes.
 //
-// wgmma takes both operands of e4m3 by rows, and so V by its columns; each 32 keys have the order
-// in which a thread of wgmma_fp8 holds their P. The numbers are unchanged.
+// wgmma requires e4m3 operands that are contiguous along the summed dimension, for V along the
+// keys. Within each 32 keys, the order is that in which a thread of wgmma_fp8 holds their P.
 //
 //   V [batch, kv_heads, N, dv]    V8 [batch, kv_heads, dv, N32], N padded to N32 with zeros
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (threads): a tile
@@ -10,10 +10,10 @@
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
 
-static_assert(shared_bytes == 0, "nothing is shared");
-static_assert(Bc % 32 == 0, "keys change their order within 32");
+static_assert(shared_bytes == 0, "uses no shared memory");
+static_assert(Bc % 32 == 0, "keys are permuted within groups of 32");
 
-// Loads four numbers of a row from a column on, the first in the lowest bits; 0 past its end.
+// Loads four elements of a row, zeros past its end. The first is in the lowest bits.
 __device__ __forceinline__ unsigned load_four(const E4m3* row, int col, bool aligned) {
   if (aligned && col + 4 <= dv) return *reinterpret_cast<const unsigned*>(row + col);
   unsigned four = 0;
@@ -34,7 +34,7 @@ extern "C" __global__ __launch_bounds__(threads) void transpose_e4m3(Tensor<cons
   const auto [tile, head, of_batch] = place(blockIdx.x, max(cdiv(N, Bc), 1), kv_heads);
   constexpr int in_row = cdiv(dv, 4);
   const bool aligned = is_aligned(V);
-  // A thread has 16 keys of four columns; two neighbours share columns and have 32 keys.
+  // Each thread transposes 16 keys of four columns; two neighbours share columns and have 32 keys.
   for (int i = threadIdx.x; i < Bc / 16 * in_row; i += threads) {
     const int key = tile * Bc + i / 2 / in_row * 32 + i % 2 * 16, col = i / 2 % in_row * 4;
     if (key / 32 * 32 >= N) return;  // rows of V8 end at a multiple of 32 keys

@@ -1,7 +1,6 @@
 #pragma once
-// P and dS as split operands (split_pair.cuh) of gradients, in the fragments of mma.cuh and wgmma.
-// Each row of fragments is scaled by a power of two in each tile, and flagged where its sums are
-// not accurate.
+// Computes P and dS as split operands (split_pair.cuh), in mma.cuh or wgmma fragments. In each tile
+// every fragment row is scaled by a power of two. Rows with inaccurate sums are flagged.
 
 #include <attention/score.cuh>
 #include <attention/dropped_weights.cuh>
@@ -10,8 +9,9 @@
 #include <tile/warp.cuh>
 #include <timeline.cuh>
 
-// The scores of a lane in a tile. for_each() calls body(i, j, e, down, across) for S[i][j][e],
-// `down` rows and `across` keys after the first. Fragments' rows are rows of Q, or keys.
+// Positions of a lane's scores in a tile. for_each() calls body(i, j, e, down, across) for each
+// S[i][j][e], which is `down` rows and `across` keys after the lane's first score. If `of_keys` is
+// set, the rows of fragments are keys.
 template <bool of_keys>
 struct OwnScores {
   int row, key;
@@ -29,7 +29,7 @@ struct OwnScores {
   }
 };
 
-// Multiplies the numbers of fragments by a unit of each row.
+// Multiplies fragment elements by the `unit` of their Q row.
 template <auto unit, bool of_keys, int m, int n, int rows>
 __device__ __forceinline__ void multiply_units(float (&numbers)[m][n][4],
                                                const SplitStats (&stats)[rows],
@@ -39,8 +39,8 @@ __device__ __forceinline__ void multiply_units(float (&numbers)[m][n][4],
   });
 }
 
-// Replaces S by P = 2^(S * unit - lse2), or 0 where masked or dropped; PS is P times the slope of
-// the modified score, before dropout. hides: whether mask expressions may hide a pair.
+// Replaces S by P = 2^(S * unit - lse2), or by 0 where masked or dropped. Sets PS to P before
+// dropout, times the slope of the modified score. hides: mask expressions may hide pairs.
 template <bool masked, bool hides, bool of_keys, int m, int n, int rows, int keys>
 __device__ __forceinline__ void compute_P_if(float (&S)[m][n][4], float (&PS)[m][n][4],
                                              const SplitStats (&stats)[rows],
@@ -67,7 +67,7 @@ __device__ __forceinline__ void compute_P_if(float (&S)[m][n][4], float (&PS)[m]
   else
     mark(PS, pair.extent, row, key);
   drop_marked(S, PS);
-  if constexpr (has_dropout && !unit_slope)  // else NaN counts as kept
+  if constexpr (has_dropout && !unit_slope)  // unit slopes: NaN counts as kept
     own.for_each(S, [&](int i, int j, int e, int, int) {
       if (isnan(PS[i][j][e])) S[i][j][e] = PS[i][j][e];
     });
@@ -87,7 +87,7 @@ __device__ __forceinline__ void compute_P(float (&S)[m][n][4], float (&PS)[m][n]
     compute_P_if<masked, true>(S, PS, stats, own, pair, scorer);
 }
 
-// Replaces the split product dP by dS * 2^60 = PS * (dP - delta) * 2^60, without the scale.
+// Replaces the split product dP by the unscaled dS, times 2^60: PS * (dP - delta) * 2^60.
 template <bool of_keys, int m, int n, int rows>
 __device__ __forceinline__ void compute_dS(float (&dP)[m][n][4], const float (&PS)[m][n][4],
                                            const SplitStats (&stats)[rows],
@@ -99,13 +99,13 @@ __device__ __forceinline__ void compute_dS(float (&dP)[m][n][4], const float (&P
   });
 }
 
-// The largest weights of a lane's rows of fragments so far.
+// Running maxima of the weights in a lane's fragment rows.
 template <int m>
 struct Largest {
-  static constexpr int least = -112;  // exponent: 2^(14 - least) is still a float
+  static constexpr int least = -112;  // exponent for which 2^(14 - least) is still a float
   float weight[m][2] = {};
 
-  // Scales the largest weight of each row of fragments to 2^14 … 2^15; `factor` undoes that.
+  // Scales each fragment row so that its largest weight is in 2^14 … 2^15; `factor` undoes this.
   template <int n>
   __device__ __forceinline__ void raise(float (&weights)[m][n][4], float (&factor)[m][2]) {
 #pragma unroll
@@ -124,20 +124,20 @@ struct Largest {
     }
   }
 
-  // The smallest accurate element of a row's sums: below it the errors of low halves, 2^-36 of each
-  // of two factors below 2^15, may exceed the rounding of a float. Without weights sums are 0.
+  // Returns the smallest accurate sum of a row. Below it the errors of low halves, 2^-36 of each of
+  // two factors below 2^15, may exceed float rounding. Without weights all sums are 0.
   __device__ __forceinline__ float least_sum(int i, int half) const {
     const float largest = weight[i][half];
     return largest == 0 ? 0 : fmax(largest, 0x1p-112f) * (0x1p-25f * 0x1p15f);
   }
 };
 
-// Whether a row of fragments is not accurate; has_numbers(col) says whether a sum of 0 is wrong in
-// a column. The sums' columns begin at first_col. All lanes of the row get the result.
+// Returns, to all lanes of a fragment row, whether it has inaccurate sums. has_numbers(col) tells
+// whether a sum of 0 is wrong in a column. The columns begin at first_col.
 template <int cols, int m, int n, class HasNumbers>
 __device__ __forceinline__ bool is_wrong(const float (&sums)[m][n][4], int i, int half, float least,
                                          int lane, HasNumbers has_numbers, int first_col = 0) {
-  static_assert(2 * n <= 64, "a bit for each column of a lane");
+  static_assert(2 * n <= 64, "one bit per column of a lane");
   bool wrong = false, zero = false;
   const auto at = [&](int j) { return sums[i][j / 2][half * 2 + j % 2]; };
   const auto column = [&](int j) { return first_col + j / 2 * 8 + 2 * (lane % 4) + j % 2; };
@@ -147,7 +147,7 @@ __device__ __forceinline__ bool is_wrong(const float (&sums)[m][n][4], int i, in
     wrong |= !held && at(j) != 0 && column(j) < cols;
     zero |= !held && at(j) == 0 && column(j) < cols;
   }
-  if (zero && !wrong) {  // a rare case; a single copy of has_numbers()
+  if (zero && !wrong) {  // rare; the loop has a single copy of has_numbers()
     unsigned long long zeros = 0;
 #pragma unroll
     for (int j = 0; j < 2 * n; ++j) zeros |= (unsigned long long)(at(j) == 0) << j;
@@ -160,7 +160,7 @@ __device__ __forceinline__ bool is_wrong(const float (&sums)[m][n][4], int i, in
   return wrong;
 }
 
-// Writes rows of a gradient: sums times factor * 2^power(column).
+// Stores rows of a gradient: sums times factor * 2^power(column).
 template <int cols, int m, int n, class Power>
 __device__ __forceinline__ void store_scaled(const float (&sums)[m][n][4], float factor,
                                              Tensor<result> gradient, int batch, int head,

@@ -1,24 +1,24 @@
 #pragma once
-// wgmma gradients with split float32 operands: shared by the passes for keys and for rows.
+// wgmma gradients with split float32 operands, shared by the dK/dV pass and the dQ pass.
 
 #include <backward/parts/gradient_warpgroups.cuh>
 #include <backward/parts/split_f32/split_gradients.cuh>
 #include <forward/parts/split_f32/split_wgmma.cuh>
 #include <ptx/opaque.cuh>
 
-// Pads the columns of sums. Above 192 these are whole boxes: ptxas spills the sums of others.
+// Pads the columns of accumulators. Above 192, ptxas spills accumulators of any width but 256.
 constexpr int padded_columns(int columns) {
   return columns > 192 ? 256 : cdiv(columns, step) * step;
 }
 template <int columns>
-using SplitSums = float[1][columns / 8][4];  // accumulators of a product of 64 rows
+using SplitSums = float[1][columns / 8][4];  // accumulators of a 64-row product
 
-// The first row or key of a warp within its warpgroup.
+// Returns the warp's first row or key within its warpgroup.
 __device__ __forceinline__ int own_first() {
   return opaque(int(threadIdx.x)) / warp_size % 4 * step;
 }
 
-// Computes P of a tile, with masks only if some row does not see some key.
+// Computes P of a tile; tests the positions of pairs only if some row does not see some key.
 template <bool of_keys, int n, int rows, int keys>
 __device__ __forceinline__ void compute_P_of_tile(float (&S)[1][n][4], float (&PS)[1][n][4],
                                                   const SplitStats (&stats)[rows],
@@ -31,7 +31,7 @@ __device__ __forceinline__ void compute_P_of_tile(float (&S)[1][n][4], float (&P
     compute_P<true>(S, PS, stats, own, pair, scorer);
 }
 
-// Adds weights * B of a tile to `sums`, and calls read() when B is no longer read.
+// Adds weights * B of a tile to `sums` and calls read() after the last read of B.
 template <int n, int columns, int all_rows, int width, class Read>
 __device__ __forceinline__ void add_weighted(float (&weights)[1][n][4], Largest<1>& largest,
                                              const TmaTile<operand, all_rows, columns>& B,

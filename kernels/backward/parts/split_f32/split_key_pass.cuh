@@ -1,18 +1,18 @@
 #pragma once
-// Loads and thread positions of the dK and dV pass with wgmma and split operands.
+// Tile loads and thread positions of the wgmma pass for dK and dV with split operands.
 
 #include <backward/parts/key_tile.cuh>
 #include <backward/parts/split_f32/split_gradients_wgmma.cuh>
 #include <backward/parts/split_f32/store_split_dK_dV.cuh>
 #include <ptx/bulk_copy.cuh>
 
-// The positions of the thread's scores in a tile. Its warpgroup's keys begin with first_key.
+// Returns the positions of the thread's scores. The keys of its warpgroup start at first_key.
 __device__ __forceinline__ OwnScores<true> own_scores(int first_key) {
   const int lane = opaque(int(threadIdx.x)) % warp_size;
   return {2 * (lane % 4), first_key + own_first() + lane / 4};
 }
 
-// The producer's thread loads K and V and, tile by tile, Q, stats of rows and dO.
+// The elected producer thread loads K and V once, then Q, row statistics and dO tile by tile.
 template <int stages, int Br, int Bc, class Shared>
 __device__ __forceinline__ void produce_rows(Shared& shared, const KeyTile<Br, Bc>& task,
                                              const SplitMaps& Q, const SplitMaps& K,

@@ -1,5 +1,5 @@
 #pragma once
-// Iterates over tiles of rows with split Q and dO, for a block that owns a tile of keys.
+// Iterates over row tiles with split Q and dO, for a block that owns a key tile.
 
 #include <backward/parts/row_tile_iterator.cuh>
 #include <backward/parts/split_f32/split_gradients.cuh>
@@ -12,7 +12,7 @@ struct SplitRowIterator : RowTileIterator<Br, Bc> {
   SplitStatsInMemory stats;
   int M;
 
-  // Recomputes the addresses of heads, to save registers.
+  // Starts the copy of Q. Head addresses are recomputed to save registers.
   __device__ __forceinline__ void begin_Q(operand (&Q)[2][Br][depth]) const {
     SplitHead<depth>(Q_high, Q_low, opaque(stats.batch), opaque(this->head), M)
         .template copy<threads>(Q, this->first_row);

@@ -1,5 +1,5 @@
 #pragma once
-// The statistics of rows for gradients of split operands.
+// Row statistics for gradients with split operands.
 
 #include <backward/parts/split_f32/split_exponents.cuh>
 #include <tile/share_out_rows.cuh>
@@ -7,14 +7,14 @@
 
 constexpr float not_a_number = __builtin_bit_cast(float, 0x7fffffff);
 
-// The statistics of a row: lse in powers of two; delta * 2^60; and units, which scale split
-// products to exponents of two and to dP * 2^60. A row that sees no key has lse2 = infinity, so
-// that its P is 0; one with a flag or a huge lse has NaN, which flags all of its sums.
+// Statistics of one row: lse * log2(e), delta * 2^60, and the units that scale split products to
+// exponents of 2 and to dP * 2^60. A row that sees no key has lse2 = infinity, so that its P is 0.
+// A row with a flag or a huge lse has lse2 = NaN, which flags all of its sums.
 struct alignas(16) SplitStats {
   float lse2, unit, delta, dO_unit;
 };
 
-// The statistics of any row of a batch element.
+// Reads the statistics of any row of one batch element.
 struct SplitStatsInMemory {
   Tensor<const real> lse, delta, scale2, dO_units;
   Tensor<const unsigned char> flags;

@@ -1,12 +1,12 @@
 #pragma once
-// Stores dK and dV of split float32 operands, and the flags of their keys.
+// Stores dK and dV computed from split float32 operands, and flags keys with inaccurate sums.
 
 #include <backward/parts/split_f32/split_gradients.cuh>
 #include <timeline.cuh>
 
 template <int d, int dv, int row_slabs>
 struct SplitKeys {
-  const float* maxima;  // of the rows of the key head's first head
+  const float* maxima;  // row maxima of the group's first query head
   long long own_head;
   int batch, kv_head, group, N;
   float kept_factor;
@@ -22,18 +22,18 @@ struct SplitKeys {
     maxima = row_maxima + own_head * group * row_slabs * (d + dv + 1);
   }
 
-  // The factor of the sums of dK. Their weights contain the units of rows: scale * log2(e), unless
-  // an expression modifies scores, with a correction for what tensor cores cut off.
+  // Returns the factor of dK. The weights contain the units of rows, scale * log2(e) unless an
+  // expression modifies scores. mean_cut() corrects for what tensor cores cut off.
   static __device__ __forceinline__ float of_units(float scale) {
     return (has_score_mod ? scale : float(ln2)) / (1 + mean_cut(d));
   }
-  // Whether some row of the heads has a nonzero in this column of Q or, after those of Q, of dO.
+  // Returns whether any row of the group's heads has a nonzero in column `col` of [Q, dO].
   __device__ bool has_numbers(int col) const {
     for (int i = 0; i < group * row_slabs; ++i)
       if (maxima[(long long)i * (d + dv + 1) + col] > 0) return true;
     return false;
   }
-  // Stores dK or dV of a warp's 16 keys from `first` on, and their flags.
+  // Stores dK or dV of the warp's 16 keys from `first` on, and the keys' flags.
   template <bool of_V, int n>
   __device__ __forceinline__ void store(const float (&sums)[1][n][4], const Largest<1>& largest,
                                         Tensor<result> gradient, Tensor<unsigned char> flags,

@@ -1,11 +1,11 @@
 #pragma once
-// Stores dQ of split float32 operands, and the flags of its rows.
+// Stores dQ computed from split float32 operands, and flags rows with inaccurate sums.
 
 #include <backward/parts/split_f32/split_gradients.cuh>
 #include <timeline.cuh>
 
-// Stores 16 rows of dQ for each m, from `first` on, and flags those whose split was not accurate.
-// `exponents` are those of K's columns.
+// Stores m * 16 rows of dQ from `first` on and flags rows with inaccurate sums. `exponents` are
+// those of K's columns.
 template <int cols, int m, int n>
 __device__ __forceinline__ void store_dQ(const float (&sums)[m][n][4], const Largest<m>& largest,
                                          const int* exponents, float scale, Tensor<result> dQ,

@@ -1,7 +1,7 @@
 #pragma once
-// Computes dK and dV whose accumulators do not fit into the registers of a warp. A team of four
-// warps shares 32 keys, called rows here, and each warp accumulates 64 or 32 columns of them. In
-// each tile, 16 or 32 across, a warp computes 16 x 16 weights (with 16, only two warps do) and
+// Computes dK and dV when their accumulators do not fit into the registers of one warp. A team of
+// four warps shares 32 keys, called rows here, and each warp accumulates 64 or 32 columns. In each
+// tile of 16 or 32 queries a warp computes 16 x 16 weights (with 16 queries, only two warps do) and
 // passes them to the team as split operands, with a power of two for each row.
 
 #include <backward/parts/split_f32/split_gradients.cuh>
@@ -17,8 +17,8 @@ template <int columns>
 using TeamSums = float[2][own_columns<columns> / 8][4];
 using Weights = float[1][2][4];
 
-// The team of a warp, its rank there (`turn`), and the first row and column (`number`) of the
-// weights that it computes.
+// A warp's team (`group`), its rank in the team (`turn`), and the first row and column (`number`)
+// of the weights that it computes.
 struct TeamPlace {
   int group, turn, row, number, lane;
 
@@ -36,20 +36,20 @@ struct alignas(16) Registers {
   unsigned of[4];
 };
 
-// The weights of a tile as operands of each lane, and the factors of their rows' products.
+// Weights of a tile as split operands of each lane, with the factor of each row's product.
 template <int rows, int across>
 struct TeamWeights {
   static_assert(rows % team_rows == 0 && (across == step || across == 2 * step));
-  static constexpr int block = rows / team_rows * team * warp_size;  // its threads
-  Registers parts[rows / step][across / step][2][warp_size];         // high, low
+  static constexpr int block = rows / team_rows * team * warp_size;  // threads per block
+  Registers parts[rows / step][across / step][2][warp_size];         // high and low halves
   float factors[across / step][rows];
   unsigned char wrong[team][rows];
 
-  // Whether this warp computes weights.
+  // Returns whether this warp computes weights.
   static __device__ __forceinline__ bool has_own() {
     return across == 2 * step || TeamPlace().number < across;
   }
-  // The factor of a lane's row: the first two of each four lanes have one each.
+  // Returns the factor of a lane's row. Only the first two of every four lanes have a row.
   __device__ __forceinline__ float& own_factor(const TeamPlace& own) {
     return factors[own.number / step][own.row + own.lane / 4 + own.lane % 4 * 8];
   }
@@ -70,7 +70,7 @@ struct TeamWeights {
     if (own.lane % 4 < 2) own_factor(own) = factor[0][own.lane % 4 == 1];
   }
 
-  // Waits until the team has all weights.
+  // Waits until all warps of the team have written their weights.
   static __device__ __forceinline__ void meet_team() {
     barrier_sync(1 + TeamPlace().group, team * warp_size);
   }
@@ -81,13 +81,13 @@ struct TeamWeights {
                                            operand (&B)[2][across][columns]) const {
     const timeline::Phase phase(timeline::products);
     constexpr int width = own_columns<columns>, steps = width / step;
-    static_assert(columns <= team * width && steps % 2 == 0, "what is loaded last has place 0");
+    static_assert(columns <= team * width && steps % 2 == 0, "the last load goes to buffer 0");
     const TeamPlace own;
     const int col = own.turn * width;
     constexpr bool whole = columns == team * width;
     if (!whole && col >= columns) return;
     ChunkAddresses values(B[0], own.lane % 16, col / in_chunk + own.lane / 16);
-    unsigned B_high[2][4], B_low[2][4];  // of a step and of the next one
+    unsigned B_high[2][4], B_low[2][4];  // for this step and the next
     const auto has = [&](int j) { return whole || col + j * step < columns; };
     const auto load = [&](int i, int j) {
       if (!has(j)) return;
@@ -111,7 +111,7 @@ struct TeamWeights {
       }
 #pragma unroll
       for (int j = 0; j < steps; ++j) {
-        // After the last columns: moves to the next rows, or back to the first for an unused load.
+        // After the last columns, moves to the next rows, or back to the first for an unused load.
         constexpr int down = step * columns * int(sizeof(operand));
         if (j == steps - 1) values.first.bytes += k + 1 < across / step ? down : -k * down;
         load((j + 1) % 2, (j + 1) % steps);
@@ -129,9 +129,9 @@ struct TeamWeights {
     }
   }
 
-  // Stores the warp's columns of a gradient's rows from first_row on, and calls flag(row, is_wrong)
-  // for each row of the block. Other parameters are as in is_wrong() and store_scaled(); without
-  // `has_least` any sum is accurate.
+  // Stores the warp's columns of gradient rows from first_row on, and calls flag(row, is_wrong) for
+  // each row of the block. The other parameters are those of is_wrong() and store_scaled(). Without
+  // `has_least` every sum counts as accurate.
   template <int cols, int columns, class HasNumbers, class Power, class Flag>
   __device__ __forceinline__ void store(const TeamSums<columns>& sums, const Largest<1>& largest,
                                         bool has_least, float factor, Tensor<result> gradient,

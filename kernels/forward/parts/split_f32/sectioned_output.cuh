@@ -1,25 +1,25 @@
 #pragma once
-// Accumulates O in sections of many keys. The total of earlier sections is in memory: O in the
-// output array, and its maxima in the array of lse. A single sum of thousands of tiles would lose
-// more by rounding than the split products do.
+// Accumulates O in sections of many keys. Global memory holds the total of earlier sections: O in
+// the output array, the row maxima in the array of lse. A single running sum of thousands of tiles
+// would lose more to rounding than the split products do.
 
 #include <attention/row_state.cuh>
 #include <tile/tensor.cuh>
 #include <tile/warp.cuh>
 
-constexpr int section = 8192;  // keys
+constexpr int section = 8192;  // keys per section
 
 __device__ __forceinline__ int end_of_section(int key) {
   return (key / section + 1) * section;
 }
 
-// The row sums of earlier sections, for the rows of a warp.
+// Row sums of earlier sections, for a warp's rows.
 template <int m>
 struct EarlierSums {
   real sum[m][2] = {};
   bool any = false;
 
-  // Adds them to O and to the row sums. If `moves`, stores the result, and registers restart at 0.
+  // Adds the earlier sections to O and the row sums. If `moves`, stores the total and zeroes both.
   template <bool moves, int cols, int n, int pack_gqa>
   __device__ __forceinline__ void add(real (&O)[m][n][4], Rows<m * step, pack_gqa>& rows,
                                       Tensor<result> out, Tensor<real> lse, int batch, int head,

@@ -1,27 +1,26 @@
 #pragma once
-// The epilogue of split float32 operands: flags rows that are not accurate, and removes the units
-// of V from O.
+// Epilogue for split float32 operands: flags inaccurate rows and undoes the scaling of V in O.
 
 #include <forward/parts/split_f32/cancellation.cuh>
 #include <forward/parts/split_f32/split_softmax.cuh>
 
-// Whether a maximum is so large that the largest weight may overflow: it is a difference of scores
-// that are rounded to whole numbers.
+// Returns whether a maximum is so large that the largest weight may overflow: weights depend on
+// differences of scores, and scores from 2^24 on are rounded to whole numbers.
 __device__ __forceinline__ bool is_beyond_split(real maximum) {
   return !(fabs(maximum) < 0x1p24f);
 }
 
-// The least accurate element of O / sum: below it the errors of the low parts of weights and values
-// may exceed the rounding of a float. It is in units of the split V, less than 2^15; see
-// split_operands.cu. A mask expression may hide most keys in reach. At least `sum` keys are left,
-// because no weight is above 1.
+// Returns the smallest magnitude of O / sum that is known to be accurate; below it the errors of
+// the low parts of weights and values may exceed float32 rounding. The result is in units of the
+// split V (split_operands.cu) and less than 2^15. A mask expression may hide most keys in range,
+// but at least `sum` keys are visible, because no weight is above 1.
 __device__ __forceinline__ float least_output(float sum, const Extent& extent, int query) {
   const float keys = has_mask_mod ? sum : float(extent.kv_end(query) - extent.kv_begin(query));
   return least_share * rsqrtf(sum * fmax(keys, 1.0f));
 }
 
-// Flags the rows of a warp's O / sum that may not be accurate (cancellation.cuh) and have no flag
-// yet. `exponents` are those of V's columns. Rows without a weight are exact zeros.
+// Flags the warp's rows of O / sum that may be inaccurate (cancellation.cuh) and have no flag yet.
+// `exponents` belong to the columns of V. Rows without a weight are exactly 0.
 template <int cols, int m, int n, int pack_gqa>
 __device__ __forceinline__ void flag_rows(const float (&O)[m][n][4],
                                           const SplitRows<m * step, pack_gqa>& rows,
@@ -39,11 +38,11 @@ __device__ __forceinline__ void flag_rows(const float (&O)[m][n][4],
     for (int j = 0; j < 2 * n; ++j) {
       const int col = j / 2 * 8 + 2 * (lane % 4) + j % 2;
       const float o = fabs(O[i / 2][j / 2][i % 2 * 2 + j % 2]);
-      if (col < cols && !(o >= least)) small |= exponents[col] > -127;  // not in a column of zeros
+      if (col < cols && !(o >= least)) small |= exponents[col] > -127;  // not a column of zeros
     }
     const real maximum = rows.maximum[i / 2][i % 2];
     const bool wrong = !(sum < infinity) || (maximum != -largest && is_beyond_split(maximum));
-    // One lane of a row reads its flag and sets it.
+    // One lane per row updates the row's flag.
     const bool is_small = __ballot_sync(full_warp, small) >> (lane & ~3) & 15;
     if ((wrong || (is_small && sum != 0)) && lane % 4 == 0 && row < rows.extent.M * pack_gqa) {
       unsigned char& flag = *flags.row(batch, head * pack_gqa + row % pack_gqa, query);
@@ -52,7 +51,7 @@ __device__ __forceinline__ void flag_rows(const float (&O)[m][n][4],
   }
 }
 
-// Removes the powers of two of V's columns from O.
+// Undoes the scaling of V's columns by powers of two in O.
 template <int cols, int m, int n>
 __device__ __forceinline__ void scale_columns(float (&O)[m][n][4], const int* exponents, int lane) {
 #pragma unroll

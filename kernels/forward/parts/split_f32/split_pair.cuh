@@ -1,40 +1,40 @@
 #pragma once
 // Split float32: x * 2^s = high + low / 2^11 with two float16 numbers. Scaling by 2^s is exact and
 // brings the largest |x| to 2^14 … 2^15, within the range of float16. The low part is stored 2^11
-// times larger, so that it does not underflow before the high one.
-// Tensor cores truncate sums. So those of a tile start from zero and are added up in registers,
-// which round to nearest. Rows and keys that are not accurate are flagged, and the last launch
-// computes them from the float32 arrays (`repair_split_output`, `repair_split_gradients`).
+// times larger, so that it does not underflow before the high part does. Tensor cores truncate
+// sums, so each tile is accumulated from zero and added to the running sum in registers, which
+// round to nearest. Rows and keys that are not accurate are flagged, and the last launch recomputes
+// them from the float32 arrays (`repair_split_output`, `repair_split_gradients`).
 
 #include <ptx/pack.cuh>
 #include <tile/math.cuh>
 #include <tile/powers.cuh>
 
-constexpr int split_exponent = 14;  // of the largest numbers, times their power of two
+constexpr int split_exponent = 14;  // exponent of the largest numbers after scaling
 constexpr float low_unit = 0x1p-11f;
 
-// The mean relative error of a dot product of `columns` terms. After each 16 columns Hopper
-// truncates the sum so far, on average half the product, by half a unit in the last place, and a
-// unit is 0.72 * 2^-23 of it. Other architectures, which were not measured, get the same factor.
+// Returns the mean relative error of a dot product of `columns` terms. After each 16 columns Hopper
+// truncates the partial sum, on average half the result, by half a unit in the last place, which is
+// 0.72 * 2^-23 of it. Other architectures were not measured and get the same factor.
 __host__ __device__ constexpr float mean_cut(int columns) {
   return float((columns + 15) / 16) * (0.5f * 0.5f * 0.72f * 0x1p-23f);
 }
 
-// Returns e with 2^e <= |x| < 2^(e + 1), or -127 for 0 and for what -ftz turns into 0.
+// Returns e with 2^e <= |x| < 2^(e + 1), or -127 for 0 and for subnormals, which -ftz turns into 0.
 __device__ __forceinline__ int exponent_of(float x) {
   return int(__float_as_uint(x) >> 23 & 255) - 127;
 }
 
-// Returns x * 2^power. No float may hold that power, but two factors do.
+// Returns x * 2^power. No float may hold 2^power itself, so it is applied as two factors.
 __device__ __forceinline__ float times_two_to(float x, int power) {
   const int first = max(-252, min(power, 254)) >> 1;
   return x * two_to(first) * two_to(max(-252, min(power, 254)) - first);
 }
 
-// Splits two neighbouring numbers.
+// Splits two neighbouring numbers into packed high and low parts.
 template <class T>
 __device__ __forceinline__ void split_pair(float x, float y, unsigned& high, unsigned& low) {
-  static_assert(is_half<T>, "float16 has the mantissa that parts need");
+  static_assert(is_half<T>, "parts need the mantissa of float16");
   high = pack<T>(x, y);
   const T* rounded = reinterpret_cast<const T*>(&high);
   low = pack<T>((x - float(rounded[0])) * 0x1p11f, (y - float(rounded[1])) * 0x1p11f);

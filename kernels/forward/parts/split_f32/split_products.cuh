@@ -1,8 +1,8 @@
 #pragma once
 // Products of split float32 operands (split_pair.cuh) by warps that own their rows.
 //
-// x y = (xh + xl / 2^11) (yh + yl / 2^11), without xl yl, which is below the precision of a float.
-// The two products with a low part have accumulators of their own, which are 2^11 times larger.
+// x y = (xh + xl / 2^11) (yh + yl / 2^11). The product xl yl is left out, because it is below
+// float32 precision. The two products with one low part have separate accumulators, scaled by 2^11.
 
 #include <forward/parts/split_f32/split_pair.cuh>
 #include <ptx/mma.cuh>
@@ -11,8 +11,8 @@
 
 static_assert(sizeof(operand) == 2, "these tensor-core products take 16-bit numbers");
 
-// Accumulators of the products with a low part. If `apart`, each operand's low part has its own, so
-// that the products do not wait for each other, which matters where few are in flight.
+// Accumulators of the products with a low part. If `apart`, the low parts of A and of B have
+// separate ones, so that few products in flight need not wait for each other.
 template <int m, int n, bool apart>
 struct LowSums {
   static constexpr int kinds = apart ? 2 : 1;
@@ -23,8 +23,8 @@ struct LowSums {
   }
 };
 
-// D += A B, with the products of low parts in C, for 16 columns of A and 16 of B: fragments 2 j and
-// 2 j + 1 of D.
+// D += A B for 16 columns of A and 16 columns of B, which are fragments 2 j and 2 j + 1 of D.
+// Products with a low part are accumulated in C.
 template <int m, int n, bool apart>
 __device__ __forceinline__ void multiply_split(float (&D)[m][n][4], LowSums<m, n, apart>& C, int j,
                                                const unsigned (&high)[m][4],
@@ -42,14 +42,14 @@ __device__ __forceinline__ void multiply_split(float (&D)[m][n][4], LowSums<m, n
   multiply(C.sums[apart], low, B_high);
 }
 
-// The split fragments for one step of a product of a warp's rows with keys.
+// Split fragments of Q and K for one step of a warp's product.
 template <int m, int n>
 struct StepFragments {
   unsigned high[m][4], low[m][4], key_high[n / 2][4], key_low[n / 2][4];
 };
 
 // S = Q K^T for the warp's rows and the tile's keys from first_key on; `at_once` steps are
-// unrolled. If four are, the fragments of a step are loaded during the step before.
+// unrolled. With four, the fragments of each step are loaded during the previous step.
 template <int at_once = 1, bool apart = false, int Br, int Bc, int depth, int m, int n>
 __device__ __forceinline__ void multiply_scores(operand (&Q)[2][Br][depth],
                                                 operand (&K)[2][Bc][depth], float (&S)[m][n][4],
@@ -77,14 +77,14 @@ __device__ __forceinline__ void multiply_scores(operand (&Q)[2][Br][depth],
   };
   constexpr int steps = depth / step;
   if constexpr (at_once == 4 && steps % 4 == 0) {
-    constexpr int span = 4 * step * int(sizeof(operand));  // within which addresses are swizzled
+    constexpr int span = 4 * step * int(sizeof(operand));  // swizzle span of a row in bytes
     StepFragments<m, n> fragments[2];
     load(fragments[0], 0);
 #pragma unroll 1
     for (int left = steps / 4; left > 0; --left) {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        if (k == 3) {  // from the last step to the first one, which is then not used
+        if (k == 3) {  // after the last step, wraps to the first (unused)
           const int on = left > 1 ? span : span - depth * int(sizeof(operand));
           queries.first.bytes += on;
           keys.first.bytes += on;
@@ -108,8 +108,8 @@ __device__ __forceinline__ void multiply_scores(operand (&Q)[2][Br][depth],
   }
 }
 
-// O += weight * P V, with V from first_row on, 16 columns at a time, each accumulated from zero. If
-// `ahead`, the fragments of V for a step are loaded during the step before.
+// O += weight * P V, with the rows of V from first_row on. Processes 16 columns at a time and
+// accumulates each group from zero. If `ahead`, loads the fragments of V one step ahead.
 template <bool ahead, int Bc, int width, int m, int n>
 __device__ __forceinline__ void multiply_output(operand (&V)[2][Bc][width],
                                                 const float (&P)[m][n][4],
@@ -125,7 +125,7 @@ __device__ __forceinline__ void multiply_output(operand (&V)[2][Bc][width],
     split_pair<operand>(p[i % 2 * 2], p[i % 2 * 2 + 1], high[k][row][i % 4], low[k][row][i % 4]);
   }
   const ChunkAddresses values(V[0], first_row + lane % 16, lane / 16);
-  unsigned b_high[2][4], b_low[2][4];  // of a step, and of the next one
+  unsigned b_high[2][4], b_low[2][4];  // fragments of this step and of the next one
   const auto load = [&](int i) {
     const int j = i / (n / 2), k = i % (n / 2);
     ldmatrix_trans(b_high[i % 2], values(k * step, 2 * j));

@@ -1,12 +1,12 @@
 #pragma once
-// Splits rows of Q or dO: a row takes up the exponents of its key head's columns, and then gets a
-// power of two of its own.
+// Splits rows of Q or dO. Each element is first multiplied by the power of two of its column in K
+// or V; then each row is scaled by its own power of two.
 
 #include <forward/parts/split_f32/split_pair.cuh>
 #include <tile/warp_max.cuh>
 
-// Reads the exponents of the columns of a head's K and V from the table of split_maxima. Returns
-// whether the head has NaN or infinity.
+// Reads the column exponents of a head's K and V from the table of split_maxima. Returns whether
+// the head has NaN or infinity.
 template <int threads, int slabs, int columns>
 __device__ __forceinline__ bool read_exponents(const float* maxima, int (&exponents)[columns]) {
   constexpr int line = columns + 1;
@@ -26,12 +26,12 @@ __device__ __forceinline__ bool is_finite(float x) {
   return fabs(x) < infinity;
 }
 
-// A row of Q or dO, of which a lane holds every 32nd pair.
+// A row of Q or dO; each lane holds every 32nd pair of columns.
 template <int cols>
 struct SplitRow {
   static constexpr int pairs = cdiv(cols, step) * step / 2, count = cdiv(pairs, warp_size);
   float x[count][2];
-  int exponent = -254;  // of the largest number, including its column's exponent
+  int exponent = -254;  // exponent of the largest number times its column's power
   bool finite = true;
 
   __device__ __forceinline__ SplitRow(const scalar* from, const int* exponents, int lane) {

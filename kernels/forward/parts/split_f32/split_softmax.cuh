@@ -7,10 +7,10 @@
 #include <forward/parts/split_f32/split_pair.cuh>
 #include <timeline.cuh>
 
-constexpr int weight_exponent = 15;  // of the largest weight of a row in each tile
+constexpr int weight_exponent = 15;  // exponent of a row's largest weight in each tile
 
-// The rows of a warp. Products times `units` are scores as exponents of two. Maxima are those of
-// the scores minus 15.
+// A warp's rows. A product times its row's unit is a score as an exponent of two. Row maxima are
+// maxima of scores minus 15.
 template <int Wr, int pack_gqa>
 struct SplitRows : Rows<Wr, pack_gqa> {
   real units[Wr / step][2];
@@ -24,7 +24,7 @@ struct SplitRows : Rows<Wr, pack_gqa> {
 #pragma unroll
     for (int i = 0; i < 2 * (Wr / step); ++i) this->maximum[i / 2][i % 2] += by;
   }
-  // Reads the units. A row past the end gets that of the last row.
+  // Reads the rows' units; a row past the end gets the unit of the last row.
   __device__ __forceinline__ void read_units(Tensor<const real> from, int batch, int head) {
 #pragma unroll
     for (int i = 0; i < 2 * (Wr / step); ++i) {
@@ -34,7 +34,7 @@ struct SplitRows : Rows<Wr, pack_gqa> {
   }
 };
 
-// Prepares products for the softmax: where an expression modifies scores, they become scores.
+// Applies the scorer to the products S. With score_mod, multiplies them by their units first.
 template <class T, int m, int n, int pack_gqa, class Bias = NoBias>
 __device__ __forceinline__ void apply_scorer(const Scorer<T>& scorer, float (&S)[m][n][4],
                                              const SplitRows<m * step, pack_gqa>& rows,
@@ -47,9 +47,9 @@ __device__ __forceinline__ void apply_scorer(const Scorer<T>& scorer, float (&S)
   scorer.apply(S, rows, first_key, is_full, bias);
 }
 
-// Turns S into P = 2^(S * unit - origin), at most 2^15 in each row: relative to the maximum of the
-// tile, not of all tiles, so that weights far below the latter keep their precision. Rescales O and
-// the sums; `weight` has to multiply the tile's product with V.
+// Turns S into P = 2^(S * unit - origin), at most 2^15 in each row. P is relative to the maximum of
+// this tile, not of all tiles, so that weights far below the latter keep their precision. Rescales
+// O and the row sums, and sets `weight`, by which the tile's P V has to be multiplied.
 template <bool masked, int m, int n, int cols, int pack_gqa>
 __device__ __forceinline__ void weigh(float (&S)[m][n][4], float (&O)[m][cols][4],
                                       SplitRows<m * step, pack_gqa>& rows, int first_key, int lane,

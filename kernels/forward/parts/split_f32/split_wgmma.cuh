@@ -1,16 +1,16 @@
 #pragma once
-// wgmma products of split float32 operands (split_pair.cuh). The two products with a low part have
-// accumulators of their own, which are 2^11 times larger.
+// wgmma products of split float32 operands (split_pair.cuh). The two products with one low part
+// have separate accumulators, scaled by 2^11.
 
 #include <forward/parts/split_f32/split_pair.cuh>
 #include <ptx/wgmma.cuh>
 #include <tile/pipeline.cuh>
 #include <tile/warpgroup.cuh>
 
-// Each box has the rows of high parts, then those of low parts.
+// A TMA tile of split operands: each box holds the high parts of all rows, then the low parts.
 template <int rows, int columns>
 using SplitTile = TmaTile<operand, 2 * rows, columns>;
-// The high or low part of weights in registers, as operands.
+// High or low parts of P in registers, as operands.
 template <int rows>
 using SplitOperands = unsigned[rows / step][4];
 
@@ -32,16 +32,16 @@ __device__ __forceinline__ void load_split(TmaTile<operand, all_rows, columns>& 
 }
 
 // S = A B^T for 64 rows of A and n of B. If `joined`, one product multiplies A's high parts with
-// both parts of B, so that they are read once; else the sums take a third fewer registers.
+// both parts of B and reads them once; otherwise accumulators take a third fewer registers.
 template <int n, bool joined = true>
 struct SplitScores {
-  float high[joined ? n : n / 2];  // high high | high low
-  float low[n / 2];                // low high
+  float high[joined ? n : n / 2];  // A high * B high | A high * B low
+  float low[n / 2];                // A low * B high
 
   template <int A_rows, int B_rows, int columns>
   __device__ __forceinline__ void begin(const TmaTile<operand, A_rows, columns>& A,
                                         const TmaTile<operand, B_rows, columns>& B) {
-    static_assert(A_rows == 2 * warpgroup_rows && B_rows == 2 * n, "both parts of whole tiles");
+    static_assert(A_rows == 2 * warpgroup_rows && B_rows == 2 * n, "tiles hold high and low parts");
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < cdiv(columns, step); ++k) {
@@ -53,7 +53,7 @@ struct SplitScores {
     }
     wgmma_commit_group();
   }
-  // Waits until at most `pending` groups that began later are under way.
+  // Waits until at most `pending` later groups of products are in flight, then adds the parts up.
   template <int pending = 0>
   __device__ __forceinline__ void wait(float (&S)[1][n / 8][4]) {
     wgmma_wait_group<pending>(high);
@@ -66,7 +66,7 @@ struct SplitScores {
   }
 };
 
-// Splits weights into operands of the product with V.
+// Splits P into operands of P V.
 template <int n>
 __device__ __forceinline__ void split_operands(float (&weights)[1][n][4],
                                                unsigned (&high)[n / 2][4],
@@ -77,8 +77,8 @@ __device__ __forceinline__ void split_operands(float (&weights)[1][n][4],
                         low[i / 4][i % 4]);
 }
 
-// O += weight * P V, with P in registers, 64 columns at a time, with sums from zero. Calls
-// begun(part, is_last) when the products of a part have begun, and read() when V has been read.
+// O += weight * P V, with P in registers, in parts of 64 columns that are accumulated from zero.
+// Calls begun(part, is_last) once a part's products are issued, and read() once V has been read.
 template <int part = 0, int all_rows, int columns, int n, class Begun, class Read>
 __device__ __forceinline__ void add_split_products(const TmaTile<operand, all_rows, columns>& V,
                                                    const unsigned (&P_high)[all_rows / 32][4],
