@@ -85,11 +85,13 @@ LEXERS = {".cu": "cuda", ".cuh": "cuda", ".py": "python", ".diff": "diff"}
 
 
 def translated_page(app: Sphinx, name: str, source: list[str]) -> None:
-    """Markdown for Sphinx: links to files and folders outside of docs/, and all rungs' pages."""
+    """Markdown for Sphinx: links to files and folders outside of docs/, and pages of all rungs."""
     source[0] = _with_links(source[0], DOCS / name, (DOCS / name).parent)
     if name == "rungs/README":
-        rungs = "\n".join(rung for operation in LADDER.values() for rung in operation)
-        source[0] += f"\n```{{toctree}}\n:hidden:\n{rungs}\n```\n"
+        course = (DOCS / "index.md").read_text("utf-8")
+        rungs = [x for kernels in LADDER.values() for x in kernels if f"rungs/{x}\n" not in course]
+        records = [f"../records/{file.stem}" for file in sorted(DOCS.glob("records/*.md"))]
+        source[0] += "\n".join(["\n```{toctree}", ":hidden:", "", *rungs, *records, "```", ""])
 
 
 def translated_include(app: Sphinx, path: Path, parent: str, content: list[str]) -> None:

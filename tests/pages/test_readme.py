@@ -10,8 +10,9 @@ from cupyfa.planner.source import ROOT
 
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
 DOCS = ROOT / "docs"
-TRANSLATIONS = sorted((DOCS / "zh").glob("*.md"))
-PAIRS = [(README, CHINESE), *((DOCS / x.name, x) for x in TRANSLATIONS if x.name != "README.md")]
+TRANSLATIONS = sorted((DOCS / "zh").rglob("*.md"))
+ORIGINALS = {x: DOCS / x.relative_to(DOCS / "zh") for x in TRANSLATIONS}
+PAIRS = [(README, CHINESE), *((ORIGINALS[x], x) for x in TRANSLATIONS if x.name != "README.md")]
 KERNELS = [(operation, name) for operation in LADDER for name in LADDER[operation]]
 LINK = re.compile(r"\]\((?!http)([^)#]+)")
 # What a page and its translation have in common, outside of code: a pattern and how it is compared.
@@ -46,7 +47,7 @@ def without_code(text):
 def targets(page):
     """The files that a page links to, in English."""
     links = ((page.parent / link).resolve() for link in LINK.findall(without_code(read(page))))
-    english = {CHINESE: README, **{x: DOCS / x.name for x in TRANSLATIONS}}
+    english = {CHINESE: README, **ORIGINALS}
     english |= {x: x.with_name(x.name.replace(".zh", "")) for x in (DOCS / "pictures").iterdir()}
     return {english.get(link, link) for link in links} - {README}
 

@@ -1,0 +1,66 @@
+"""The pages of the course: one outline, few words, code that is in the sources, and Chinese twins."""
+
+import re
+
+import pytest
+
+from cupyfa.planner.source import KERNELS, ROOT
+
+DOCS = ROOT / "docs"
+STEPS = re.findall(r"^\| \d+ \| \[(\w+)\]", (DOCS / "course.md").read_text("utf-8"), re.M)
+OUTLINE = ["Idea", "Why it is faster", "Mapping", "The change", "Measured", "Exercises", "Next"]
+MOST_WORDS = 800
+MOST_ROWS = 4  # of the table of measurements
+WIDEST_DRAWING = 84
+
+
+def read(name):
+    return (DOCS / "rungs" / f"{name}.md").read_text("utf-8")
+
+
+def headings(text):
+    return re.findall(r"^## (.+)$", text, re.M)
+
+
+def without_code(text):
+    return re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+
+
+def rows_of_tables(text):
+    return [len(x.splitlines()) - 2 for x in re.findall(r"(?:^\|.*\n)+", text, re.M)]
+
+
+PAGES = [name for name in STEPS if headings(read(name))[1:2] == OUTLINE[1:2]]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_has_the_outline_and_few_words(name):
+    text = read(name)
+    assert headings(text) == OUTLINE
+    assert len(without_code(text).split()) <= MOST_WORDS
+    measured = text.split("## Measured")[1].split("## Exercises")[0]
+    assert all(rows <= MOST_ROWS for rows in rows_of_tables(measured))
+
+
+def sources():
+    files = [*KERNELS.rglob("*.cu"), *KERNELS.rglob("*.cuh")]
+    return {line.strip() for file in files for line in file.read_text().splitlines()}
+
+
+@pytest.mark.parametrize("name", [x.stem for x in sorted((DOCS / "rungs").glob("*.md"))])
+def test_every_line_of_code_on_a_page_is_in_the_sources(name):
+    shown = "".join(re.findall(r"^```cuda\n(.*?)^```$", read(name), re.M | re.S))
+    lines = {line.strip() for line in shown.splitlines()} - {"", "…", "// …"}
+    assert not lines - sources()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_drawings_fit_a_column(name):
+    drawings = "".join(re.findall(r"^```\n(.*?)^```$", read(name), re.M | re.S))
+    assert max(map(len, drawings.splitlines()), default=0) <= WIDEST_DRAWING
+
+
+def test_each_page_links_to_the_next():
+    for name, following in zip(PAGES, PAGES[1:]):
+        if STEPS.index(following) == STEPS.index(name) + 1:
+            assert f"]({following}.md)" in read(name).split("## Next")[1]
