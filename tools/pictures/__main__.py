@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from canvas import Canvas
-from drawings import PICTURES
+from drawings import DOCS, PICTURES
 
-FOLDER = Path(__file__).resolve().parents[2] / "docs" / "pictures"
+FOLDER = DOCS / "pictures"
 
 
 def files() -> dict[str, str]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from pathlib import Path
 
 from canvas import Canvas
 
 import cupyfa
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def memory(c: Canvas) -> str:
@@ -679,8 +684,65 @@ def backward(c: Canvas) -> str:
     )
 
 
+# Forward steps of the course and their ideas in a few words.
+STEPS = {
+    "baseline": ("three steps, by cuBLAS", "三步，用 cuBLAS"),
+    "minimal": ("tiles: scores stay on the chip", "分块：分数留在片上"),
+    "v1": ("coalesced loads", "合并访存"),
+    "v2": ("a warp for each row", "每行一个 warp"),
+    "fa2": ("loops swapped", "交换循环"),
+    "fa2_coalesced": ("coalesced copies, padded rows", "合并复制，行末填充"),
+    "mma_split_q": ("tensor cores", "张量核心"),
+    "mma_swizzled": ("no bank conflicts", "没有 bank 冲突"),
+    "mma_async": ("double buffering", "双缓冲"),
+    "wgmma": ("TMA, warp specialization", "TMA，warp 专用化"),
+    "wgmma_overlap": ("ping-pong", "乒乓调度"),
+    "wgmma_persistent": ("persistent blocks", "常驻线程块"),
+}
+LENGTH, COLUMNS = 2048, 64  # of the measurements that are drawn
+
+
+def measured_speeds() -> dict[str, float]:
+    """Returns the TFLOP/s of the steps in docs/ladder.json."""
+    rows = json.loads((DOCS / "ladder.json").read_text("utf-8"))["rows"]
+    speeds = {}
+    for row in rows:
+        p = row["problem"]
+        if row["kernel"] in STEPS and (p["M"], p["d"]) == (LENGTH, COLUMNS):
+            operations = 2 * p["batch"] * p["heads"] * p["M"] * p["N"] * (p["d"] + p["dv"])
+            speeds[row["kernel"]] = operations / min(row["milliseconds"]) / 1e9
+    return speeds
+
+
+def course(c: Canvas) -> str:
+    """Draws a bar for the speed of each forward step of the course."""
+    speeds = measured_speeds()
+    title = c.say("TFLOP/s of the steps, H200, float16", "各步的 TFLOP/s，H200，float16")
+    c.text(8, 18, title, anchor="start", bold=True)
+    left, unit, lowest = 130, 52, 0.01  # a factor of ten is a unit wide
+    for number, (name, ideas) in enumerate(STEPS.items()):
+        y = 30 + 31 * number
+        width = unit * math.log10(speeds[name] / lowest)
+        family = "c" if name.startswith("wgmma") else "b" if name.startswith("mma") else "a"
+        c.text(left - 6, y + 12, name, anchor="end", size=11)
+        c.box(left, y, width, 15, family)
+        c.text(left + width + 5, y + 12, f"{speeds[name]:.3g}", anchor="start", size=11)
+        c.text(left, y + 26, c.say(*ideas), anchor="start", size=9.5)
+    note = c.say(
+        f"batch 4, 16 heads, M = N = {LENGTH}, d = {COLUMNS}; the scale is logarithmic",
+        f"批次 4，16 个头，M = N = {LENGTH}，d = {COLUMNS}；对数刻度",
+    )
+    c.text(8, 30 + 31 * len(STEPS) + 12, note, anchor="start", size=10)
+    fastest, slowest = max(speeds.values()), min(speeds.values())
+    return c.say(
+        f"Bars from {slowest:.2g} TFLOP/s for v1 to {fastest:.3g} for wgmma_persistent.",
+        f"条形图：从 v1 的 {slowest:.2g} TFLOP/s 到 wgmma_persistent 的 {fastest:.3g}。",
+    )
+
+
 # Files and titles, in the order of the course.
 PICTURES: dict[str, tuple[Callable[[Canvas], str], str, str]] = {
+    "course": (course, "The speed of each step", "每一步的速度"),
     "memory": (memory, "What crosses the border of the chip", "哪些数据越过芯片边界"),
     "online_softmax": (online_softmax, "Online softmax, tile by tile", "在线 softmax，逐个分块"),
     "loop_orders": (loop_orders, "Two orders of the loops", "两种循环顺序"),
