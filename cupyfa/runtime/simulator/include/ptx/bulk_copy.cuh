@@ -1,9 +1,9 @@
 #pragma once
-// Copies of contiguous bytes by the tensor memory accelerator.
+// Copies contiguous bytes with the tensor memory accelerator (TMA).
 #include <ptx/tma.cuh>
 
-// Starts to copy `bytes` bytes; `bytes` and both addresses are multiples of 16. The barrier counts
-// the bytes.
+// Starts a copy of `bytes` bytes from global to shared memory; the size and both addresses are
+// multiples of 16. The copy signals `barrier` with the bytes transferred.
 inline void bulk_load(void* shared, const void* memory, int bytes, Barrier& barrier,
                       simulator::Here here = {}) {
   simulator_load_bytes(shared, memory, bytes, &barrier, here.file, here.line);
