@@ -1,10 +1,10 @@
 #pragma once
-// A tile of rows of one head, and the keys that some of its rows see.
+// A Q tile of one head, and the range of keys that its rows see.
 
 #include <attention/extent.cuh>
 
-// kv_begin is rounded down to the first key of a tile. after() leads from one tile of keys to the
-// next.
+// kv_begin is rounded down to the start of a K/V tile; after() returns the start of the next K/V
+// tile.
 struct RowTile : KeyTiles, Origin {
   int row, head, batch, kv_begin, kv_end;
 };

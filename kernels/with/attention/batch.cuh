@@ -17,13 +17,13 @@
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
 
-// The argument `sizes` of every launch, which the host passes.
+// The sizes of a problem, which the host passes to every launch.
 struct Sizes {
   int M, N;           // queries and keys of a head
-  int causal_offset;  // key j is seen if j <= i + causal_offset: N - M (bottom-right) or 0
-                      // (top-left), plus a window's keys on the right
-  int window_offset;  // key j is seen if j >= i + window_offset: N - M or 0, minus a window's keys
-                      // on the left
+  int causal_offset;  // key j is visible if j <= i + causal_offset: N - M (bottom-right) or 0
+                      // (top-left), plus the window's keys to the right
+  int window_offset;  // key j is visible if j >= i + window_offset: N - M or 0, minus a window's
+                      // keys on the left
 };  // In a ragged launch M and N count all rows, and the offsets are those from a query's position.
 
 // Maps rows of a sequence to rows of packed arrays. For other arrays it changes nothing.
