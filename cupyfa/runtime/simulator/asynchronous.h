@@ -1,5 +1,4 @@
-// Simulates asynchronous operations: cp.async, mbarriers, TMA boxes and wgmma. runtime.cpp includes
-// this file at its end.
+// Simulates cp.async, mbarriers, TMA boxes and wgmma. Included at the end of runtime.cpp.
 //
 // Each operation executes as late as a device may execute it: a thread's copy in the wait for its
 // group, a box in the first wait for its mbarrier phase, a product in the first wait for its group.
@@ -221,8 +220,8 @@ Cell* cells_at(Arena& arena, const void* pointer) {
   return &arena.cells[(reinterpret_cast<std::uintptr_t>(pointer) - arena.address) / cell_bytes];
 }
 
-// The clocks that a reader has seen, which may be a copy or a tensor core; `thread` is the reading
-// thread, or -1.
+// The clocks that a reader (thread, copy or tensor core) has seen; `thread` is -1 unless a thread
+// reads.
 struct Reader {
   const Clock* past;
   int thread;
@@ -842,8 +841,7 @@ inline float widened(std::uint16_t bits, bool half) {
   return half ? half_as_float(bits) : bits_as_float(static_cast<std::uint32_t>(bits) << 16);
 }
 
-// Converts 4 exponent bits, biased by 7, and 3 mantissa bits. The format has no infinity; NaN has
-// all bits set.
+// Converts 4 exponent bits (bias 7) and 3 mantissa bits; all ones are NaN, there is no infinity.
 inline float e4m3_as_float(std::uint8_t bits) {
   if ((bits & 0x7f) == 0x7f) return bits_as_float(0x7fc00000);
   std::uint32_t magnitude = static_cast<std::uint32_t>(bits & 0x7f) << 20;
@@ -934,8 +932,8 @@ inline void keep_largest(Columns& x, const Columns& other) {
   x = x > other ? x : other;
 }
 
-// Rounds magnitudes down to powers of two. Subnormal e4m3 numbers become the smallest normal power
-// of two; 0 stays 0.
+// Rounds magnitudes down to powers of two: subnormal e4m3 numbers to the smallest normal one, 0 to
+// 0.
 inline void keep_powers_of_e4m3(Columns& x) {
   Columns power = x;
   keep_bits(power, exponent_bits);
@@ -974,8 +972,8 @@ void add_e4m3_product(Sums& sums, const Factors& factors) {
   }
 }
 
-// Accumulates products one by one along k and rounds each sum. A device adds sixteen products at a
-// time, with fewer bits.
+// Accumulates products one by one along k and rounds each sum. A device adds sixteen at a time,
+// with fewer bits.
 void add_product(Sums& sums, const Factors& factors) {
   constexpr int width = width_of_columns;
   for (int row = 0; row < product_rows; ++row) {
@@ -1150,8 +1148,7 @@ void return_d(Worker& worker, Warpgroup& group, std::uint64_t end, const Place& 
   Sums** link = &group.sums;
   while (Sums* sums = *link) {
     if (has(sums->taken, rank) && !has(sums->returned, rank) && sums->last < end) {
-      // The stack grows downwards, so a frame below this one belongs to a function that has
-      // returned.
+      // The stack grows downwards, so frames below this one belong to functions that have returned.
       if (static_cast<void*>(sums->d[rank]) < __builtin_frame_address(0)) {
         fault(worker, place,
               format("waits for a product at %s into D of a function that has returned",

@@ -291,8 +291,7 @@ constexpr std::size_t page = 4096;
 constexpr std::size_t stack_bytes = 65 * page;
 constexpr std::size_t slab_bytes = stack_bytes * warp_size;
 
-// Free list: the second page of a free slab holds the pointer to the next one; the first is a
-// guard.
+// Free list: a free slab's second page holds the pointer to the next one; the first is a guard.
 char* free_slabs = nullptr;
 pthread_mutex_t slab_mutex = PTHREAD_MUTEX_INITIALIZER;
 
@@ -474,8 +473,8 @@ struct Launch {
   std::atomic<std::uint64_t> next_number{1};
   std::atomic<std::uint64_t> unwaited{0};  // blocks that did not wait for the previous launch
 
-  // Maps memory that is committed on first access. Returns nullptr if there is none; races are then
-  // not detected.
+  // Maps memory that is committed on first access. Returns nullptr on failure; races then go
+  // undetected.
   template <class T>
   static T* map(std::size_t count) {
     void* room = mmap(nullptr, count * sizeof(T), PROT_READ | PROT_WRITE,
@@ -1670,8 +1669,7 @@ void place_fiber(Worker& worker, int index) {
   fiber.lane = index % warp_size;
   char* low = worker.slabs[fiber.warp] + fiber.lane * stack_bytes;
   fiber.stack_low = reinterpret_cast<std::uintptr_t>(low);
-  // Shifts each stack, because equal depths of different stacks would compete for the same cache
-  // lines.
+  // Shifts stacks, because equal depths of different stacks would compete for the same cache lines.
   std::size_t shift = index * 13 % 64 * 64;
   char* top = low + stack_bytes - shift - sizeof(Coordinates);
   fiber.coordinates = reinterpret_cast<Coordinates*>(top);

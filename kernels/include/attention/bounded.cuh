@@ -1,7 +1,7 @@
 #pragma once
 // An index computed by a user's expression, which may lie outside its axis. Devices clamp it, so no
-// kernel reads outside an array. The simulator's header of this name reports it, with the array and
-// the expression.
+// kernel reads outside an array. The simulator's header of this name reports it with the
+// expression.
 
 template <class T>
 struct Bounded {

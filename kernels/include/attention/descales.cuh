@@ -28,8 +28,8 @@ __device__ __forceinline__ bool are_finite(const Descales& x) {
 }
 
 // Factors of Q, K and their product, for rows that are recomputed score by score. Finite descales
-// multiply only the product, because a single one could take Q or K out of the range of float. A
-// non-finite descale multiplies its operand and makes elements infinite or NaN.
+// multiply only the product, because one alone could take Q or K out of the range of float. A
+// non-finite descale multiplies its operand, whose elements become infinite or NaN.
 struct Factors {
   float Q, K, scores;
 };
@@ -51,8 +51,7 @@ struct DescaledScorer {
   }
 };
 
-// Rows of e4m3 multiplied by a descale, with the interface of a Tensor. descaled() returns tensors
-// of other types unchanged.
+// Rows of e4m3 multiplied by a descale, with the interface of a Tensor. Other types stay unchanged.
 struct DescaledRows {
   Tensor<const E4m3> rows;
   float descale;

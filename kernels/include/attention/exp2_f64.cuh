@@ -1,9 +1,9 @@
 #pragma once
-// 2^x of doubles for the softmax. It overloads exp2f, which other headers call, so a kernel
-// includes this header before them. Its only special cases: -infinity gives 0, and NaN stays NaN.
+// Computes 2^x of doubles for the softmax. It overloads exp2f, which other headers call, so a
+// kernel includes this header before them. With x = n + u, an integer n and |u| <= 1/2, it
+// evaluates a polynomial for 2^u, with a relative error of 1.2 * 2^-53, and adds n to its exponent.
+// Below 2^-1021 the result is 0. Special cases: -infinity gives 0, and NaN stays NaN.
 
-// Computes 2^(n + u), x = n + u, with an integer n and |u| <= 1/2: evaluates a polynomial for 2^u,
-// with a relative error of 1.2 * 2^-53, and adds n to its exponent. Below 2^-1021 the result is 0.
 __device__ __forceinline__ double exp2f(double x) {
   constexpr double coefficients[] = {
       0x1.e9ec20ad87111p-32, 0x1.e60640a3f3efbp-28, 0x1.b524ebd0ad040p-24, 0x1.62bfd476c729fp-20,

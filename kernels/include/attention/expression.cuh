@@ -403,8 +403,7 @@ __device__ __forceinline__ auto operator*(const A& a, const B& b) {
   }
 }
 
-// Returns x * y + z, rounded once. As two operations, products might be computed far ahead and
-// occupy too many registers.
+// Returns x * y + z, rounded once. As two operations, products computed far ahead occupy registers.
 template <int n, int m, int k>
 __device__ __forceinline__ auto fused(const Dual<n>& x, const Dual<m>& y, const Dual<k>& z) {
   const real value = elementary::fused(x.value, y.value, z.value);

@@ -26,14 +26,13 @@ struct Extent : Context, BatchElement {  // M and N are members of Sizes
     return 0;
   }
 
-  // Returns whether a row sees a key.
   __device__ __forceinline__ bool sees(int row, int key, int more = 0) const {
     return in_reach(row, key) && shown(row, key, more);
   }
 
-  // Returns whether the causal mask and the window show a pair. A key left of the window makes
-  // `inside` negative; as unsigned, that exceeds any distance in the window, so one comparison
-  // checks both ends.
+  // Returns whether the causal mask and the window show a pair. Left of the window `inside` is
+  // negative; as unsigned it exceeds any distance in the window, so one comparison checks both
+  // ends.
   __device__ __forceinline__ bool in_reach(int row, int key) const {
     if constexpr (windowed) {
       const int inside = key - row - window_offset;

@@ -1,13 +1,12 @@
 #pragma once
-// Finishes a warp's rows: divides O by the row sums, and writes lse and, on request, the row
-// maxima.
+// Finishes a warp's rows: divides O by the row sums, and writes lse and, on request, row maxima. Of
+// every four rows, each of the four lanes that share them computes one logarithm.
 
 #include <attention/row_state.cuh>
 #include <tile/tensor.cuh>
 #include <tile/warp.cuh>
 #include <timeline.cuh>
 
-// Four lanes share each row. Of every four rows, each lane computes the logarithm of one.
 template <int m, int n, int pack_gqa>
 __device__ __forceinline__ void finish_rows(real (&O)[m][n][4],
                                             const Rows<m * step, pack_gqa>& rows, Tensor<real> lse,

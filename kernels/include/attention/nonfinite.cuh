@@ -55,8 +55,7 @@ __device__ __forceinline__ bool needs_repair(const real (&O)[m][n][4],
 }
 
 // Recomputes a query's row of O and lse with one warp, from its visible keys and the sink. Loop
-// conditions do not depend on the lane; otherwise the compiler would treat the warp as diverged,
-// even in the calling loop.
+// conditions do not depend on the lane, so that the compiler sees the warp as converged.
 template <int d, int dv, class Queries, class Keys, class Scores>
 __device__ void repair_row(Queries Q, Keys K, Keys V, Tensor<result> O, Tensor<real> lse,
                            const Extent& extent, int query, int batch, int head, int kv_head,
@@ -98,14 +97,12 @@ __device__ void repair_row(Queries Q, Keys K, Keys V, Tensor<result> O, Tensor<r
   }
 }
 
-// Calls repair_row() out of line: leaves more registers to the main loop, but would serialise
-// wgmma.
+// Calls repair_row() out of line: leaves the main loop more registers, but would serialise wgmma.
 template <int d, int dv, class... Args>
 __device__ __noinline__ void call_repair_row(Args... args) {
   repair_row<d, dv>(args...);
 }
 
-// Recomputes all rows of a warp.
 template <int d, int dv, bool by_call = false, int Wr, int pack_gqa, class T, class Keys, class S>
 __device__ void repair_rows(T Q, Keys K, Keys V, Tensor<result> O, Tensor<real> lse,
                             const Rows<Wr, pack_gqa>& rows, int batch, int head, int kv_head,

@@ -12,8 +12,7 @@ struct OnlineSoftmax : RowMaxima<1> {
   __device__ __forceinline__ OnlineSoftmax(real maximum = -infinity, real sum = 0)
       : maximum(maximum), sum(sum) {}
 
-  // Starts with a score that belongs to no key (attention sink). -infinity means no sink; infinity
-  // makes the sum NaN.
+  // Starts with an attention sink; -infinity means no sink, and infinity makes the sum NaN.
   __device__ __forceinline__ void begin_with(real score) {
     if (score == -infinity) return;
     maximum = score;

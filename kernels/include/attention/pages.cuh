@@ -14,7 +14,6 @@
 
 constexpr int page_rows = page_size > 0 ? page_size : 1;
 
-// The pages of one batch element.
 struct Pages {
   const int* numbers;
   int most, count;

@@ -1,6 +1,5 @@
 #pragma once
-// Row maxima of a warp. A lane holds a quarter of two rows in every 16, so two shuffles reduce a
-// row.
+// Row maxima of a warp. A lane holds a quarter of two rows per 16; two shuffles reduce a row.
 
 #include <attention/row_state.cuh>
 #include <tile/warp.cuh>

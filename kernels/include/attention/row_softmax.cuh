@@ -41,8 +41,7 @@ __device__ __forceinline__ void rescale(real (&S)[m][keys][4], real (&O)[m][cols
   scale_rows(O, factor);
 }
 
-// Computes P = 2^(S * scale2 - maximum) in place for the 8 keys of fragment column j, and adds it
-// to `sum`.
+// Computes P = 2^(S * scale2 - maximum) for the 8 keys of fragment column j, and its row sums.
 template <int m, int n, int pack_gqa>
 __device__ __forceinline__ void exponentiate(real (&S)[m][n][4], int j,
                                              const Rows<m * step, pack_gqa>& rows,
@@ -56,8 +55,8 @@ __device__ __forceinline__ void exponentiate(real (&S)[m][n][4], int j,
 }
 
 // Computes P for all keys of a tile, and applies dropout unless the packed operands receive it
-// later. The tile is summed separately before it is added to the row sums, which limits rounding
-// errors with millions of keys.
+// later. A tile is summed before it is added to the row sums, which limits rounding errors with
+// many keys.
 template <bool drops = true, int m, int n, int pack_gqa>
 __device__ __forceinline__ void exponentiate(real (&S)[m][n][4], Rows<m * step, pack_gqa>& rows,
                                              int first_key) {

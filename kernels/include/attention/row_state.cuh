@@ -13,9 +13,8 @@ template <int rows, int columns>
 using Fragments = real[rows / step][columns / 8][4];
 
 // The softmax state of a warp's Wr rows. A lane holds parts of two rows in every 16: its row i is
-// half i % 2 of block i / 2. All four lanes of a row hold its maximum, but only partial sums until
-// finish_rows(). S * scale2 is an exponent of 2. With packed GQA, row r is query r / pack_gqa of
-// head r % pack_gqa.
+// half i % 2 of block i / 2. Its maximum is complete, its sum partial until finish_rows(). S *
+// scale2 is an exponent of 2. With packed GQA, row r is query r / pack_gqa of head r % pack_gqa.
 template <int Wr, int pack_gqa = 1>
 struct Rows : RowMaxima<2 * (Wr / step)> {
   static constexpr int heads = pack_gqa;
@@ -39,8 +38,7 @@ struct Rows : RowMaxima<2 * (Wr / step)> {
     return min(first + i * step + half * 8, extent.M * pack_gqa - 1);
   }
   // Converts a maximum to an exponent of two. If finite modified scores overflow to -infinity, as
-  // if their keys were hidden, the result stays above -largest, and the row is recomputed
-  // (nonfinite.cuh).
+  // if hidden, the result stays above -largest, and the row is recomputed (nonfinite.cuh).
   __device__ __forceinline__ real exponent_of(real maximum) const {
     if constexpr (!has_expressions) return maximum * scale2;
     return fmax(maximum * scale2, maximum != -infinity ? -largest / 2 : -infinity);

@@ -1,10 +1,9 @@
 #pragma once
-// A Q tile of one head, and the range of keys that its rows see.
+// A Q tile of one head, and the range of keys that its rows see. kv_begin is rounded down to the
+// start of a K/V tile; after() returns the start of the next one.
 
 #include <attention/extent.cuh>
 
-// kv_begin is rounded down to the start of a K/V tile; after() returns the start of the next K/V
-// tile.
 struct RowTile : KeyTiles, Origin {
   int row, head, batch, kv_begin, kv_end;
 };

@@ -100,8 +100,7 @@ struct HeadContext<true, Arrays> {
       to.at(packed ? 0 : batch, head + more, row) = score;
     }
   }
-  // Applies dropout to a weight or its gradient: returns 0 if dropped, else x times the kept
-  // factor.
+  // Applies dropout to a weight or its gradient: returns 0, or x times the factor of kept weights.
   template <class T>
   __device__ __forceinline__ T dropped(T x, int query, int key) const {
     if constexpr (has_dropout)

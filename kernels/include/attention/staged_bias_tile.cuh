@@ -110,7 +110,7 @@ struct StagedBiasColumns {
     }
     return part;
   }
-  // Returns the index of key k + 8 i with its element for row 8 j + 2 * (lane % 4), or for the next
+  // Returns the index of key k + 8 i with its element for row 8 j + 2 * (lane % 4), or the next
   // row.
   __device__ __forceinline__ HeldIndex index(Index key, const Part& part, int i, int j,
                                              bool next) const {

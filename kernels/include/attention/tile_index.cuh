@@ -4,8 +4,7 @@
 
 #include <attention/batch.cuh>
 
-// Converts a tile index over all heads to a tile, head and batch element. A tile has `size` rows;
-// `together` heads share it.
+// Converts a tile index over all heads to a place. A tile has `size` rows of `together` heads.
 template <int size, int together = 1, class Arrays>
 __device__ __forceinline__ Place place_of_rows(int index, const Sizes& sizes, const Arrays&,
                                                int heads) {

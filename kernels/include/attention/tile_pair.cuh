@@ -25,7 +25,6 @@ struct TilePair {
   __device__ __forceinline__ bool in_reach(int row, int key) const {
     return extent.in_reach(first_row + row, first_key + key);
   }
-  // Returns whether mask expressions hide a pair.
   template <bool at_end>
   __device__ __forceinline__ bool hides(int row, int key, int more = 0) const {
     return extent.hides(this->row(row), this->key<at_end>(key, more));
@@ -43,7 +42,7 @@ struct TilePair {
     else
       return extent.key_tiles(first_row / rows).template is_full<keys>(first_key);
   }
-  // Returns whether every existing row sees every existing key; reaches_all() ignores mask
+  // Returns whether all existing rows see all existing keys; reaches_all() ignores mask
   // expressions.
   __device__ __forceinline__ bool sees_all() const {
     return (!has_mask_mod || is_full()) && reaches_all();

@@ -2,8 +2,7 @@
 // Computes P = exp(score - lse), at most 1: rounding may leave a score above a huge lse.
 #include <tile/math.cuh>
 
-constexpr real huge_lse =
-    sizeof(real) == 8 ? 0x1p55 : 0x1p25;  // from here on rounding of lse matters
+constexpr real huge_lse = sizeof(real) == 8 ? 0x1p55 : 0x1p25;  // from here on rounding matters
 __device__ __forceinline__ real log_weight(real score, real lse) {
   return fabs(lse) >= huge_lse && score > lse ? real(0) : score - lse;
 }

@@ -1,10 +1,9 @@
 #pragma once
-// Copies contiguous bytes with the tensor memory accelerator (TMA).
-#include <ptx/tma.cuh>
-
 // Starts a copy of `bytes` bytes from global to shared memory; the size and both addresses are
 // multiples of 16. The copy signals `barrier` with the bytes transferred.
 // PTX: cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes
+#include <ptx/tma.cuh>
+
 __device__ __forceinline__ void bulk_load(void* shared, const void* memory, int bytes,
                                           Barrier& barrier) {
   asm volatile(

@@ -1,7 +1,6 @@
 #pragma once
 // Barriers in shared memory (PTX: mbarrier). A phase completes when `arrivals` threads have arrived
-// and all expected bytes have been copied. Phases alternate between 0 and 1; a wait passes the
-// phase that it waits for.
+// and all expected bytes have been copied. Phases alternate between 0 and 1.
 #include <timeline.cuh>
 
 struct Barrier {

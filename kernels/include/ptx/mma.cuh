@@ -6,8 +6,7 @@
 //   B [16][8]   b0 = B[c, c+1][r], b1 = B[c+8, c+9][r]
 //   D [16][8]   d[0], d[1] = D[r][c, c+1]; d[2], d[3] = D[r+8][c, c+1]
 //
-// Two neighbouring D fragments, packed in pairs, form an A fragment, so P stays in registers
-// between the two products.
+// Two neighbouring D fragments, packed in pairs, form an A fragment: P stays in registers.
 #include <ptx/pack.cuh>
 
 // A shared-memory address that supports arithmetic.
@@ -19,8 +18,8 @@ struct SharedAddress {
 
 // Loads four 8x8 matrices of 16-bit numbers. Lane l passes the address of row l % 8 of matrix l /
 // 8, a multiple of 16 bytes, and receives elements 2 * (l % 4) and 2 * (l % 4) + 1 of row l / 4 of
-// each matrix. (Read as floats, the matrices are 8x4, and the lane receives element l % 4 of row l
-// / 4.)
+// each matrix. (As floats the matrices are 8x4, and the lane receives element l % 4 of row l / 4.)
+// PTX: ldmatrix.sync.aligned.m8n8.x4.shared.b16
 __device__ __forceinline__ void ldmatrix(unsigned (&r)[4], SharedAddress row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

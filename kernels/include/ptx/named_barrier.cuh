@@ -1,6 +1,5 @@
 #pragma once
-// The sixteen named barriers of a block. __syncthreads uses barrier 0; `threads` is a multiple of
-// 32.
+// The named barriers of a block, 0 to 15; __syncthreads uses 0. `threads` is a multiple of 32.
 #include <timeline.cuh>
 
 // Arrives and waits until `threads` threads have arrived at the barrier.  PTX: bar.sync

@@ -36,8 +36,7 @@ __device__ __forceinline__ Matrix operator+(Matrix matrix, int bytes) {
 }
 
 // Returns a K-major operand: A [64][16] stored by rows, or B [16][n] stored as its transpose. The
-// next 16 columns (32 of e4m3) follow 32 bytes further in the same box; the leading offset is
-// unused.
+// next 16 columns (32 of e4m3) are 32 bytes further in the same box; the leading offset is unused.
 __device__ __forceinline__ Matrix by_rows(const void* box) {
   return Matrix::of(1 << 16 | shared_address(box) / 16);
 }
@@ -48,8 +47,8 @@ __device__ __forceinline__ Matrix by_columns(const void* box, int rows) {
   return Matrix::of(unsigned(rows * 128 / 16) << 16 | shared_address(box) / 16);
 }
 
-// Must precede the first product, and any product whose registers were written since the last
-// fence.  PTX: wgmma.fence
+// Must precede the first product, and any product whose registers were written since.
+// PTX: wgmma.fence
 __device__ __forceinline__ void wgmma_fence() {
   timeline::event(timeline::issue);
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");

@@ -1,6 +1,5 @@
 #pragma once
-// 16x16x16 tensor-core products of one warp: half inputs, float accumulators. All 32 lanes call
-// each function together.
+// 16x16x16 tensor-core products of one warp: half in, float out. All 32 lanes call each function.
 //
 // Uses PTX directly because the pip wheels lack parts of mma.h. The assignment of elements to lanes
 // is undocumented, so tiles are loaded and stored through memory only.

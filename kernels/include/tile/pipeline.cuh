@@ -18,8 +18,7 @@ struct PipelineState {
 };
 
 // The barriers of a pipeline; the buffers are members of a kernel's struct Shared. A stage that is
-// loaded in parts has a `full` barrier for each part, so that consumers can start with the first
-// one.
+// loaded in parts has a `full` barrier per part, so that consumers can start with the first part.
 template <int stages, int parts = 1>
 struct Pipeline {
   Barrier full[parts][stages], empty[stages];
@@ -34,8 +33,7 @@ struct Pipeline {
     }
   }
 
-  // Producer: waits until the stage is empty, as all are at first, and returns the barrier of its
-  // load.
+  // Producer: waits until the stage is empty, as all are at first, and returns its `full` barrier.
   __device__ __forceinline__ Barrier& acquire(PipelineState<stages> state = {}) {
     ::wait(empty[state.stage], state.phase ^ 1);
     return full[0][state.stage];

@@ -32,7 +32,7 @@ __device__ __forceinline__ auto stored_pair(float low, float high) {
     return pack<T>(low, high);
 }
 
-// Stores a row's numbers from column `first_col` on, up to `end`, a multiple of 8, and `cols`.
+// Stores a row's numbers from column `first_col` up to `end`, a multiple of 8, and `cols`.
 // `aligned`: rows start at multiples of 16 bytes. All lanes call this, even for a row outside the
 // tensor.
 template <int cols, class T, class Pair, int count>

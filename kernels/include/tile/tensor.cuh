@@ -8,8 +8,7 @@ struct Tensor {
   T* data;
   long long batch_stride, head_stride, row_stride;  // in elements
 
-  // In a packed launch, batch_stride is the address of an array with the first row of each
-  // sequence.
+  // In a packed launch, batch_stride is the address of an array: the first row of each sequence.
   __device__ __forceinline__ const int* first_rows() const {
     return reinterpret_cast<const int*>(batch_stride);
   }

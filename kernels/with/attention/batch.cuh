@@ -4,8 +4,7 @@
 // the other along the rows of arrays [heads, rows, columns], and each sequence is a batch element.
 //
 // The host defines above every kernel `ragged`, true if lengths differ, and `packed`, true if
-// sequences are packed. In a ragged launch sizes.M and sizes.N are the rows of the arrays, and
-// struct Mods has
+// sequences are packed. If ragged, sizes.M and sizes.N are the rows of the arrays, and Mods has
 //   is_packed                      true if sequences are packed; then it has
 //   cu_seqlens_q_, cu_seqlens_k_   the first row of each sequence, and the end of the last one
 //   seqused_q_, seqused_k_         used rows per sequence, if has_seqused_q, has_seqused_k

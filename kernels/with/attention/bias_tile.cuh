@@ -1,7 +1,6 @@
 #pragma once
-// A tile in shared memory of a bias, or of another array indexed by query and key. It is empty
-// unless bias_bytes, the size of an element, is nonzero; then the host includes
-// staged_bias_tile.cuh.
+// A shared-memory tile of a bias, or of another array indexed by query and key. It is empty unless
+// bias_bytes, an element's size, is nonzero; then the host includes staged_bias_tile.cuh.
 
 #include <attention/no_bias.cuh>
 

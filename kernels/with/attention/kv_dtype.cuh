@@ -1,12 +1,10 @@
 #pragma once
-// The dtype of stored keys and values: the operands' dtype, or e4m3 with one scale per head, or per
-// page and head.
+// The dtype of stored keys and values: the operands' dtype, or e4m3 with scales per head or page.
 //
-// The host defines `has_e4m3` above a kernel: true if keys and values are e4m3. Struct Mods then
-// has
+// The host defines `has_e4m3` above a kernel: true if keys and values are e4m3. Mods then has
 //   k_scale_, v_scale_  float32 [batch or 1, kv_heads], or [pages, 1, kv_heads]
-// Rows of e4m3 have an even number of bytes and start at even addresses, so copies move two
-// elements as one operand.
+// Rows of e4m3 have an even number of bytes and start at even addresses, so that copies can move
+// two elements as one operand.
 
 #include <attention/batch.cuh>
 #include <attention/scaled_row.cuh>
@@ -60,7 +58,6 @@ struct Scales {
   }
 };
 
-// The scales of one head.
 template <bool of_pages>
 struct HeadScales {
   static constexpr bool by_page = of_pages;

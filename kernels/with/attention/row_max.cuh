@@ -1,11 +1,10 @@
 #pragma once
 // The largest score of each row, which a call may request besides lse. It differs from the
-// softmax's maximum, which may include a sink, be rounded, or lag behind scores that barely exceed
-// it.
+// softmax's maximum, which may include a sink, be rounded, or lag behind slightly larger scores.
 
 #include <tile/math.cuh>
 
-// Number of maxima that each key split stores per row: the softmax's, and the largest score.
+// Number of maxima that a key split stores per row: the softmax's, and the largest score.
 constexpr int stored_maxima = has_row_max ? 2 : 1;
 
 // The largest scores so far of some rows; empty unless the call requests them.

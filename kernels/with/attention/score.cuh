@@ -78,8 +78,7 @@ struct Scorer {
                        : scale == 0     ? T(1)
                                         : fabs(scale));
   }
-  // Returns x for a product. is_capped: the product is a score to which the softcap has been
-  // applied.
+  // Returns x for a product. is_capped: the product is a score with the softcap applied.
   template <bool is_capped = false, class Key>
   __device__ __forceinline__ T applied(T product, const Extent& extent, Index row, Key key,
                                        int more = 0) const {

@@ -18,7 +18,7 @@ typedef decltype(sizeof(0)) size_t;
 #define __launch_bounds__(...)
 #define SIMULATOR_INLINED inline __attribute__((always_inline))
 // Inlining all of these functions would take half of the compile time of the ladder's kernels.
-// Other kernels inline them: only then are the accesses checked that pass a struct by value from
+// Other kernels inline them, because only then is a struct checked that is passed by value from
 // memory.
 #if defined(SIMULATOR_CALLS_FUNCTIONS)
 #define __forceinline__ inline
@@ -28,8 +28,7 @@ typedef decltype(sizeof(0)) size_t;
 #define __noinline__ __attribute__((noinline))
 #define __align__(bytes) __attribute__((aligned(bytes)))
 // A worker runs one block at a time, so __shared__ variables can be thread-local. Each block starts
-// with all bytes 0xff. Without __constinit gcc would check whether a variable next to an array of
-// halves is initialised.
+// with all bytes 0xff. Without __constinit gcc would add initialisation checks to some variables.
 #if defined(__clang__)
 #define __shared__ thread_local
 #else
@@ -37,8 +36,7 @@ typedef decltype(sizeof(0)) size_t;
 #endif
 
 // ---------------------------------------------------------------------------------------------
-// The runtime. `operation` is the function's name in the kernel, for messages; file and line locate
-// the call.
+// The runtime. `operation` is the function's name in the kernel; file and line locate the call.
 
 namespace simulator {
 struct Coordinates;
@@ -453,8 +451,7 @@ inline int __syncthreads_and(int predicate, simulator::Here here = {}) {
 inline void __syncwarp(unsigned mask = 0xffffffffu, simulator::Here here = {}) {
   simulator::warp_barrier(mask, "__syncwarp", here);
 }
-// A worker runs one thread at a time. Other workers see its stores at the end of the grid at the
-// latest.
+// A worker runs one thread at a time. Other workers see its stores when the grid ends or earlier.
 inline void __threadfence() {
   simulator_fence();
 }
@@ -470,8 +467,7 @@ inline void __threadfence_system() {
 
 namespace simulator {
 
-// Returns the value of lane `source`, or the lane's own value if the source is not `inside` its
-// segment.
+// Returns the value of lane `source`, or the lane's own value unless `inside` (its segment).
 template <class T>
 inline T shuffle(unsigned mask, const T& value, int source, bool inside, const char* operation,
                  Here here) {

@@ -48,8 +48,7 @@ inline NUMBER __hneg(NUMBER a) {
 inline NUMBER __habs(NUMBER a) {
   return NUMBER(RAW{static_cast<unsigned short>(a.bits & 0x7fff)});
 }
-// The product is exact in double. The sum is rounded to odd, so that the second rounding is
-// correct.
+// The product is exact in double. The sum is rounded to odd, so that rounding it again is correct.
 inline NUMBER __hfma(NUMBER a, NUMBER b, NUMBER c) {
   double product = double(float(a)) * double(float(b));
   return NUMBER(simulator::add_to_odd(product, double(float(c))));

@@ -1,7 +1,6 @@
 #pragma once
-// Compares the two 16-bit halves of a register in one instruction.
-
 // Returns all ones in each half where x >= y, else zeros.
+
 inline unsigned halves_at_least(unsigned x, unsigned y) {
   const unsigned lower = (x & 0xffff) >= (y & 0xffff), upper = x >> 16 >= y >> 16;
   return lower * 0xffff | upper * 0xffff0000;

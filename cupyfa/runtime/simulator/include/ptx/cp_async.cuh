@@ -1,8 +1,7 @@
 #pragma once
 // Asynchronous copies from global to shared memory.
 //
-// The simulator writes the data as late as a device may: in the wait for the copy. It reports an
-// earlier use as a race.
+// The simulator writes the data in the wait for the copy, and reports an earlier use as a race.
 #include <simulator.h>
 #include <timeline.cuh>
 

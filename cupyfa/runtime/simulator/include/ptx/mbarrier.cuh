@@ -1,7 +1,6 @@
 #pragma once
 // Barriers in shared memory. A phase completes when `arrivals` threads have arrived and all
-// expected bytes have been copied. Phases alternate between 0 and 1; a wait passes the phase that
-// it waits for.
+// expected bytes have been copied. Phases alternate between 0 and 1.
 //
 // The simulator copies bytes as late as a device may: in a wait. It reports a wait that never ends.
 #include <simulator.h>

@@ -6,8 +6,7 @@
 //   B [16][8]   b0 = B[c, c+1][r], b1 = B[c+8, c+9][r]
 //   D [16][8]   d[0], d[1] = D[r][c, c+1]; d[2], d[3] = D[r+8][c, c+1]
 //
-// Two neighbouring D fragments, packed in pairs, form an A fragment, so P stays in registers
-// between the two products.
+// Two neighbouring D fragments, packed in pairs, form an A fragment: P stays in registers.
 #include <ptx/pack.cuh>
 #include <timeline.cuh>
 
@@ -116,8 +115,7 @@ struct SharedAddress {
 
 // Loads four 8x8 matrices of 16-bit numbers. Lane l passes the address of row l % 8 of matrix l /
 // 8, a multiple of 16 bytes, and receives elements 2 * (l % 4) and 2 * (l % 4) + 1 of row l / 4 of
-// each matrix. (Read as floats, the matrices are 8x4, and the lane receives element l % 4 of row l
-// / 4.)
+// each matrix. (As floats the matrices are 8x4, and the lane receives element l % 4 of row l / 4.)
 inline void ldmatrix(unsigned (&r)[4], SharedAddress row, simulator::Here here = {}) {
   simulator::read_pairs(r, simulator::gather_rows(row.pointer(), "ldmatrix", here), here);
 }

@@ -24,8 +24,7 @@ __attribute__((no_sanitize("thread"), noinline)) inline void write_columns(void*
 }  // namespace simulator
 
 // Stores four matrices to shared memory and transposes each. Lane l passes the address of row l % 8
-// of stored matrix l / 8, and elements [2 * (l % 4)][l / 4] and [2 * (l % 4) + 1][l / 4] of each
-// matrix.
+// of stored matrix l / 8, and elements [2 * (l % 4)][l / 4] and [2 * (l % 4) + 1][l / 4] of each.
 inline void store_matrices_transposed(void* row, const unsigned (&r)[4],
                                       simulator::Here here = {}) {
   const char* name = "store_matrices_transposed";

@@ -13,8 +13,7 @@ inline float e4m3_value(E4m3 x) {
   return x.bits & 0x80 ? -value : value;
 }
 
-// Converts four e4m3 numbers exactly to two pairs of 16-bit numbers, the first number in the lower
-// bits.
+// Converts four e4m3 numbers exactly to two pairs of 16-bit numbers, the first in the lower bits.
 template <class T>
 inline void unpack_e4m3(unsigned four, unsigned& first, unsigned& second) {
   float value[4];

@@ -8,8 +8,7 @@
 //   D    d[4 * j], d[4 * j + 1] = D[r][8 * j + c, + 1]; d[4 * j + 2], d[4 * j + 3] = row r + 8
 //   A    a[0] = A[r][c, c+1], a[1] = A[r+8][c, c+1], a[2], a[3] = columns + 8
 //
-// Two neighbouring column blocks of D, packed in pairs, form an A operand, as for the products of
-// one warp.
+// Two neighbouring column blocks of D, packed in pairs, form an A operand, as with mma.cuh.
 //
 // With e4m3 a product covers twice the depth, A [64][32] B [32][n]:
 //
@@ -50,8 +49,7 @@ inline Matrix by_columns(const void* box, int rows) {
   return {static_cast<const unsigned char*>(box), rows};
 }
 
-// Must precede the first product, and any product whose registers were written since the last
-// fence.
+// Must precede the first product, and any product whose registers were written since.
 inline void wgmma_fence(simulator::Here here = {}) {
   timeline::event(timeline::issue);
   simulator_fence_registers(here.file, here.line);

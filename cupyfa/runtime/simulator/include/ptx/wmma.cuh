@@ -1,6 +1,5 @@
 #pragma once
-// 16x16x16 tensor-core products of one warp: half inputs, float accumulators. All 32 lanes call
-// each function together.
+// 16x16x16 tensor-core products of one warp: half in, float out. All 32 lanes call each function.
 //
 // In the simulator lane l holds half a row of a tile: row l / 2, from column 8 * (l % 2) on.
 #include <cuda_fp16.h>

@@ -1,7 +1,7 @@
 #pragma once
 // Writes timeline entries (log.cuh). The simulator has no clock: the host models times from the
-// order of a block's entries. Products and copies add up their work here; the warp's next entry
-// reports it to the model.
+// order of a block's entries. Products and copies add up their work, which the warp's next entry
+// reports.
 #include <ptx/clock.cuh>
 #include <simulator.h>
 #include <tile/timeline_kinds.cuh>
