@@ -128,7 +128,7 @@ struct RegisterCall {
   int count;
   bool increases;
   int threads;  // number of threads that made the call
-  int thread;   // the first of them
+  int thread;   // the first of these threads
   Place place;
 };
 
@@ -220,8 +220,7 @@ Cell* cells_at(Arena& arena, const void* pointer) {
   return &arena.cells[(reinterpret_cast<std::uintptr_t>(pointer) - arena.address) / cell_bytes];
 }
 
-// The clocks that a reader (thread, copy or tensor core) has seen; `thread` is -1 unless a thread
-// reads.
+// The clocks that a reader (thread, copy or tensor core) has seen; `thread` is -1 for no thread.
 struct Reader {
   const Clock* past;
   int thread;
@@ -932,8 +931,7 @@ inline void keep_largest(Columns& x, const Columns& other) {
   x = x > other ? x : other;
 }
 
-// Rounds magnitudes down to powers of two: subnormal e4m3 numbers to the smallest normal one, 0 to
-// 0.
+// Rounds down to powers of two: subnormal e4m3 numbers to the smallest normal one, and 0 to 0.
 inline void keep_powers_of_e4m3(Columns& x) {
   Columns power = x;
   keep_bits(power, exponent_bits);
@@ -972,8 +970,8 @@ void add_e4m3_product(Sums& sums, const Factors& factors) {
   }
 }
 
-// Accumulates products one by one along k and rounds each sum. A device adds sixteen at a time,
-// with fewer bits.
+// Accumulates products one by one along k and rounds each sum. A device adds sixteen at once, with
+// fewer bits.
 void add_product(Sums& sums, const Factors& factors) {
   constexpr int width = width_of_columns;
   for (int row = 0; row < product_rows; ++row) {
@@ -1378,7 +1376,7 @@ Text asynchronous_name(const Worker& worker, Epoch epoch, std::uintptr_t address
                 place_name(worker, pending ? group.products->place : group.place).chars);
 }
 
-// Names the wait that is missing after such an operation.
+// Names the wait that is missing after an asynchronous operation.
 const char* missing_wait(Epoch epoch) {
   int component = thread_of(epoch) / warp_size;
   if (component >= boxes_component) return "wait for its barrier";
@@ -1411,7 +1409,7 @@ const Fiber* first_in_barrier(const Worker& worker) {
 }
 
 // Reports threads that wait for an mbarrier phase or product that never completes, each mbarrier
-// once. Returns false if there are none.
+// once. Returns whether there are any.
 bool report_vain_waits(Worker& worker) {
   if (worker.asynchronous == nullptr) return false;
   Text text = format("waits for ever: ");

@@ -473,8 +473,7 @@ struct Launch {
   std::atomic<std::uint64_t> next_number{1};
   std::atomic<std::uint64_t> unwaited{0};  // blocks that did not wait for the previous launch
 
-  // Maps memory that is committed on first access. Returns nullptr on failure; races then go
-  // undetected.
+  // Maps memory that is committed on first access; returns nullptr on failure, which hides races.
   template <class T>
   static T* map(std::size_t count) {
     void* room = mmap(nullptr, count * sizeof(T), PROT_READ | PROT_WRITE,
@@ -592,8 +591,8 @@ void append_text(Text& text, const char* more) {
   std::snprintf(text.chars + length, sizeof text.chars - length, "%s", more);
 }
 
-// Formats a place and the kernel's calls that enclose it, from this stack frame outwards. The place
-// of an operation that began earlier has another address than the first call.
+// Formats a place and the kernel's calls that enclose it, from this stack frame outwards. Omits the
+// calls if the place is not on the stack, because its operation began earlier.
 Text places_name(const Worker& worker, const Place& place, const Fiber& fiber, const void* frame) {
   Text text = place_name(worker, place);
   bool is_first = true;
@@ -885,7 +884,7 @@ void join(Clock (&into)[max_components], const Clock (&from)[max_components], in
   for (int i = 0; i < count; ++i) into[i] = std::max(into[i], from[i]);
 }
 
-// Orders memory: afterwards each waiting warp has seen what all of them did before the barrier.
+// Orders memory: afterwards every waiting warp has seen what all waiting warps did before.
 void join_clocks(Worker& worker, Barrier& barrier) {
   int count = worker.components;
   Clock joined[max_components] = {};
@@ -1334,8 +1333,8 @@ inline void check_early(Worker& worker, const Touch& touch) {
              worker.hit.name));
 }
 
-// Reports a block in which no thread waited for the previous launch, or a launch without any such
-// thread if one block is enough. Such a launch could end before earlier ones.
+// Reports a block in which no thread waited for the previous launch. If one block's wait is enough,
+// reports a launch in which no thread waited. Such a launch could end before earlier ones.
 void check_waited(Worker& worker) {
   Launch& launch = *worker.launch;
   if (!launch.request->early || worker.abandoned) return;

@@ -1,7 +1,6 @@
 #pragma once
 // An index computed by a user's expression, which may lie outside its axis. Devices clamp it, so no
-// kernel reads outside an array. The simulator's header of this name reports it with the
-// expression.
+// kernel reads outside an array. The simulator's version of this header reports it as a fault.
 
 template <class T>
 struct Bounded {

@@ -71,8 +71,8 @@ struct Dropout {
   }
 };
 
-// Returns a lane's words for 16 rows and keys: those of `row` and `row` + 8 for its keys below 8,
-// then for its keys from 8 on. Place is an Extent. With packed GQA, row r is query r / heads of
+// Returns a lane's words for 16 rows and keys: those of `row` and `row` + 8, first for its keys
+// below 8, then for the others. Place is an Extent. With packed GQA, row r is query r / heads of
 // head r % heads.
 template <int heads, class Place>
 __device__ __forceinline__ Bits bits_of(const Dropout& dropout, const Place& place, int row,
@@ -173,8 +173,7 @@ __device__ __forceinline__ void for_dropped_weights(const real (&P)[m][n][4], in
 
 // The backward pass also applies dropout to dP, which is complete only later. Until then PS, P
 // times the slope of the score modification, stores whether the weight is kept: in its sign where
-// the slope is 1, since P is never negative, else in its last bit, which is below the rounding
-// error.
+// the slope is 1, since P is never negative, else in its last bit, below the rounding error.
 template <int bytes>
 struct WordOf {
   using Type = unsigned;

@@ -403,7 +403,7 @@ __device__ __forceinline__ auto operator*(const A& a, const B& b) {
   }
 }
 
-// Returns x * y + z, rounded once. As two operations, products computed far ahead occupy registers.
+// Returns x * y + z, rounded once. Unfused products would be computed far ahead and hold registers.
 template <int n, int m, int k>
 __device__ __forceinline__ auto fused(const Dual<n>& x, const Dual<m>& y, const Dual<k>& z) {
   const real value = elementary::fused(x.value, y.value, z.value);
@@ -729,8 +729,8 @@ struct Array {
   long long stride[rank];
   int size[rank];
 
-  // Loads one element. Each axis takes one index: an Index, Whole, int or long long, or bounded()
-  // of one, which is kept inside its axis.
+  // Loads one element. Each axis takes an Index, Whole, int or long long, or an index that
+  // bounded() keeps inside the axis.
   template <class... Indices>
   __device__ __forceinline__ auto read(const Indices&... indices) const {
     static_assert(sizeof...(Indices) == rank, "an index for each axis");
@@ -811,10 +811,11 @@ struct Array {
   __device__ __forceinline__ long long inside(long long index, int) const { return index; }
 };
 
-// Records which array elements an expression reads, and the derivative of the score by each.
+// Records the array elements that an expression reads, and the score's gradient with respect to
+// these elements.
 template <int count>
 struct Tape {
-  using Number = Dual<1 + count>;  // derivatives by the score, then by each element read
+  using Number = Dual<1 + count>;  // with respect to the score, then to each element
   long long place[count];
 
   template <int slot, class Array, class... Indices>

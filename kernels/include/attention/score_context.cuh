@@ -14,7 +14,7 @@ __device__ __forceinline__ Index index_of(int base, int more, int) {
   return base + more;
 }
 
-// A score and its derivative by scale * q·k.
+// A score and its derivative with respect to scale * q·k.
 template <class T>
 struct Scored {
   T score, slope;

@@ -110,8 +110,7 @@ struct StagedBiasColumns {
     }
     return part;
   }
-  // Returns the index of key k + 8 i with its element for row 8 j + 2 * (lane % 4), or the next
-  // row.
+  // Returns the index of key k + 8 i, with its element in row 8 j + 2 * (lane % 4) or the next.
   __device__ __forceinline__ HeldIndex index(Index key, const Part& part, int i, int j,
                                              bool next) const {
     return {key, part.r[j % 2 * 2 + i], next};

@@ -42,8 +42,7 @@ struct TilePair {
     else
       return extent.key_tiles(first_row / rows).template is_full<keys>(first_key);
   }
-  // Returns whether all existing rows see all existing keys; reaches_all() ignores mask
-  // expressions.
+  // Returns whether existing rows see all existing keys; reaches_all() ignores mask expressions.
   __device__ __forceinline__ bool sees_all() const {
     return (!has_mask_mod || is_full()) && reaches_all();
   }

@@ -18,7 +18,7 @@ __device__ __forceinline__ int paired(int row) {
   return chunks % 8 == 0 ? row : row ^ (row / 2 & 1);
 }
 
-// Returns the address of a chunk. With doubles, 8 lanes read 4 chunks of 2 rows, or 2 of 4 even
+// Returns the address of a chunk. Eight lanes read 4 chunks of 2 rows of doubles, or 2 of 4 even
 // rows.
 template <int height, int columns>
 __device__ __forceinline__ operand* at(operand (&tile)[height][columns], int row, int chunk) {

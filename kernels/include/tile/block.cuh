@@ -3,8 +3,7 @@
 
 #include <tile/warp_max.cuh>
 
-// Combines one value per warp, equal in all lanes, into one per block. `partial` is reusable at
-// once.
+// Combines one value per warp, equal in all lanes, into one per block. `partial` may be reused.
 template <class T, int warps, class Combine>
 __device__ __forceinline__ T reduce_warps(T value, T (&partial)[warps], Combine combine) {
   __syncthreads();  // the previous reduction has read its partial values

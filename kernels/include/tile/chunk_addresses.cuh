@@ -14,8 +14,7 @@ struct ChunkAddresses {
   __device__ __forceinline__ ChunkAddresses(operand (&tile)[height][columns], int row, int chunk)
       : first(at(tile, row, chunk)) {}
 
-  // Returns the address `rows` rows down, a multiple of 8, and `chunks` to the right, an even
-  // number.
+  // Returns the address `rows` rows down (a multiple of 8) and `chunks` to the right (even).
   __device__ __forceinline__ SharedAddress operator()(int rows, int chunks) const {
     constexpr int span = swizzle_span(columns / in_chunk), bytes = in_chunk * sizeof(operand);
     const int whole = chunks / span * span;

@@ -44,8 +44,7 @@ struct DownColumns {
       : even(&at(tile, lane % 4 * 2, (first + lane / 4) / in_chunk)[lane / 4 % in_chunk]),
         odd(&at(tile, lane % 4 * 2, (first + lane / 4) / in_chunk + 4)[lane / 4 % in_chunk]) {}
 
-  // Loads column l / 4 + 8 * n from row 16 * k on. In odd rows the halves of 16 columns are
-  // swapped.
+  // Loads column l / 4 + 8 * n from row 16 * k on. In odd rows, halves of 16 columns are swapped.
   __device__ __forceinline__ void load(double (&b)[4], int k, int n) const {
     const int place = k * step * columns + n / 2 * step;
     const operand *own = (n % 2 ? odd : even) + place, *next = (n % 2 ? even : odd) + place;

@@ -24,7 +24,7 @@ struct Pipeline {
   Barrier full[parts][stages], empty[stages];
 
   // Initialises the barriers; one thread calls this, and fence_barrier_init() after the last
-  // pipeline. A part is full after `loads` loads, a stage is empty once all consumers have released
+  // pipeline. A part is full after `loads` loads; a stage is empty once all consumers have released
   // it.
   __device__ __forceinline__ void init(int consumers, int loads = 1) {
     for (int stage = 0; stage < stages; ++stage) {

@@ -33,7 +33,7 @@ __device__ __forceinline__ auto stored_pair(float low, float high) {
 }
 
 // Stores a row's numbers from column `first_col` up to `end`, a multiple of 8, and `cols`.
-// `aligned`: rows start at multiples of 16 bytes. All lanes call this, even for a row outside the
+// `aligned`: rows start at multiples of 16 bytes. All lanes call this, also for rows outside the
 // tensor.
 template <int cols, class T, class Pair, int count>
 __device__ __forceinline__ void store_row(T* row, const Pair (&pairs)[count], int first_col,

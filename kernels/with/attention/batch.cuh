@@ -107,7 +107,6 @@ __device__ __forceinline__ BatchElement batch_element(const Sizes& sizes,
   }
 }
 
-// Returns the pages of a batch element's keys or values.
 template <class Table>
 __device__ __forceinline__ Pages pages_of(const Table& table, int count, int batch) {
   return {table.data + batch * table.stride[0], table.size[1], count};

@@ -6,7 +6,6 @@
 #include <tile/async_copy.cuh>
 #include <tile/share_out_rows.cuh>
 
-// The rows of one head in a paged cache.
 struct PagedHead {
   const operand* data;  // start of page 0
   long long stride, page_stride;

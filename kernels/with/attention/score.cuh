@@ -56,7 +56,7 @@ struct Scorer {
     return {score * T(log2e), slope};
   }
 
-  // Returns the same for a pair in tiles of rows and keys; key + more may be past the end.
+  // Returns exponent and slope for a pair of a row tile and a key tile; key + more may exceed N.
   template <bool at_end, int rows, int keys>
   __device__ __forceinline__ Scored<T> exponent_with_slope(T product,
                                                            const TilePair<rows, keys>& pair,
@@ -87,7 +87,7 @@ struct Scorer {
           of_products || is_capped ? product : product * scale, row, key, more);
     return positive_scale ? product : product * T((scale > 0) - (scale < 0));
   }
-  // Applies applied() to the lane's products in a key tile; is_full: the mask hides no pair.
+  // Replaces the lane's products in a key tile by applied(); is_full: the mask hides no pair.
   template <int m, int n, class Rows, class Bias = NoBias>
   __device__ __forceinline__ void apply(T (&products)[m][n][4], const Rows& rows, int first_key,
                                         [[maybe_unused]] bool is_full = false,

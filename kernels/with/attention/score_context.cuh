@@ -48,7 +48,7 @@ __device__ __forceinline__ Index index_of(int base, int more, [[maybe_unused]] i
   return at_end ? Index(min(base + more, count - 1)) : Index(base, more);
 }
 
-// A score and its derivative by scale * q·k.
+// A score and its derivative with respect to scale * q·k.
 template <class T>
 struct Scored {
   T score, slope;

@@ -1,9 +1,9 @@
 #pragma once
 // Tile indices over all heads and batch elements, which may be packed sequences.
 //
-// Tile indices need no sum over lengths. In padded arrays each element has as many indices as its
-// array has tiles. In packed arrays the indices of sequence b start at cu_seqlens[b] / size + b,
-// which leaves room for a partial last tile. Some indices have no tile.
+// Tile indices are computed without summing lengths. In padded arrays each element has as many
+// indices as its array has tiles. In packed arrays the indices of sequence b start at cu_seqlens[b]
+// / size + b, which leaves room for a partial last tile. Some indices are unused.
 
 #include <attention/batch.cuh>
 

@@ -18,7 +18,7 @@ typedef decltype(sizeof(0)) size_t;
 #define __launch_bounds__(...)
 #define SIMULATOR_INLINED inline __attribute__((always_inline))
 // Inlining all of these functions would take half of the compile time of the ladder's kernels.
-// Other kernels inline them, because only then is a struct checked that is passed by value from
+// Other kernels inline them, since only then are structs checked that are passed by value from
 // memory.
 #if defined(SIMULATOR_CALLS_FUNCTIONS)
 #define __forceinline__ inline

@@ -1,6 +1,6 @@
 #pragma once
 // The products of mma_products.cuh for keys and values in e4m3, which are unpacked to operands in
-// registers. A tile holds two e4m3 numbers in place of an operand, in rows of whole 32 bytes.
+// registers. A tile holds two e4m3 numbers in place of an operand; rows are padded to 32 bytes.
 //
 // ldmatrix gives a lane four bytes in place of two operands. For keys these are columns 4 c … 4 c +
 // 3, c = l % 4. Products sum columns in any order, so Q is read in the same order. For values the

@@ -9,7 +9,6 @@
 
 namespace simulator {
 
-// A lane's elements of A and B.
 struct DoubleOperands {
   double a[8], b[4];
 };

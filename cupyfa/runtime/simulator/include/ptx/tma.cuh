@@ -1,7 +1,7 @@
 #pragma once
 // Copies by the tensor memory accelerator (TMA); one thread issues each copy.
 //
-// The simulator loads a box in the wait for its barrier phase, and reports an earlier use as a
+// The simulator loads a box in the wait for its barrier phase; an earlier use is reported as a
 // race.
 #include <ptx/mbarrier.cuh>
 

@@ -99,7 +99,6 @@ inline void multiply_tiles(Accumulator& d, const TilePart& a, const TilePart& b,
 
 }  // namespace simulator
 
-// Computes D += A B.
 inline void multiply_add(Accumulator& d, const MatrixA& a, const MatrixBRows& b,
                          simulator::Here here = {}) {
   simulator::multiply_tiles(d, a.part, b.part, here);

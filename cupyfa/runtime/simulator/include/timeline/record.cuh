@@ -1,7 +1,6 @@
 #pragma once
 // Writes timeline entries (log.cuh). The simulator has no clock: the host models times from the
-// order of a block's entries. Products and copies add up their work, which the warp's next entry
-// reports.
+// order of a block's entries. Products and copies add up their work for the warp's next entry.
 #include <ptx/clock.cuh>
 #include <simulator.h>
 #include <tile/timeline_kinds.cuh>
