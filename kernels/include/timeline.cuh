@@ -12,8 +12,7 @@ struct [[maybe_unused]] Phase {
   Phase(const Phase&) = delete;
 };
 
-// event() records a moment, or the start of a phase that end() ends; begin_shared() records the
-// address of dynamic shared memory.
+// event() records a moment, or the start of a phase that end() ends.
 __device__ __forceinline__ void event(Kind, unsigned = 0, unsigned = 0) {}
 __device__ __forceinline__ void end(Kind) {}
 __device__ __forceinline__ void begin_shared(const void*) {}

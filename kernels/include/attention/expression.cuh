@@ -6,16 +6,14 @@
 //  - Index: the position of a query, key, head or batch element; Whole: an integer computed from
 //    positions; int and long long: integers of arrays and of the expression; __int128: elements of
 //    uint64 and results computed from them;
-//  - bool: conditions. & and | evaluate both sides, because a branch would keep loads inside a
-//  loop.
+//  - bool: conditions. & and | evaluate both sides, so that no branch keeps loads inside a loop.
 //
 // Numbers have the type `real`, which the host defines. In double, functions have full precision.
 // In float they take few instructions, because a kernel can afford only about 20 per score:
 //  - x / y multiplies by a reciprocal, which is computed outside of loops where y is constant;
 //  - exp, sigmoid and tanh use the special function units for 2^x and 1/x, sin and cos their own,
 //    with an absolute error of a few units in the last place of 1. Near 0, tanh and sin use
-//    polynomials, because the result may be multiplied by a large number: cap * tanh(x / cap) needs
-//    a small error relative to x;
+//    polynomials, because cap * tanh(x / cap), for example, needs a small error relative to x;
 //  - a position is converted to float once for all elements of a tile.
 
 #include <attention/bounded.cuh>

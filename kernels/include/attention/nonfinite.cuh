@@ -1,7 +1,6 @@
 #pragma once
 // Recomputes rows that the fast path gets wrong, one score at a time. Such rows are rare, so
-// products stay simple and include the masked keys of a tile. A row is wrong for one of two
-// reasons:
+// products stay simple and include the masked keys of a tile. There are two reasons:
 // - P of a masked key is 0, but 0 * NaN and 0 * infinity are NaN, so V of that key leaks into O.
 // - S * scale2 - maximum is rounded twice. For the largest score the result may be half an ulp of
 //   the maximum, which is 4 from 2^26 on, and P may overflow. Near the ends of the range

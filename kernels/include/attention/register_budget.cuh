@@ -1,7 +1,6 @@
 #pragma once
-// Registers per thread with one producer warpgroup and `consumers` consumer warpgroups
-// (ptx/setmaxnreg.cuh), in multiples of 8. A warpgroup that requests more registers than the block
-// has at launch would wait forever.
+// Registers per thread with one producer and `consumers` consumer warpgroups (ptx/setmaxnreg.cuh).
+// A warpgroup that requests more than the block has at launch would wait forever.
 
 #include <tile/warp.cuh>
 

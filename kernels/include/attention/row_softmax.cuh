@@ -6,9 +6,8 @@
 #include <timeline.cuh>
 
 // Masks a tile of scores and updates the row maxima. Sets the factors that rescale earlier sums;
-// returns whether any factor in the warp differs from 1. A maximum exceeded by at most `slack`
-// stays, so P is at most 2^slack. If `whole`, maxima are rounded up to integers: factors are then
-// powers of two, and rescaling is exact.
+// returns whether any in the warp is not 1. A maximum exceeded by at most `slack` stays: P is at
+// most 2^slack. If `whole`, maxima are integers, so that factors are exact powers of two.
 template <bool masked, bool whole = false, int m, int n, int pack_gqa>
 __device__ __forceinline__ bool raise_maxima(real (&S)[m][n][4], Rows<m * step, pack_gqa>& rows,
                                              int first_key, int lane, real (&factor)[m][2],
@@ -54,9 +53,8 @@ __device__ __forceinline__ void exponentiate(real (&S)[m][n][4], int j,
   }
 }
 
-// Computes P for all keys of a tile, and applies dropout unless the packed operands receive it
-// later. A tile is summed before it is added to the row sums, which limits rounding errors with
-// many keys.
+// Computes P for a tile, and applies dropout unless the packed operands receive it later. Sums a
+// tile separately before it joins the row sums, which limits rounding errors with many keys.
 template <bool drops = true, int m, int n, int pack_gqa>
 __device__ __forceinline__ void exponentiate(real (&S)[m][n][4], Rows<m * step, pack_gqa>& rows,
                                              int first_key) {

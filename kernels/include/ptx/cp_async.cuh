@@ -2,9 +2,8 @@
 // Asynchronous copies from global to shared memory.
 #include <timeline.cuh>
 
-// Copies 0 to 16 `bytes` and fills the rest of the 16-byte chunk with zeros; both addresses are
-// multiples of 16. sm_75 lacks the instruction and copies synchronously.
-// PTX: cp.async.cg.shared.global
+// Copies 0 to 16 `bytes` and fills up the 16-byte chunk with zeros; both addresses are multiples of
+// 16. sm_75 copies synchronously.  PTX: cp.async.cg.shared.global
 __device__ __forceinline__ void cp_async(void* shared, const void* global, int bytes) {
   if constexpr (__CUDA_ARCH__ >= 800) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(

@@ -38,8 +38,7 @@ __device__ __forceinline__ void arrive_expect_tx(Barrier& barrier, int bytes) {
       : "memory");
 }
 
-// Waits until `phase` is complete; on a new barrier, phase 1 counts as complete.
-// PTX: mbarrier.try_wait.parity
+// Waits for the end of a phase; on a new barrier, phase 1 has ended.  PTX: mbarrier.try_wait.parity
 __device__ __forceinline__ void wait(Barrier& barrier, int phase) {
   const timeline::Phase waiting(timeline::barrier_wait, shared_address(&barrier));
   asm volatile(

@@ -27,8 +27,7 @@ __device__ __forceinline__ void ldmatrix(unsigned (&r)[4], SharedAddress row) {
                : "memory");
 }
 
-// Loads four matrices like ldmatrix and transposes each.
-// PTX: ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16
+// Loads four transposed matrices.  PTX: ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16
 __device__ __forceinline__ void ldmatrix_trans(unsigned (&r)[4], SharedAddress row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -36,8 +35,7 @@ __device__ __forceinline__ void ldmatrix_trans(unsigned (&r)[4], SharedAddress r
                : "memory");
 }
 
-// Computes D += A B with operands of type T.
-// PTX: mma.sync.aligned.m16n8k16.row.col.f32; two m16n8k8 on sm_75
+// Computes D += A B.  PTX: mma.sync.aligned.m16n8k16.row.col.f32; two m16n8k8 on sm_75
 template <class T>
 __device__ __forceinline__ void multiply_add(float (&d)[4], const unsigned (&a)[4], unsigned b0,
                                              unsigned b1) {

@@ -8,8 +8,7 @@ constexpr bool is_half = false;
 template <>
 constexpr bool is_half<__half> = true;
 
-// Rounds two floats to T and packs them, the first into the lower bits.
-// PTX: cvt.rn.f16x2.f32, cvt.rn.bf16x2.f32
+// Rounds two floats to T, the first to the lower bits.  PTX: cvt.rn.f16x2.f32, cvt.rn.bf16x2.f32
 template <class T>
 __device__ __forceinline__ unsigned pack(float low, float high) {
   if constexpr (is_half<T>) {

@@ -1,9 +1,8 @@
 #pragma once
 // Warp specialization: register reallocation, and election of one thread per warp.
 
-// Sets the registers per thread of the warpgroup to `count`, a multiple of 8 from 24 to 256. An
-// increase waits until other warpgroups have released registers.
-// PTX: setmaxnreg.dec, setmaxnreg.inc
+// Sets the registers per thread of the warpgroup, a multiple of 8 from 24 to 256. An increase waits
+// until other warpgroups have released registers.  PTX: setmaxnreg.dec, setmaxnreg.inc
 template <int count>
 __device__ __forceinline__ void decrease_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));

@@ -20,9 +20,9 @@ constexpr int wgmma_bytes = 32;  // bytes of each row of A and B that one produc
 struct Matrix {
   unsigned long long descriptor;
 
-  // Builds a descriptor. The lower word holds address / 16 and, from bit 16 on, the leading offset
-  // / 16. The upper word is constant: a stride of 1024 / 16 between groups of eight rows, and bit
-  // 30 for the 128-byte swizzle.
+  // Builds a descriptor. The lower word has address / 16 and, from bit 16 on, leading offset / 16.
+  // The upper word is constant: stride 1024 / 16 between groups of eight rows, bit 30 for 128-byte
+  // swizzle.
   static __device__ __forceinline__ Matrix of(unsigned low) {
     Matrix matrix;
     asm("mov.b64 %0, {%1, 0x40000040};" : "=l"(matrix.descriptor) : "r"(low));
@@ -83,9 +83,8 @@ __device__ __forceinline__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
-// Lists the registers of D, which an instruction names individually: as strings and as asm
-// operands. Operands 0 to 6 are the descriptors of A and B, the accumulate flag and A in registers.
-// They are "+" operands so that they are numbered before D.
+// Lists the registers of D as strings and as asm operands. Operands 0 to 6 are A and B, the
+// accumulate flag and A in registers, all "+" operands so that they are numbered before D.
 #define WGMMA_TEXT(i, j, k, l) "%" #i ",%" #j ",%" #k ",%" #l
 #define WGMMA_AND_TEXT(i, j, k, l) "," WGMMA_TEXT(i, j, k, l)
 #define WGMMA_D(i, j, k, l) "+f"(d[i - 7]), "+f"(d[j - 7]), "+f"(d[k - 7]), "+f"(d[l - 7])

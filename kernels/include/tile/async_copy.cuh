@@ -18,8 +18,7 @@ __device__ __forceinline__ int paired(int row) {
   return chunks % 8 == 0 ? row : row ^ (row / 2 & 1);
 }
 
-// Returns the address of a chunk. Eight lanes read 4 chunks of 2 rows of doubles, or 2 of 4 even
-// rows.
+// Returns a chunk's address. Eight lanes read 4 chunks of 2 rows of doubles, or 2 of 4 even rows.
 template <int height, int columns>
 __device__ __forceinline__ operand* at(operand (&tile)[height][columns], int row, int chunk) {
   if constexpr (sizeof(operand) == 4) row = paired<columns / in_chunk>(row);
@@ -27,8 +26,7 @@ __device__ __forceinline__ operand* at(operand (&tile)[height][columns], int row
   return &tile[row][swizzled<columns / in_chunk>(line, chunk) * in_chunk];
 }
 
-// Returns the address `below` rows further on, a multiple of 8. The swizzle repeats every 8 rows,
-// so one base address serves all.
+// Returns the address `below` rows further on, a multiple of 8, after which the swizzle repeats.
 template <int height, int columns>
 __device__ __forceinline__ operand* at(operand (&tile)[height][columns], int row, int chunk,
                                        int below) {

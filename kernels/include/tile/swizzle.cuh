@@ -7,8 +7,7 @@ __host__ __device__ constexpr int swizzle_span(int chunks) {
   return chunks % 8 == 0 ? 8 : chunks % 4 == 0 ? 4 : chunks % 2 == 0 ? 2 : 1;
 }
 
-// Returns the position of a chunk in its row: its index XOR the row, or XOR the number of the group
-// of rows that fills 128 bytes.
+// Returns a chunk's position: its index XOR the row, or XOR a group of rows that fills 128 bytes.
 template <int chunks>
 __device__ __forceinline__ int swizzled(int row, int chunk) {
   constexpr int span = swizzle_span(chunks);

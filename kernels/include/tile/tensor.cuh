@@ -27,8 +27,7 @@ __device__ __forceinline__ bool is_aligned(Tensor<T> tensor) {
   return (reinterpret_cast<unsigned long long>(tensor.data) | strides * sizeof(T)) % 16 == 0;
 }
 
-// A tile's place in the grid. Blocks form one axis: tiles vary fastest, then heads, then batch
-// elements; a grid has at most 2^31 - 1 blocks.
+// Blocks form one axis of at most 2^31 - 1: tiles vary fastest, then heads, then batch elements.
 struct Place {
   int tile, head, batch;
 };

@@ -35,7 +35,7 @@ inline void arrive_expect_tx(Barrier& barrier, int bytes, simulator::Here here =
   simulator_arrive(&barrier, bytes, "arrive_expect_tx", here.file, here.line);
 }
 
-// Waits until `phase` is complete; on a new barrier, phase 1 counts as complete.
+// Waits for the end of a phase; on a new barrier, phase 1 has ended.
 inline void wait(Barrier& barrier, int phase, simulator::Here here = {}) {
   const timeline::Phase waiting(timeline::barrier_wait, shared_address(&barrier));
   simulator_wait(&barrier, phase, here.file, here.line);

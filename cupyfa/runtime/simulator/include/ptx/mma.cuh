@@ -120,12 +120,12 @@ inline void ldmatrix(unsigned (&r)[4], SharedAddress row, simulator::Here here =
   simulator::read_pairs(r, simulator::gather_rows(row.pointer(), "ldmatrix", here), here);
 }
 
-// Loads four matrices like ldmatrix and transposes each.
+// Loads four transposed matrices.
 inline void ldmatrix_trans(unsigned (&r)[4], SharedAddress row, simulator::Here here = {}) {
   simulator::read_columns(r, simulator::gather_rows(row.pointer(), "ldmatrix_trans", here), here);
 }
 
-// Computes D += A B with operands of type T.
+// Computes D += A B.
 template <class T>
 inline void multiply_add(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1,
                          simulator::Here here = {}) {

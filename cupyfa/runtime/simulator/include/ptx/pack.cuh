@@ -23,7 +23,7 @@ inline unsigned short narrow(float value) {
 
 }  // namespace simulator
 
-// Rounds two floats to T and packs them, the first into the lower bits.
+// Rounds two floats to T, the first to the lower bits.
 template <class T>
 inline unsigned pack(float low, float high) {
   return simulator::narrow<T>(low) | static_cast<unsigned>(simulator::narrow<T>(high)) << 16;

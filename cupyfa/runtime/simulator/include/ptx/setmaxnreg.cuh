@@ -3,8 +3,8 @@
 // thread waits for registers; the simulator checks the block's total when the block ends.
 #include <simulator.h>
 
-// Sets the registers per thread of the warpgroup to `count`, a multiple of 8 from 24 to 256. On a
-// device an increase waits until other warpgroups have released registers.
+// Sets the registers per thread of the warpgroup, a multiple of 8 from 24 to 256. On a device an
+// increase waits until other warpgroups have released registers.
 template <int count>
 inline void decrease_registers(simulator::Here here = {}) {
   static_assert(count % 8 == 0 && count >= 24 && count <= 256, "a number of registers");
