@@ -20,14 +20,14 @@ struct TensorMap {
 };
 static_assert(sizeof(TensorMap) == 128, "as large as on a device");
 
-constexpr int box_columns = 64;  // of 16-bit numbers
+constexpr int box_columns = 64;  // for 16-bit numbers
 constexpr int row_bytes = 128;
 constexpr int chunk_bytes = 16;
 constexpr std::uintptr_t pattern_bytes = 1024;  // period of the swizzle
 constexpr int warpgroup_size = 128;
 constexpr int product_rows = 64;
 constexpr int product_bytes = 32;  // along k: 16 numbers of 16 bits, or 32 of e4m3
-constexpr int product_depth = 16;  // of 16-bit numbers
+constexpr int product_depth = 16;  // in 16-bit numbers
 constexpr int max_depth = 32;
 constexpr int max_columns = 256;
 
@@ -70,7 +70,7 @@ struct Store {
 
 struct PhaseBarrier {
   std::uintptr_t address;
-  std::uint64_t word;  // its contents in shared memory
+  std::uint64_t word;  // contents of the barrier in shared memory
   int maker;
   bool published;
   int arrivals;  // expected arrivals per phase
@@ -1505,7 +1505,7 @@ void set_registers(Worker& worker, int count, bool increases, const Place& place
   }
 }
 
-// Returns a warpgroup's last call; nullptr if it made none or more than are kept.
+// Returns a warpgroup's last call; nullptr if it made none, or more than kept_calls.
 const RegisterCall* last_call(const Worker& worker, const Warpgroup& group) {
   const RegisterCall* last = nullptr;
   for (const RegisterCall& call : group.registers) {

@@ -705,7 +705,7 @@ inline Fiber* next_fiber(Worker& worker) {
   }
   if (worker.shuffled) {
     unsigned ready = worker.ready_warps & ~worker.late_warps;
-    if (ready == 0 && worker.idle_polls == 0) {  // their conditions may hold now
+    if (ready == 0 && worker.idle_polls == 0) {  // conditions of polling threads may hold now
       wake_polling(worker);
       ready = worker.ready_warps & ~worker.late_warps;
     }

@@ -7,14 +7,14 @@
 
 // The sizes of a problem, which the host passes to every launch.
 struct Sizes {
-  int M, N;           // queries and keys of a head
-  int causal_offset;  // key j is visible if j <= i + causal_offset: N - M (bottom-right) or 0
-                      // (top-left), plus the window's keys to the right
-  int window_offset;  // key j is visible if j >= i + window_offset: N - M or 0, minus the window's
-                      // keys to the left
+  int M, N;  // queries and keys of a head
+  // Query i sees key j if i + window_offset <= j <= i + causal_offset. Both are N - M
+  // (bottom-right) or 0 (top-left), minus a window's left keys, plus its right keys.
+  int causal_offset;
+  int window_offset;
 };
 
-// Maps rows of a batch element to rows of packed arrays. In other arrays both are equal.
+// Maps rows of a batch element to rows of packed arrays. Other arrays need no mapping.
 struct Origin {
   __device__ __forceinline__ int packed_row(int row) const { return row; }
   __device__ __forceinline__ int packed_key(int key) const { return key; }

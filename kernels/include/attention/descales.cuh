@@ -3,6 +3,7 @@
 //
 // The host defines has_q_descale, has_k_descale and has_v_descale above a kernel. They tell which
 // of these members struct Mods has:
+//   q_descale_, k_descale_, v_descale_  float32 [batch, kv_heads]
 
 #include <attention/scaled_row.cuh>
 #include <attention/score.cuh>

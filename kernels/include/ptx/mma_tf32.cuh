@@ -13,8 +13,7 @@ __device__ __forceinline__ unsigned round_to_tf32(float x) {
   return bits;
 }
 
-// Computes D += A B, tf32 operands, from sm_80 on.
-// PTX: mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32
+// Computes D += A B.  PTX: mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32, from sm_80 on
 __device__ __forceinline__ void multiply_add_tf32(float (&d)[4], const unsigned (&a)[4],
                                                   unsigned b0, unsigned b1) {
   asm volatile(

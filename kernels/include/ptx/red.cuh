@@ -13,7 +13,7 @@ __device__ __forceinline__ int place_of_sum(int n, int e) {
   return sums_by_fours ? (n * threads + thread) * 4 + e : (n * 4 + e) * threads + thread;
 }
 
-// Adds to a thread's n-th group of four.  PTX: red.global.add.v4.f32 or, before sm_90, .add.f32
+// Adds to a thread's n-th group of four.  PTX: red.global.add.v4.f32, or .f32 before sm_90
 template <int threads>
 __device__ __forceinline__ void add_four(real* sums, int n, const real (&more)[4]) {
   if constexpr (sums_by_fours) {

@@ -11,7 +11,7 @@ struct alignas(64) TensorMap {
   unsigned long long words[16];
 };
 
-constexpr int box_columns = 64;  // of 16-bit numbers; 128 of 8-bit numbers
+constexpr int box_columns = 64;  // for 16-bit numbers; 128 for 8-bit numbers
 constexpr int box_row_bytes = 128;
 constexpr int box_alignment = 1024;
 

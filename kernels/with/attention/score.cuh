@@ -67,10 +67,9 @@ struct Scorer {
 
   // Tensor-core kernels compute P = exp2(x * scale2 - maximum), with x from applied().
   //  - Without a modification x is the product, and scale2 = |scale| * log2e. A negative scale
-  //  flips
-  //    the sign of x, so that the largest x belongs to the largest score.
-  //  - With one, x is the modified score, and scale2 = log2e. For expressions of products x is the
-  //    modified product, and scale2 includes the scale.
+  //    flips the sign of x, so that the largest x belongs to the largest score.
+  //  - With a modification x is the modified score, and scale2 = log2e. For expressions of
+  //    products x is the modified product, and scale2 includes the scale.
   // If the scale is 0, x is 0 but scale2 is not: -infinity * 0, for a masked key, would be NaN.
   __device__ __forceinline__ T scale2() const {
     return T(log2e) * (has_score_mod    ? (of_products ? scale : T(1))
@@ -78,7 +77,8 @@ struct Scorer {
                        : scale == 0     ? T(1)
                                         : fabs(scale));
   }
-  // Returns x for a product. is_capped: the product is a score with the softcap applied.
+  // Returns the x of scale2() for a product. is_capped: the softcap has been applied to the
+  // product.
   template <bool is_capped = false, class Key>
   __device__ __forceinline__ T applied(T product, const Extent& extent, Index row, Key key,
                                        int more = 0) const {

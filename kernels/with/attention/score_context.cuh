@@ -7,7 +7,7 @@
 //   reads_places           expressions read indices or arrays
 //   unit_slope             the derivative of the modified score is 1 wherever it is finite
 //   caps_tiles             tensor-core kernels in float apply a softcap before other expressions
-//   approximates_softcap   that softcap has an absolute error
+//   approximates_softcap   that softcap has an absolute, not a relative, error bound
 //   of_products            expressions map q·k to score / scale, which saves a multiplication
 // Struct Mods has the sinks, and the arrays and numbers of expressions and dropout. The host
 // includes score_mod.cuh and dropout.cuh where needed.

@@ -5,8 +5,8 @@ struct NUMBER {
   unsigned short bits;
 
   NUMBER() = default;
-  // Copying in a constructor makes the compiler instrument an argument that is passed by value from
-  // memory; inlining makes it name the location of the call.
+  // A copy constructor makes the compiler instrument an argument that is passed by value from
+  // memory. Inlining makes reports name the caller's location.
   SIMULATOR_INLINED NUMBER(const NUMBER& other) : bits(other.bits) {}
   NUMBER& operator=(const NUMBER& other) = default;
   NUMBER(RAW raw) : bits(raw.x) {}

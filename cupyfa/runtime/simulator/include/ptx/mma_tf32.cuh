@@ -52,7 +52,7 @@ inline unsigned round_to_tf32(float x) {
   return (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
 }
 
-// Computes D += A B, tf32 operands.
+// Computes D += A B.
 inline void multiply_add_tf32(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1,
                               simulator::Here here = {}) {
   simulator::check_whole_warp("multiplies matrices in a warp of less than 32 threads", here);

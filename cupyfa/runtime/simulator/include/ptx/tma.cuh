@@ -16,7 +16,7 @@ struct alignas(64) TensorMap {
 };
 static_assert(sizeof(TensorMap) == 128, "as large as on a device");
 
-constexpr int box_columns = 64;  // of 16-bit numbers; 128 of 8-bit numbers
+constexpr int box_columns = 64;  // for 16-bit numbers; 128 for 8-bit numbers
 constexpr int box_row_bytes = 128;
 constexpr int box_alignment = 1024;
 
