@@ -1,5 +1,5 @@
 #pragma once
-// Asynchronous copies of paged keys and values to the tiles of async_copy.cuh.
+// Asynchronous copies of paged keys and values into the tiles of async_copy.cuh.
 
 #include <attention/batch.cuh>
 #include <ptx/cp_async.cuh>

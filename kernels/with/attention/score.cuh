@@ -6,7 +6,8 @@
 //                        ->  -infinity where the mask hides the key
 //
 // The host defines positive_scale above a kernel, true if the scale is known to be above 0, and the
-// options that score_context.cuh lists. The compiler does not copy a __grid_constant__ argument.
+// options that score_context.cuh lists. A Scorer holds a copy of Mods, which the compiler omits for
+// a __grid_constant__ argument.
 
 #include <attention/no_bias.cuh>
 #include <attention/extent.cuh>
@@ -77,8 +78,7 @@ struct Scorer {
                        : scale == 0     ? T(1)
                                         : fabs(scale));
   }
-  // Returns the x of scale2() for a product. is_capped: the softcap has been applied to the
-  // product.
+  // Returns the x of scale2() for a product. is_capped: the product has the softcap applied.
   template <bool is_capped = false, class Key>
   __device__ __forceinline__ T applied(T product, const Extent& extent, Index row, Key key,
                                        int more = 0) const {
