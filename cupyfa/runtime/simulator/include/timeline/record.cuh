@@ -14,7 +14,7 @@ __attribute__((visibility("default"))) extern int timeline_members[];
 namespace timeline {
 
 constexpr int works = 3;  // number of kinds that count work; they are the last ones of the enum
-inline unsigned work_done[timeline_blocks * timeline_warps][works];  // since the last entry
+inline unsigned work_done[timeline_blocks * timeline_warps][works];  // since its last entry
 
 // Returns the warp's number if this is its first lane and its block is recorded, else -1.
 inline int recorded_warp() {
