@@ -178,5 +178,7 @@ def try_out() -> str:
     finally:
         kernel.path.unlink(missing_ok=True)
     if (x != 2).any():
-        raise RuntimeError("the trial kernel computed a wrong result; set CUPYFA_COMPILER to another compiler")
+        raise RuntimeError(
+            "a trial kernel gave a wrong result; set CUPYFA_COMPILER to another compiler"
+        )
     return machine.compiler_choice() + ("" if lines.can_read() else f"; {lines.REMEDY}")

@@ -309,7 +309,8 @@ void check_copy(Worker& worker, const void* shared, const void* global, int byte
   // The source address of an empty copy may be that of a row far outside its tensor.
   if (arena_of(worker, shared, 1) == nullptr ||
       (bytes > 0 && arena_of(worker, global, 1) != nullptr)) {
-    fault(worker, place, format("calls cp_async with addresses other than (shared, global)"));
+    fault(worker, place,
+          format("calls cp_async with addresses that are not in shared and global memory"));
   }
 }
 
