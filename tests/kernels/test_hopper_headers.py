@@ -190,7 +190,7 @@ def test_a_tensor_map_larger_than_its_array():
     for field in ("address", "sizes", "unused"):
         wrong, *others = boxed_arrays()
         wrong.value[field] = -1 if field == "sizes" else 3
-        assert "with what is no tensor map" in str(fault(COPY, wrong, *others, head=BOX))
+        assert "with an invalid tensor map" in str(fault(COPY, wrong, *others, head=BOX))
 
 
 ADD = code("add")

@@ -647,7 +647,7 @@ def test_cxx_names_the_compiler_unless_it_is_no_such_compiler(monkeypatch):
     useless = {
         "nvcc-of-nowhere": "it is not a program on the PATH; name g",
         "true": r"it is neither g\+\+ nor clang\+\+; name g",
-        "false -x": "it cannot be used: .*false -x does not tell its version",
+        "false -x": "it cannot be used: .*false -x does not report its version",
         "an 'open quote": "it cannot be used: No closing quotation; name g",
     }
     for given, why in useless.items():

@@ -1,6 +1,6 @@
-"""The simulator: compiles the same kernels for the CPU, runs them and checks every access.
+"""The simulator backend: compiles kernels for the CPU, runs them and checks every memory access.
 
-docs/checking.md lists what it detects, and what it does not.
+docs/checking.md lists the errors that it detects, and those that it does not.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from cupyfa.runtime.call_cache import CallCache
 from cupyfa.runtime.kernel_arguments import blank_map
 from cupyfa.runtime.simulator import dynamic_shared, lines, machine
 
-# The struct TensorMap of the simulator's version of tma.cuh; strides are in bytes.
+# Mirrors struct TensorMap of the simulator's tma.cuh; strides are in bytes.
 _MAP = np.dtype(
     [("address", "u8"), ("strides", "i8", 3), ("sizes", "i4", 4), ("box_rows", "i4")]
     + [("itemsize", "i4"), ("unused", "V72")]
 )
 
 MOST_MULTIPROCESSORS = 1024
-MULTIPROCESSORS = 4  # few, so that persistent blocks get several tiles even of small problems
+MULTIPROCESSORS = 4  # few, so that persistent blocks process several tiles
 
 
 @cache
 def _limits(device: int) -> Limits:
-    """The limits of an H100, except for its architecture and number of multiprocessors."""
+    """Returns the limits of an H100, except for its architecture and number of SMs."""
     return Limits("the simulator", dynamic_shared.CAPACITY, multiprocessors=MULTIPROCESSORS)
 
 
 class Simulator(Backend):
-    """Runs kernels on the CPU, one fiber per thread, blocks spread over the cores.
+    """A backend that runs kernels on the CPU: one fiber per CUDA thread, blocks on several cores.
 
-    ``schedule`` is a seed for the order of the threads (None: by index), ``workers`` the number of
-    blocks that run at a time (None: one per core). ``multiprocessors`` is the number that plans
-    assume, for persistent blocks and splits (None: MULTIPROCESSORS). A block has the shared memory
-    of an H100. Faults in the kernel raise SimulatorFault.
+    ``schedule`` seeds the order of threads (None: by index). ``workers`` is the number of blocks
+    that run at a time (None: one per core). ``multiprocessors`` is the number of SMs for which
+    persistent blocks and splits are planned (None: MULTIPROCESSORS). A block has as much shared
+    memory as on an H100. A fault in a kernel raises SimulatorFault.
     """
 
     name = "simulator"
@@ -108,7 +108,7 @@ class Simulator(Backend):
     def compile_launch(self, launch: PlannedLaunch) -> machine.CompiledKernel:
         text, folders = sources.text(launch), sources.include_folders(launch)
         try:
-            is_own = launch.path.is_absolute()  # a file outside the library
+            is_own = launch.path.is_absolute()  # a kernel outside the library
             return machine.build(text, folders, launch.entry, inlines=is_own)
         except CompileError as error:
             if re.search(rf"{machine.ENTRY}:\d+:\d+: error: .*\b{launch.entry}\b", str(error)):
@@ -138,7 +138,7 @@ class Simulator(Backend):
     def matmul(self, a: Any, b: Any, out: Any, scale: float, *, tf32: bool = False) -> None:
         sums = np.float64 if out.dtype == np.float64 else np.float32
         group = a.shape[1] // b.shape[1] if b.shape[1] else 1
-        with np.errstate(all="ignore"):  # infinities and NaN are data here
+        with np.errstate(all="ignore"):  # infinities and NaN are valid data
             product = a.astype(sums) @ b.astype(sums).repeat(group, axis=1)
             if product.shape != out.shape:
                 batch, heads, *matrix = out.shape
@@ -154,7 +154,7 @@ class Simulator(Backend):
         return self.like(schedule=seed)
 
     def like(self, **changes: int | None) -> Simulator:
-        """Returns a simulator with the settings of this one, except for ``changes``."""
+        """Returns a copy of this simulator with changed settings."""
         return Simulator(**{**self._asked(), **changes})
 
     def _asked(self) -> dict[str, int | None]:
@@ -165,7 +165,7 @@ class Simulator(Backend):
 
 
 def try_out() -> str:
-    """Compiles and runs a kernel and returns the compiler that was used; for ``doctor``."""
+    """Compiles and runs a trial kernel for ``doctor``; returns a description of the compiler."""
     x = np.ones(32, np.float32)
     never_the_same = f"// {time.time_ns()}\n"
     text = 'extern "C" __global__ void trial(float* x) { x[threadIdx.x] += 1; }'
@@ -178,5 +178,7 @@ def try_out() -> str:
     finally:
         kernel.path.unlink(missing_ok=True)
     if (x != 2).any():
-        raise RuntimeError("a kernel ran and gave a wrong result")
+        raise RuntimeError(
+            "a trial kernel gave a wrong result; set CUPYFA_COMPILER to another compiler"
+        )
     return machine.compiler_choice() + ("" if lines.can_read() else f"; {lines.REMEDY}")

@@ -1,17 +1,16 @@
-// Asynchronous operations: copies, barriers in shared memory, copies of boxes, products of
-// warpgroups. runtime.cpp includes this file at its end.
+// Simulates cp.async, mbarriers, TMA boxes and wgmma. Included at the end of runtime.cpp.
 //
-// Each is executed as late as a device may do it: a thread's copy in its wait for its group, a box
-// in the first wait for its barrier's phase, a product in the first wait for its group. Until then
-// the cells of shared memory that it will write or read are marked with a clock that no thread's
-// past contains, so any access without a wait is a race, whatever the order of threads.
+// Each operation executes as late as a device may execute it: a thread's copy in the wait for its
+// group, a box in the first wait for its mbarrier phase, a product in the first wait for its group.
+// Until then the shadow cells that it will write or read carry a clock that no thread has seen, so
+// any access without a wait is a race, whatever the order of threads.
 
 namespace {
 
 // ---------------------------------------------------------------------------------------------
 // Records
 
-// tma.cuh and the host declare the same.
+// tma.cuh and the host declare matching structures.
 struct TensorMap {
   std::uint64_t address;
   std::int64_t row_stride, head_stride, batch_stride;  // bytes
@@ -21,43 +20,43 @@ struct TensorMap {
 };
 static_assert(sizeof(TensorMap) == 128, "as large as on a device");
 
-constexpr int box_columns = 64;  // of 16 bits
+constexpr int box_columns = 64;  // for 16-bit numbers
 constexpr int row_bytes = 128;
 constexpr int chunk_bytes = 16;
-constexpr std::uintptr_t pattern_bytes = 1024;  // after which the swizzle repeats itself
+constexpr std::uintptr_t pattern_bytes = 1024;  // period of the swizzle
 constexpr int warpgroup_size = 128;
 constexpr int product_rows = 64;
-constexpr int product_bytes = 32;  // along the depth: 16 numbers of 16 bits, or 32 e4m3
-constexpr int product_depth = 16;  // of 16 bits
+constexpr int product_bytes = 32;  // along k: 16 numbers of 16 bits, or 32 of e4m3
+constexpr int product_depth = 16;  // in 16-bit numbers
 constexpr int max_depth = 32;
 constexpr int max_columns = 256;
 
-// A box of an array, or contiguous bytes, and its address in shared memory.
+// A box of an array, or contiguous bytes, with its address in shared memory.
 struct Box {
   TensorMap map;
   int column, row, head, batch;
   unsigned char* shared;
-  int thread;  // that started it
+  int thread;  // the thread that started it
   Place place;
-  unsigned char* memory = nullptr;  // nullptr: a box
-  std::size_t count = 0;            // of bytes from there
+  unsigned char* memory = nullptr;  // nullptr for a box
+  std::size_t count = 0;            // number of bytes from `memory` on
 
   std::size_t bytes() const {
     return memory != nullptr ? count : static_cast<std::size_t>(map.box_rows) * row_bytes;
   }
 };
 
-// A copy of up to 16 bytes from global to shared memory that has not arrived.
+// A cp.async of up to 16 bytes that is still in flight.
 struct Copy {
   Copy* next;
   unsigned char* shared;
   const unsigned char* global;
-  std::size_t bytes;  // the others are zeros
+  std::size_t bytes;  // the remaining bytes are zeros
   std::uint64_t group;
   Place place;
 };
 
-// A box that is not yet copied.
+// A box load that is still in flight.
 struct Load {
   Load* next;
   Box box;
@@ -71,84 +70,83 @@ struct Store {
 
 struct PhaseBarrier {
   std::uintptr_t address;
-  std::uint64_t word;  // the contents of its memory
+  std::uint64_t word;  // contents of the barrier in shared memory
   int maker;
   bool published;
-  int arrivals;  // of a phase
-  int missing;   // arrivals of this phase
-  long bytes;    // that this phase still expects
+  int arrivals;  // expected arrivals per phase
+  int missing;   // arrivals that this phase still expects
+  long bytes;    // bytes that this phase still expects
   std::uint64_t phase;
   unsigned waiting[max_warps];
-  Load* loads;                  // not yet complete, oldest first
-  Box landed;                   // the last box
-  Clock past[max_components];   // of the threads that arrived in this phase or before
-  Clock known[max_components];  // `past` when the last phase ended
+  Load* loads;                  // loads in flight, oldest first
+  Box landed;                   // the last box loaded
+  Clock past[max_components];   // clocks of the threads that arrived so far
+  Clock known[max_components];  // `past` at the end of the previous phase
 };
 
-// D of successive products, kept here until a thread waits for it.
+// D of successive products, kept here until a thread waits for the products.
 struct Sums {
   Sums* next;
   int columns;
-  std::uint64_t last;         // product
-  Place place;                // of that
-  std::uint64_t taken[2];     // the threads whose D is kept here
-  std::uint64_t returned[2];  // the threads to which D was returned
-  float* d[warpgroup_size];   // their memory for D
+  std::uint64_t last;         // number of the last product
+  Place place;                // of the last product
+  std::uint64_t taken[2];     // threads whose D is kept here
+  std::uint64_t returned[2];  // threads that have received D
+  float* d[warpgroup_size];   // each thread's memory for D
   float values[product_rows * max_columns];
 };
 
-// An operand in shared memory: the address of its first element, before the swizzle.
+// A shared-memory operand: the address of its first element, before swizzling.
 struct Operand {
   const unsigned char* address;
-  int rows;  // 0: by rows; else by columns, from boxes with this number of rows
+  int rows;  // 0 for by_rows; for by_columns the rows per box
 };
 
-// The types of operands, with the names of wgmma.cuh.
+// The formats of operands; wgmma.cuh passes their numbers.
 enum class Format { bfloat16, half, e4m3 };
 
 struct Product {
   Product* next;
   std::uint64_t number;
-  Operand a;  // no address: in registers
+  Operand a;  // nullptr address if in registers
   Operand b;
   int columns;
   Format format;
   bool added;
   Sums* sums;
   Place place;
-  int thread;  // the first that began it
-  int begun;   // the number of threads that began it
+  int thread;  // the first thread that issued it
+  int begun;   // number of threads that issued it
   Clock past[max_components];
   unsigned registers[warpgroup_size][4];
 };
 
 constexpr int kept_groups = 256;
 
-// A call of increase_registers or decrease_registers, which the threads of a warpgroup make
-// together; `thread` was the first.
+// A call of increase_registers or decrease_registers, made by all threads of a warpgroup together.
 struct RegisterCall {
   int count;
   bool increases;
-  int threads;  // that made it
-  int thread;
+  int threads;  // number of threads that made the call
+  int thread;   // the first of these threads
   Place place;
 };
 
 constexpr int kept_calls = 8;
-constexpr int all_registers = 65536;  // of a multiprocessor
-constexpr int max_registers = 255;    // of a thread at the launch
+constexpr int all_registers = 65536;  // per SM
+constexpr int max_registers = 255;    // per thread at launch
 
 struct Warpgroup {
-  std::uint64_t begun;     // products, by one thread at least
-  std::uint64_t complete;  // products, begun by all threads
-  std::uint64_t made;      // products
+  std::uint64_t begun;     // products that a thread has issued
+  std::uint64_t complete;  // products that all threads have issued
+  std::uint64_t made;      // computed products
   std::uint64_t groups;
-  std::uint64_t ends[kept_groups];  // of the last groups: the number of the product that follows
-  Product* products;                // not yet computed, oldest first
+  std::uint64_t ends[kept_groups];  // number of the first product after each recent group
+  Product* products;                // products in flight, oldest first
   Sums* sums;
-  Place place;  // of the product computed last
+  Place place;  // of the last computed product
   unsigned waiting[warpgroup_size / warp_size];
-  RegisterCall registers[kept_calls];  // the first calls
+  RegisterCall registers[kept_calls];  // the first calls of setmaxnreg
 };
 
 struct Asynchronous {
@@ -190,7 +188,7 @@ void append(Node*& list, Node* node) {
 }
 
 // ---------------------------------------------------------------------------------------------
-// Cells
+// Checks and marks of shadow cells
 
 Arena* arena_of(Worker& worker, const void* pointer, std::size_t bytes) {
   std::uintptr_t address = reinterpret_cast<std::uintptr_t>(pointer);
@@ -222,7 +220,7 @@ Cell* cells_at(Arena& arena, const void* pointer) {
   return &arena.cells[(reinterpret_cast<std::uintptr_t>(pointer) - arena.address) / cell_bytes];
 }
 
-// The past of a reader, which may be copies or tensor cores; `thread` is the reading thread, or -1.
+// The clocks that a reader (thread, copy or tensor core) has seen; `thread` is -1 for no thread.
 struct Reader {
   const Clock* past;
   int thread;
@@ -236,8 +234,8 @@ inline bool knows(const Reader& reader, Epoch epoch) {
 [[noreturn]] COLD void fault_unpublished(Worker& worker, const Arena& arena, const Touch& touch,
                                          int writer) {
   fault(worker, touch.place,
-        format("%s wrote byte %zu of %s without fence_proxy_async, and copies or tensor cores are "
-               "to use it",
+        format("%s wrote byte %zu of %s without fence_proxy_async, and copies or tensor cores "
+               "use it next",
                thread_name(worker, writer).chars,
                static_cast<std::size_t>(touch.address - arena.address), arena.name));
 }
@@ -275,7 +273,7 @@ inline void mark_reading(Arena& arena, const unsigned char* pointer, std::size_t
   }
 }
 
-// Records that the marked bytes were read, at `done`.
+// Replaces the marks of a read in flight by the epoch `done` at which it ended.
 inline void end_reading(Arena& arena, const unsigned char* pointer, std::size_t bytes, Epoch mark,
                         Epoch done) {
   Cell* cell = cells_at(arena, pointer);
@@ -308,14 +306,15 @@ void check_copy(Worker& worker, const void* shared, const void* global, int byte
       0) {
     fault(worker, place, format("calls cp_async with an address that is not a multiple of 16"));
   }
-  // An address from which nothing is read may be that of a row far beyond its tensor.
+  // The source address of an empty copy may be that of a row far outside its tensor.
   if (arena_of(worker, shared, 1) == nullptr ||
       (bytes > 0 && arena_of(worker, global, 1) != nullptr)) {
-    fault(worker, place, format("calls cp_async other than from global to shared memory"));
+    fault(worker, place,
+          format("calls cp_async with addresses that are not in shared and global memory"));
   }
 }
 
-// Reports invalid accesses when the copy begins, even without a wait.
+// Starts a copy. Reports invalid accesses here, even if no thread waits for the copy.
 void begin_copy(Worker& worker, void* shared, const void* global, int bytes, const Place& place) {
   Fiber& fiber = *worker.fiber;
   check_copy(worker, shared, global, bytes, place);
@@ -358,9 +357,9 @@ void land_copies(Worker& worker, unsigned pending) {
 }
 
 // ---------------------------------------------------------------------------------------------
-// Barriers in shared memory
+// mbarriers
 
-// The clock of a barrier's boxes is its phase.
+// Returns the clock of an mbarrier's box loads, which counts phases.
 Clock phase_clock(const Worker& worker, const PhaseBarrier& barrier) {
   return worker.floor + 1 + barrier.phase;
 }
@@ -398,7 +397,7 @@ PhaseBarrier& phase_barrier(Worker& worker, const void* pointer, const char* ope
   PhaseBarrier* barrier = find_phase_barrier(worker, pointer);
   if (barrier == nullptr) {
     fault(worker, place,
-          format("calls %s on a barrier at %s, where init_barrier has made none", operation,
+          format("calls %s on a barrier at %s, which init_barrier has not initialised", operation,
                  shared_name(worker, pointer).chars));
   }
   check<Access::atomic>(pointer, sizeof(std::uint64_t), place);
@@ -417,7 +416,8 @@ void make_phase_barrier(Worker& worker, void* pointer, int arrivals, const Place
   }
   if (find_phase_barrier(worker, pointer) != nullptr) {
     fault(worker, place,
-          format("makes a barrier at %s, where there is one", shared_name(worker, pointer).chars));
+          format("makes a barrier at %s, where one already exists",
+                 shared_name(worker, pointer).chars));
   }
   Asynchronous& all = asynchronous(worker);
   if (all.barrier_count == max_phase_barriers) {
@@ -483,7 +483,7 @@ void arrive_at(Worker& worker, PhaseBarrier& barrier, int bytes, const char* ope
 
 void land_loads(Worker& worker, PhaseBarrier& barrier);
 
-// Other threads run until one of `waiting` is woken.
+// Runs other threads until one of `waiting` is woken.
 void wait_beside(Worker& worker, unsigned& waiting, const char* operation, const Place& place) {
   Fiber& fiber = *worker.fiber;
   let_go(worker, fiber);
@@ -510,7 +510,7 @@ void wait_for_phase(Worker& worker, PhaseBarrier& barrier, int phase, const Plac
 }
 
 // ---------------------------------------------------------------------------------------------
-// TmaTile
+// TMA
 
 void check_map(Worker& worker, const TensorMap* map, const char* operation, const Place& place) {
   check<Access::read>(map, sizeof *map, place);
@@ -521,7 +521,7 @@ void check_map(Worker& worker, const TensorMap* map, const char* operation, cons
     good = good && stride % 16 == 0 && stride >= 0;
   }
   for (int word : map->unused) good = good && word == 0;
-  if (!good) fault(worker, place, format("calls %s with what is no tensor map", operation));
+  if (!good) fault(worker, place, format("calls %s with an invalid tensor map", operation));
 }
 
 Box make_box(Worker& worker, const TensorMap* map, const void* shared, const int* coordinates,
@@ -537,7 +537,7 @@ Box make_box(Worker& worker, const TensorMap* map, const void* shared, const int
           coordinates[3], bytes,          worker.fiber->index, place};
 }
 
-// The part of a row of the box that is inside the array: `bytes` from `memory`, at byte `first`.
+// The part of a box row that is inside the array: `bytes` bytes from `memory`, at byte `first`.
 struct Row {
   unsigned char* memory;
   std::size_t first;
@@ -561,7 +561,7 @@ Row row_of(const Box& box, int index) {
           static_cast<std::size_t>(map.itemsize * (end - first))};
 }
 
-// Swizzles an address in shared memory: XORs bits 4 to 6 with bits 7 to 9.
+// Swizzles a shared-memory address: XORs bits 4 to 6 with bits 7 to 9.
 template <class Byte>
 inline Byte* swizzled(Byte* pointer) {
   std::uintptr_t address = reinterpret_cast<std::uintptr_t>(pointer);
@@ -594,7 +594,7 @@ void store(const Box& box) {
   }
 }
 
-// Bytes with the same layout in global and in shared memory.
+// Returns contiguous bytes, with the same layout in global and shared memory, as a box.
 Box make_bytes(Worker& worker, void* memory, const void* shared, long bytes, const char* operation,
                const Place& place) {
   auto address = reinterpret_cast<std::uintptr_t>(memory);
@@ -614,7 +614,7 @@ Box make_bytes(Worker& worker, void* memory, const void* shared, long bytes, con
   return box;
 }
 
-// Floats that were read from shared memory and will be added to global memory.
+// Floats that were read from shared memory but not yet added to global memory.
 struct Addition {
   Addition* next;
   float* memory;
@@ -631,7 +631,7 @@ void put_off_addition(Fiber& fiber, const Box& box) {
   fiber.additions = addition;
 }
 
-// Adds atomically, since other workers may add to the same float.
+// Adds atomically, because other workers may add to the same float.
 void add_to(float* memory, float value) {
   auto* word = reinterpret_cast<std::uint32_t*>(memory);
   std::uint32_t old = __atomic_load_n(word, __ATOMIC_SEQ_CST), desired;
@@ -644,7 +644,7 @@ void add_to(float* memory, float value) {
       !__atomic_compare_exchange_n(word, &old, desired, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
 }
 
-// Executes additions that a thread has delayed: all of them, or a random choice.
+// Executes a thread's delayed additions: all of them, or with a seed a random choice.
 void make_additions(Worker& worker, Fiber& fiber, bool all) {
   Addition** link = &fiber.additions;
   while (Addition* addition = *link) {
@@ -672,7 +672,7 @@ void check_array(const Box& box) {
   }
 }
 
-// Threads that wrote there before must have executed the proxy fence, since copies now write too.
+// Checks that threads which wrote to the destination have executed the proxy fence.
 void check_published(Worker& worker, Arena& arena, const Box& box) {
   const Cell* cell = cells_at(arena, box.shared);
   for (std::size_t i = 0; i < box.bytes() / cell_bytes; ++i, ++cell) {
@@ -688,7 +688,7 @@ void begin_load(Worker& worker, const Box& box, PhaseBarrier& barrier) {
   if (!barrier.published) {
     fault(worker, box.place,
           format("calls tma_load for a barrier that its maker, %s, has not published; "
-                 "fence_barrier_init after init_barrier",
+                 "call fence_barrier_init after init_barrier",
                  thread_name(worker, barrier.maker).chars));
   }
   check_array<Access::read>(box);
@@ -749,9 +749,10 @@ void end_stores(Worker& worker, const Place& place) {
   while (Store* first = fiber.stores) {
     const Box& box = first->box;
     if (!first->grouped) {
-      fault(worker, place,
-            format("waits for a box, stored at %s, that no group holds; bulk_commit_group first",
-                   place_name(worker, box.place).chars));
+      fault(
+          worker, place,
+          format("waits for a box, stored at %s, that no group holds; call bulk_commit_group first",
+                 place_name(worker, box.place).chars));
     }
     if (box.memory != nullptr) {
       put_off_addition(fiber, box);
@@ -764,7 +765,7 @@ void end_stores(Worker& worker, const Place& place) {
     std::free(first);
   }
   make_additions(worker, fiber, false);
-  // Another thread's store of the same bytes may still be in progress.
+  // Restores the marks of other threads' stores of the same bytes, which may still be in flight.
   for (int i = 0; i < worker.threads; ++i) {
     for (Store* store = worker.fibers[i].stores; store != nullptr; store = store->next) {
       const Box& box = store->box;
@@ -777,8 +778,8 @@ void end_stores(Worker& worker, const Place& place) {
 // ---------------------------------------------------------------------------------------------
 // Operands of products
 
-// Visits the chunks of an operand. By rows: 32 bytes of each row, with their first column; a chunk
-// has `each` columns. By columns: sixteen rows.
+// Visits the chunks of an operand. by_rows: 32 bytes of each row, with their first column; a chunk
+// has `each` columns. by_columns: chunks of sixteen rows.
 template <class Visit>
 inline void for_chunks(const Operand& operand, int others, int each, Visit visit) {
   if (operand.rows == 0) {
@@ -809,10 +810,11 @@ Arena& check_operand(Worker& worker, const Operand& operand, int others, const c
   std::size_t in_pattern = reinterpret_cast<std::uintptr_t>(operand.address) % pattern_bytes;
   bool good = operand.rows == 0 ? in_pattern < row_bytes && in_pattern % 32 == 0 : in_pattern == 0;
   if (!good || operand.rows < 0 || operand.rows % 8 != 0) {
-    fault(worker, place,
-          format("multiplies with %s at %s; it begins at a multiple of %zu%s", name,
-                 shared_name(worker, operand.address).chars, pattern_bytes,
-                 operand.rows == 0 ? ", or 32, 64 or 96 bytes behind" : ", in boxes of 8 n rows"));
+    fault(
+        worker, place,
+        format("multiplies with %s at %s; it must begin at a multiple of %zu%s", name,
+               shared_name(worker, operand.address).chars, pattern_bytes,
+               operand.rows == 0 ? ", or 32, 64 or 96 bytes after one" : ", in boxes of 8 n rows"));
   }
   const unsigned char* start = operand.rows == 0 ? operand.address - in_pattern : operand.address;
   std::size_t bytes = operand_bytes(operand, others) + (operand.address - start);
@@ -825,7 +827,7 @@ inline float bits_as_float(std::uint32_t bits) {
   return value;
 }
 
-// Exact for every number: the exponents differ by 112, and only those of infinity and NaN by more.
+// Converts exactly: the exponents differ by 112, except for infinity and NaN.
 inline float half_as_float(std::uint16_t bits) {
   std::uint32_t magnitude = static_cast<std::uint32_t>(bits & 0x7fff) << 13;
   float scaled = bits_as_float(magnitude) * 0x1p112f;
@@ -839,8 +841,7 @@ inline float widened(std::uint16_t bits, bool half) {
   return half ? half_as_float(bits) : bits_as_float(static_cast<std::uint32_t>(bits) << 16);
 }
 
-// Four bits of exponent, of which 7 is that of 1, and three of mantissa. There is no infinity, and
-// NaN is where all of them are set.
+// Converts 4 exponent bits (bias 7) and 3 mantissa bits; all ones are NaN, there is no infinity.
 inline float e4m3_as_float(std::uint8_t bits) {
   if ((bits & 0x7f) == 0x7f) return bits_as_float(0x7fc00000);
   std::uint32_t magnitude = static_cast<std::uint32_t>(bits & 0x7f) << 20;
@@ -852,7 +853,7 @@ inline int numbers_in_chunk(Format format) {
   return format == Format::e4m3 ? 16 : 8;
 }
 
-// Converts 16 bytes to floats, and returns how many these are.
+// Converts 16 bytes to floats; returns the number of floats.
 inline int widen_chunk(float (&to)[16], const unsigned char* chunk, Format format) {
   if (format == Format::e4m3) {
     for (int i = 0; i < 16; ++i) to[i] = e4m3_as_float(chunk[i]);
@@ -892,7 +893,7 @@ void read_shared(Factors& factors, const Product& product) {
              });
 }
 
-// The first row and column of a thread's registers in a tile of 64 x 16, or in its first 8 columns.
+// The first row and column that a thread's registers hold in a 64 x 16 tile or its first 8 columns.
 inline int row_of_thread(int thread) {
   return thread / warp_size * 16 + thread % warp_size / 4;
 }
@@ -923,7 +924,7 @@ typedef std::int32_t ColumnBits __attribute__((vector_size(64), aligned(4)));
 constexpr int width_of_columns = sizeof(Columns) / sizeof(float);
 constexpr std::int32_t exponent_bits = 0x7f800000;
 
-// Vectors are changed in place: to return them takes registers that not all processors have.
+// Vectors are modified in place: returning them would need registers that not all processors have.
 inline void keep_bits(Columns& x, std::int32_t bits) {
   x = reinterpret_cast<Columns>(reinterpret_cast<ColumnBits>(x) & bits);
 }
@@ -931,8 +932,7 @@ inline void keep_largest(Columns& x, const Columns& other) {
   x = x > other ? x : other;
 }
 
-// Keeps the powers of two of numbers: subnormal e4m3 numbers get that of the smallest normal ones,
-// and 0 gets 0.
+// Rounds down to powers of two: subnormal e4m3 numbers to the smallest normal one, and 0 to 0.
 inline void keep_powers_of_e4m3(Columns& x) {
   Columns power = x;
   keep_bits(power, exponent_bits);
@@ -940,9 +940,9 @@ inline void keep_powers_of_e4m3(Columns& x) {
   x = x == 0 ? Columns{} : power;
 }
 
-// Adds products of e4m3 as an H100 does: the 32 products and the sum so far are truncated at 2^-13
-// of the largest power of two among them, and their sum at 2^-13 of its power. The power of a
-// product is that of its factors, so the product may be almost four times as large.
+// Accumulates e4m3 products as an H100 does. The 32 products and the accumulator are truncated at
+// 2^-13 of the largest power of two among them, and their sum at 2^-13 of its own power of two. The
+// power of a product is that of its factors, so the product may be almost four times as large.
 void add_e4m3_product(Sums& sums, const Factors& factors) {
   for (int row = 0; row < product_rows; ++row) {
     for (int first = 0; first < sums.columns; first += width_of_columns) {
@@ -965,14 +965,14 @@ void add_e4m3_product(Sums& sums, const Factors& factors) {
         plain += product;
       }
       Columns made = __builtin_convertvector(units, Columns) / per_unit;
-      keep_bits(made, ~0x3ff);              // 13 of 23 bits after the point
-      sum = plain == plain ? made : plain;  // NaN
+      keep_bits(made, ~0x3ff);              // keeps 13 of 23 mantissa bits
+      sum = plain == plain ? made : plain;  // propagates NaN
     }
   }
 }
 
-// Products are added one by one along the depth, each sum rounded. A device adds sixteen at a time,
-// with fewer bits.
+// Accumulates products one by one along k and rounds each sum. A device adds sixteen at once, with
+// fewer bits.
 void add_product(Sums& sums, const Factors& factors) {
   constexpr int width = width_of_columns;
   for (int row = 0; row < product_rows; ++row) {
@@ -988,7 +988,7 @@ void add_product(Sums& sums, const Factors& factors) {
 }
 
 // ---------------------------------------------------------------------------------------------
-// Products
+// Issue, computation and wait of products
 
 struct Asked {
   float* d;
@@ -1020,7 +1020,7 @@ inline void add(std::uint64_t (&threads)[2], int rank) {
   threads[rank / 64] |= std::uint64_t{1} << rank % 64;
 }
 
-// Finds this thread's D that products in progress will write.
+// Returns this thread's D that products in flight will write, or nullptr.
 Sums* pending_sums(const Warpgroup& group, int rank, const float* d) {
   Sums* sums = group.sums;
   while (sums != nullptr &&
@@ -1098,7 +1098,7 @@ void enclose_awaited(Worker& worker, const Warpgroup& group) {
   worker.awaited_end = worker.fiber->awaited_end = end;
 }
 
-// Checks an access of local memory at or below a D that this thread has not waited for.
+// Checks an access of local memory at or below a D for which this thread has not waited.
 void check_awaited(Worker& worker, const Touch& touch) {
   if (touch.address + touch.bytes <= worker.awaited_low) return;
   const Warpgroup& group = worker.asynchronous->warpgroups[worker.fiber->index / warpgroup_size];
@@ -1114,7 +1114,7 @@ void check_awaited(Worker& worker, const Touch& touch) {
   }
 }
 
-// Keeps a thread's D, and writes NaN to its registers until the thread waits for it.
+// Saves a thread's D, and fills its registers with NaN until the thread waits for the product.
 void take_d(Worker& worker, Warpgroup& group, Product& product, const Asked& asked,
             const Place& place) {
   Sums& sums = *product.sums;
@@ -1147,7 +1147,7 @@ void return_d(Worker& worker, Warpgroup& group, std::uint64_t end, const Place& 
   Sums** link = &group.sums;
   while (Sums* sums = *link) {
     if (has(sums->taken, rank) && !has(sums->returned, rank) && sums->last < end) {
-      // Calls grow the stack downwards: a frame below this one's has ended.
+      // The stack grows downwards, so frames below this one belong to functions that have returned.
       if (static_cast<void*>(sums->d[rank]) < __builtin_frame_address(0)) {
         fault(worker, place,
               format("waits for a product at %s into D of a function that has returned",
@@ -1191,8 +1191,8 @@ void mark_product(Worker& worker, const Warpgroup& group, const Product& product
   });
 }
 
-// A product reads for all four warps: its past contains the events that all threads know, and each
-// warp's earlier accesses.
+// Limits a product's clocks to what this thread has seen. The product reads for all four warps, so
+// it has seen only what all threads have seen, and each warp's earlier accesses.
 void know_less(Worker& worker, Product& product) {
   const Fiber& fiber = *worker.fiber;
   for (int i = max_warps; i < worker.components; ++i) {
@@ -1289,7 +1289,7 @@ void make_product(Worker& worker, Warpgroup& group) {
 void make_products(Worker& worker, Warpgroup& group, std::uint64_t end) {
   if (group.made >= end) return;
   while (group.made < end) make_product(worker, group);
-  // Products still in progress may read the same bytes.
+  // Restores the marks of products in flight that read the same bytes.
   for (Product* product = group.products; product != nullptr; product = product->next) {
     if (product->begun == warpgroup_size) mark_product(worker, group, *product);
   }
@@ -1300,7 +1300,7 @@ void wait_for_groups(Worker& worker, unsigned pending, const float* d, const Pla
   Warpgroup& group = warpgroup_of(worker, "wgmma_wait_group", place);
   if (fiber.grouped != fiber.products) {
     fault(worker, place,
-          format("waits for products that no group holds; wgmma_commit_group after the last"));
+          format("waits for products that no group holds; call wgmma_commit_group after the last"));
   }
   std::uint64_t end = fiber.finished_products;
   if (fiber.groups > pending) {
@@ -1325,7 +1325,7 @@ void wait_for_groups(Worker& worker, unsigned pending, const float* d, const Pla
 }
 
 // ---------------------------------------------------------------------------------------------
-// Faults, and the end of a block
+// Fault messages, and checks at the end of a block
 
 const Load* load_to(const PhaseBarrier& barrier, std::uintptr_t address) {
   const Load* load = barrier.loads;
@@ -1341,7 +1341,7 @@ Text box_name(const Worker& worker, const char* what, const Box& box) {
                 place_name(worker, box.place).chars);
 }
 
-// Names an epoch's component that is not a thread.
+// Describes the asynchronous operation of an epoch.
 Text asynchronous_name(const Worker& worker, Epoch epoch, std::uintptr_t address) {
   int component = thread_of(epoch) / warp_size;
   if (component == copies_component) {
@@ -1377,7 +1377,7 @@ Text asynchronous_name(const Worker& worker, Epoch epoch, std::uintptr_t address
                 place_name(worker, pending ? group.products->place : group.place).chars);
 }
 
-// Names the wait that ends such an operation.
+// Names the wait that is missing after an asynchronous operation.
 const char* missing_wait(Epoch epoch) {
   int component = thread_of(epoch) / warp_size;
   if (component >= boxes_component) return "wait for its barrier";
@@ -1409,7 +1409,8 @@ const Fiber* first_in_barrier(const Worker& worker) {
   return nullptr;
 }
 
-// Whether a thread waits for a phase or for products that never complete; names each barrier once.
+// Reports threads that wait for an mbarrier phase or product that never completes, each mbarrier
+// once. Returns whether there are any.
 bool report_vain_waits(Worker& worker) {
   if (worker.asynchronous == nullptr) return false;
   Text text = format("waits for ever: ");
@@ -1447,25 +1448,25 @@ bool report_vain_waits(Worker& worker) {
   return true;
 }
 
-// Checks the end of a thread.
+// Reports stores and products that a thread did not wait for before it returned.
 void check_left_over(Worker& worker) {
   Fiber& fiber = *worker.fiber;
   if (fiber.stores != nullptr) {
     fault(worker, fiber.stores->box.place,
           format("returns before a box that it stores was read from shared memory; "
-                 "%swait_until_stores_have_read",
+                 "call %sbulk_wait_group_read",
                  fiber.stores->grouped ? "" : "bulk_commit_group and "));
   }
   if (fiber.finished_products != fiber.products) {
     const Warpgroup& group = worker.asynchronous->warpgroups[fiber.index / warpgroup_size];
     const Product* product = find_product(group, fiber.finished_products);
     fault(worker, product != nullptr ? product->place : group.place,
-          format("returns before its products were waited for; wgmma_wait_group first"));
+          format("returns before its products were waited for; call wgmma_wait_group first"));
   }
 }
 
-// Checks the end of a block. A block does not see additions that it has not waited for, and a
-// pending box would be copied to the shared memory of the next block.
+// Executes the additions that no thread waited for, and reports box loads that no thread waited
+// for, which would land in the shared memory of the next block.
 void check_left_loads(Worker& worker) {
   for (int i = 0; i < worker.threads; ++i) make_additions(worker, worker.fibers[i], true);
   if (worker.asynchronous == nullptr) return;
@@ -1505,7 +1506,7 @@ void set_registers(Worker& worker, int count, bool increases, const Place& place
   }
 }
 
-// Returns the last call of a warpgroup, or nullptr if it made none, or more calls than are kept.
+// Returns a warpgroup's last call; nullptr if it made none, or more than kept_calls.
 const RegisterCall* last_call(const Worker& worker, const Warpgroup& group) {
   const RegisterCall* last = nullptr;
   for (const RegisterCall& call : group.registers) {
@@ -1516,8 +1517,8 @@ const RegisterCall* last_call(const Worker& worker, const Warpgroup& group) {
   return is_kept ? last : nullptr;
 }
 
-// Checks the end of a block. A block keeps the registers of its launch: its warpgroups must not
-// hold more in the end, or else an increase has waited forever.
+// Reports warpgroups that hold more registers at the end than the block had at launch: on a device
+// an increase would have waited forever.
 void check_registers(Worker& worker) {
   if (worker.asynchronous == nullptr || worker.abandoned) return;
   int at_launch = std::min(all_registers / worker.threads, max_registers) / 8 * 8;
@@ -1549,7 +1550,7 @@ void check_registers(Worker& worker) {
   worker.abandoned = true;
 }
 
-// Returns a clock above those of all operations of the last block.
+// Returns a clock later than all operations of the last block.
 Clock latest_clock(const Worker& worker) {
   Clock latest = worker.floor;
   if (worker.asynchronous == nullptr) return latest;
@@ -1563,7 +1564,7 @@ Clock latest_clock(const Worker& worker) {
   return latest;
 }
 
-// Drops copies that no thread waits for: their data is not used, since a use is a fault.
+// Drops copies that no thread waits for. Their data is unused, since any use would be a fault.
 void drop_copies(Worker& worker, Fiber& fiber) {
   for (const Copy* copy = fiber.copies; copy != nullptr; copy = copy->next) {
     mark_writing(*arena_of(worker, copy->shared, chunk_bytes), copy->shared, chunk_bytes, 0);
@@ -1571,7 +1572,7 @@ void drop_copies(Worker& worker, Fiber& fiber) {
   free_all(fiber.copies);
 }
 
-// Prepares for the next block, if there is one.
+// Discards all pending operations before the next block.
 void forget_asynchronous(Worker& worker) {
   for (int i = 0; i < worker.threads; ++i) {
     drop_copies(worker, worker.fibers[i]);
@@ -1686,7 +1687,7 @@ EXPORTED void simulator_make_additions() {
   make_additions(*self, *self->fiber, true);
 }
 
-// Gives this thread a later clock; its earlier accesses are not yet in its warp's past.
+// Advances the warp's clock; the thread's earlier accesses count as published.
 EXPORTED void simulator_fence_for_copies() {
   Worker& worker = *self;
   worker.fiber->published = worker.warp->clock++;
@@ -1720,7 +1721,7 @@ EXPORTED void simulator_set_registers(int count, bool increases, const char* fil
   set_registers(*self, count, increases, {file, line, CALLER});
 }
 
-// Returns the lane that elect.sync chooses, which is always the same.
+// Returns the lane that elect.sync selects, always the same in a launch.
 EXPORTED int simulator_elected_lane() {
   unsigned lane = self->shuffled ? self->launch->request->seed % warp_size : 0;
   return (self->warp->lanes >> lane & 1) != 0 ? static_cast<int>(lane) : 0;

@@ -1,15 +1,15 @@
 """Maps ``extern __shared__ float x[];`` in a kernel's source to the shared memory of its block.
 
-A host compiler takes such a declaration for an array in another object file. All these arrays get
-one linker symbol, and the kernel is linked with an object that defines thread-local memory for this
-symbol, so that every worker thread has its own.
+A host compiler expects such an array in another object file. All of these arrays share one linker
+symbol, and the kernel is linked with an object that defines the symbol as thread-local memory, so
+that every worker thread has a copy.
 """
 
 import re
 
-CAPACITY = 227 * 1024  # bytes that a block can have, as on an H100
+CAPACITY = 227 * 1024  # bytes of shared memory per block, as on an H100
 
-# Code that tells the runtime the addresses of the calling worker's shared memory.
+# Code that passes the addresses of the calling worker's shared memory to the runtime.
 LOCATOR = """\
 extern __thread unsigned char end_of_fixed[] __asm__("simulator_fixed_end");
 extern __thread unsigned char start_of_dynamic[] __asm__("simulator_dynamic");
@@ -35,16 +35,16 @@ _PLACED = re.compile(r'(\w+) ?\[ ?\][^;"]* __asm__\("simulator_dynamic"\);')
 
 
 def placed(text: str) -> str:
-    """Rewrites each ``extern __shared__`` declaration of a source; line numbers do not change."""
+    """Rewrites each ``extern __shared__`` declaration of a source; keeps line numbers."""
     return _TOKEN.sub(_placed_token, text)
 
 
 def memory(text: str) -> str:
-    """Returns the source of the object that defines the memory, for a rewritten kernel source.
+    """Returns the source of the object that defines a rewritten kernel's dynamic shared memory.
 
-    The memory lies behind the kernel's static __shared__ variables, whose end another symbol marks.
-    In templates g++ ignores the linker symbol and refers to the array by its name, so the memory
-    has these names, too.
+    The memory follows the kernel's static __shared__ variables, whose end another symbol marks. In
+    templates g++ ignores the linker symbol and refers to an array by its name, so the object
+    defines these names, too.
     """
     symbol = ".weak {0}; .hidden {0}; .type {0}, @object; .size {0}, {1}\n{0}:\n"
     names = ["simulator_dynamic", *sorted(set(_PLACED.findall(text)))]

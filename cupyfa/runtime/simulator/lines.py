@@ -1,6 +1,6 @@
-"""Finds the source lines of addresses in a shared object from its debug information.
+"""Looks up source lines of addresses in the debug information of a shared object.
 
-Uses addr2line (binutils) if it is installed, else pyelftools, which the extra ``compiler`` has.
+Uses addr2line (binutils) if it is installed, else pyelftools from the extra ``compiler``.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ REMEDY = "source lines need addr2line; install binutils, or pip install pyelftoo
 
 
 def can_read() -> bool:
-    """Whether addr2line or pyelftools is installed."""
+    """Returns whether addr2line or pyelftools is installed."""
     return bool(shutil.which("addr2line") or importlib.util.find_spec("elftools"))
 
 
 def frames(path: Path, addresses: Sequence[int]) -> list[str]:
-    """Returns ``file:line`` of each address, followed by those of the calls inlined there."""
+    """Returns ``file:line`` of each address, followed by those of enclosing inlined calls."""
     if tool := shutil.which("addr2line"):
         command = [tool, "-i", "-e", str(path), *map(hex, addresses)]
         done = subprocess.run(command, capture_output=True, check=False)
@@ -75,7 +75,7 @@ def _row(debug: Any, unit: Any, address: int) -> Any:
 
 
 def _contains(debug: Any, unit: Any, attributes: Any, address: int) -> bool:
-    """Whether the entry of the debug information with these attributes contains an address."""
+    """Returns whether the debug entry with these attributes contains an address."""
     if "DW_AT_ranges" in attributes:
         offset = attributes["DW_AT_ranges"].value
         ranges = debug.range_lists().get_range_list_at_offset(offset, unit)

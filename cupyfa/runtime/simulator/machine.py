@@ -1,8 +1,8 @@
 """Compiles the source of a kernel for the CPU and runs it, each CUDA thread as a fiber.
 
 There are two kinds of shared objects: the runtime (``runtime.cpp`` with ``asynchronous.h``), and
-one for each kernel, whose source follows ``simulator.h`` and whose accesses the compiler
-instruments. The cache directory has both, under names that hash everything that went into them.
+one per kernel, compiled from ``simulator.h`` and the kernel's source with instrumented memory
+accesses. The cache directory holds both, under names that hash all inputs of the build.
 """
 
 import _thread
@@ -37,16 +37,16 @@ _HERE = Path(__file__).resolve().parent
 _RUNTIME_FILES = (_HERE / "runtime.cpp", _HERE / "asynchronous.h")
 _TWINS = _HERE / "include"
 _REPORT_BYTES = 2048
-ENTRY = "simulator entry point"  # the file name in messages for the code that calls a kernel
+ENTRY = "simulator entry point"  # file name of the generated code in compiler messages
 _NO_ROOM = re.compile("No space left on device|File size limit exceeded|Disk quota exceeded")
-_LONGEST = 600  # seconds that a compiler may take
-_PATIENCE = 0.5  # seconds between two checks whether a call or process has ended
-_MAX_FRAME_BYTES = 200_000  # the stack frame of one function; a fiber's stack holds 260 KB
+_LONGEST = 600  # time limit of a compiler in seconds
+_PATIENCE = 0.5  # seconds between polls for the end of a call or process
+_MAX_FRAME_BYTES = 200_000  # per function; a fiber's stack has 260 KB
 
 # DWARF 4 is the last version of debug information that every addr2line reads correctly.
 _BASE_FLAGS = ["-std=c++17", "-O2", "-g1", "-gdwarf-4", "-fPIC", "-fvisibility=hidden"]
 _KERNEL_FLAGS = [
-    # Small problems spend their time on compiling; large ones run 10 % slower than with -O2.
+    # Compiling dominates small problems; large ones run 10 % slower than with -O2.
     "-O1",
     "-fno-exceptions",
     "-fno-math-errno",
@@ -66,7 +66,7 @@ _GCC_FLAGS = [
     "-fno-move-loop-invariants",
     f"-Werror=frame-larger-than={_MAX_FRAME_BYTES}",
     "-fsanitize=bounds-strict,integer-divide-by-zero,alignment",
-    # The runtime checks these two, but only if they are called as functions.
+    # The runtime checks memcpy and memset only if they are called as functions.
     "-fno-builtin-memcpy",
     "-fno-builtin-memset",
     "--param=tsan-instrument-func-entry-exit=0",
@@ -77,7 +77,7 @@ _CLANG_FLAGS = [
     "-fno-sanitize=undefined",  # zig enables it with -O0
     "-fsanitize=array-bounds,integer-divide-by-zero,alignment",
     "-fno-sanitize-trap=all",
-    "-fno-vectorize",  # vectorised accesses may include elements that the kernel guards
+    "-fno-vectorize",  # a vectorised access may cover elements that the kernel skips
     "-fno-slp-vectorize",
     *("-mllvm", "-tsan-instrument-func-entry-exit=0"),
     *("-mllvm", "-tsan-instrument-read-before-write=1"),
@@ -88,9 +88,9 @@ _CLANG_FLAGS = [
 class CompiledKernel:
     entry: str
     path: Path
-    folders: Sequence[Path]  # the folders of the headers that it includes
+    folders: Sequence[Path]  # include folders
     argument_bytes: tuple[int, ...]
-    text: str = field(repr=False)  # the source, with the line numbers of messages
+    text: str = field(repr=False)  # the source, to whose lines messages refer
     runtime: ctypes.CDLL = field(repr=False)
     code: ctypes.CDLL = field(repr=False)
 
@@ -112,31 +112,31 @@ def starter(
     waits_first: bool = False,
     one_waits: bool = False,
 ) -> Callable[[Any, int, int], None]:
-    """Returns a function that runs a kernel on a grid of blocks and waits until all have finished.
+    """Returns a function that runs a kernel on a grid and waits for all blocks.
 
-    ``sizes`` are the sizes of the arguments in bytes; the function takes a table with the address
-    of each argument. ``regions`` are the global memory that the kernel may access. ``schedule`` is
-    the seed of a pseudo-random order of threads; with None they run in the order of their indices.
-    ``workers`` OS threads share the blocks; by default one per core.
+    ``sizes`` are the argument sizes in bytes; the returned function takes a table of argument
+    addresses. ``regions`` describe the global memory that the kernel may access. ``schedule`` seeds
+    a pseudo-random order of threads; None runs them in the order of their indices. ``workers`` OS
+    threads share the blocks; the default is one per core.
 
-    An ``early`` launch may begin while the one before it ends. The simulator then checks that
-    threads wait before they access ``awaited`` regions and, with ``waits_first``, before they let
-    the next launch begin; that some thread of each block waits, or with ``one_waits`` some thread
-    of the launch; and that no thread writes to a ``kept`` region.
+    An ``early`` launch may begin before the previous one has ended. The simulator then checks that
+    threads wait for the previous launch before they access ``awaited`` regions and, with
+    ``waits_first``, before they let the next launch begin. A thread of each block must wait, or
+    with ``one_waits`` a thread of the launch. No thread may write to a ``kept`` region.
 
-    Raises ValueError for wrong sizes of arguments; the returned function raises SimulatorFault.
+    Raises ValueError if ``sizes`` do not match the kernel's parameters. The returned function
+    raises SimulatorFault.
     """
     block = threads if isinstance(threads, tuple) else (int(threads), 1, 1)
     if tuple(sizes) != kernel.argument_bytes:
         raise ValueError(
-            f"{kernel.entry} takes arguments of {kernel.argument_bytes} bytes, but {tuple(sizes)} "
-            "were given; let args= of its Launch name one for each parameter, of that parameter's "
-            "type"
+            f"{kernel.entry} takes arguments of {kernel.argument_bytes} bytes, but its Launch "
+            f"passes {tuple(sizes)}; name one argument of the right type per parameter in args="
         )
     number = ctypes.c_size_t
     request = _Request()
     request.entry = ctypes.cast(kernel.code.simulator_call, ctypes.c_void_p)
-    if locate := getattr(kernel.code, "simulator_locate", None):  # it uses `extern __shared__`
+    if locate := getattr(kernel.code, "simulator_locate", None):  # for `extern __shared__`
         request.locate = ctypes.cast(locate, ctypes.c_void_p)
     request.argument_bytes = (number * max(len(sizes), 1))(*sizes)
     request.argument_count = len(sizes)
@@ -169,21 +169,22 @@ def starter(
         if failed:
             raise _fault(kernel, report)
 
-    start.keep = fixed, request  # type: ignore[attr-defined]  # memory that copies point to
+    start.keep = fixed, request  # type: ignore[attr-defined]  # the copies point to this memory
     return start
 
 
 def _interruptible(call: Callable[[], int], stop: Callable[[], Any]) -> int:
-    """Calls a C function such that a signal handler, as of Ctrl-C, can stop it.
+    """Calls a C function so that a signal handler, such as that of Ctrl-C, can stop it.
 
-    Python runs signal handlers in its main thread, between bytecodes. So the main thread waits here
-    while another thread makes the call. After a signal it still waits for the end of the call,
-    which uses the caller's memory. A kernel that never reads nor writes cannot be stopped.
+    Python runs signal handlers in its main thread, between bytecodes. The main thread therefore
+    waits here while another thread makes the call. After a signal it stops the call and waits for
+    its end, because the call uses the caller's memory. A kernel without memory accesses cannot be
+    stopped.
     """
     if threading.current_thread() is not threading.main_thread():
         return call()
     results: list[int | None] = []
-    begun, done = threading.Lock(), threading.Lock()  # a signal leaves each either held or free
+    begun, done = threading.Lock(), threading.Lock()  # a signal leaves each held or free
     done.acquire()
 
     def work() -> None:
@@ -196,8 +197,8 @@ def _interruptible(call: Callable[[], int], stop: Callable[[], Any]) -> int:
                 done.release()
 
     try:
-        _thread.start_new_thread(work, ())  # a signal may come here too
-        while not done.acquire(timeout=_PATIENCE):  # the signal may reach another thread
+        _thread.start_new_thread(work, ())  # a signal may arrive here
+        while not done.acquire(timeout=_PATIENCE):  # signals may reach another thread
             continue
     finally:
         if not begun.acquire(blocking=False):
@@ -251,13 +252,13 @@ class _Report(ctypes.Structure):
 
 # Faults
 
-# Placeholders in an object file: for the compiler's working folder, which messages leave out; for
-# the folder of the simulator's headers; and for all other folders of headers. Checkouts with equal
-# sources share an object file, and messages must name the files of the checkout that runs.
+# Placeholders for folders in an object file: the compiler's working folder, which messages omit;
+# the simulator's headers; and all other include folders. Checkouts with equal sources share an
+# object file, so it cannot contain the paths of one checkout.
 _UNPLACED, _PLACED_TWINS, _PLACED = "/@", "/@twins", "/@include"
 _PLACE = re.compile(r"\{([0-9a-f]+);([^}]*):(-?\d+)\}")
-_DIVIDES = "divides an integer by zero"  # the message in runtime.cpp
-_EXPRESSIONS = re.compile(r"\b(score_mod|mask_mod)\(")  # the functions that expressions become
+_DIVIDES = "divides an integer by zero"  # message of runtime.cpp
+_EXPRESSIONS = re.compile(r"\b(score_mod|mask_mod)\(")  # generated from expressions
 
 
 def _fault(kernel: CompiledKernel, report: _Report) -> SimulatorFault:
@@ -276,9 +277,9 @@ def _fault(kernel: CompiledKernel, report: _Report) -> SimulatorFault:
 
 
 def _in_option(kernel: CompiledKernel, places: Sequence[re.Match[str]]) -> str:
-    """Returns the expression that a location belongs to, as " in score_mod", or "".
+    """Returns the option whose expression contains a location, as " in score_mod", or "".
 
-    The expressions of a call are at the start of the source, before the first ``#line``.
+    Expressions are printed at the start of the source, before the first ``#line``.
     """
     addresses = [int(place[1], 16) for place in places]
     found = lines.frames(kernel.path, [x for x in addresses if x])
@@ -291,9 +292,9 @@ def _in_option(kernel: CompiledKernel, places: Sequence[re.Match[str]]) -> str:
 
 
 def _line(kernel: CompiledKernel, places: Sequence[re.Match[str]]) -> str:
-    """Returns the source line of a location, with the kernel's line that called it if different.
+    """Returns the innermost source line of a location outside the simulator's headers.
 
-    The source line is the innermost one outside the simulator's headers.
+    If that is not a line of the kernel, the kernel's calling line follows.
     """
     addresses = [int(place[1], 16) for place in places]
     frames = lines.frames(kernel.path, [x for x in addresses if x])
@@ -307,7 +308,7 @@ def _line(kernel: CompiledKernel, places: Sequence[re.Match[str]]) -> str:
 
 
 def _own_name(kernel: CompiledKernel, line: str) -> str:
-    """Replaces the placeholder in a line of an object file by the kernel's folder of headers."""
+    """Replaces the placeholder in a ``file:line`` of an object file by the kernel's folder."""
     if not line.startswith(f"{_PLACED}/"):
         return line.removeprefix(f"{_UNPLACED}/")
     name = line.removeprefix(f"{_PLACED}/")
@@ -326,11 +327,11 @@ _key_locks: dict[tuple[str, ...], threading.Lock] = {}
 def build(
     text: str, include_dirs: Sequence[Path], entry: str, *, inlines: bool = True
 ) -> CompiledKernel:
-    """Compiles the source of a kernel, or finds it in the cache, and loads it.
+    """Compiles a kernel's source, or finds the object in the cache, and loads it.
 
-    ``entry`` is the entry point. Without ``inlines`` functions that are ``__forceinline__`` may be
-    called, which compiles faster; a struct that such a function takes by value, directly from
-    memory, is then not checked.
+    ``entry`` names the kernel function. Without ``inlines`` the compiler need not inline
+    ``__forceinline__`` functions. This compiles faster, but accesses that pass a struct by value
+    from memory are then not checked.
 
     Raises CompileError with the compiler's output, and CompilerNotFound without a compiler.
     """
@@ -358,7 +359,7 @@ def _source(text: str, entry: str) -> str:
         "#include <simulator.h>\n"
         f'#line 1 "{entry}.cu"\n{placed}\n'
         f'#line 1 "{ENTRY}"\n'
-        f'extern "C" decltype({entry}) {entry};\n'  # an error unless declared so before
+        f'extern "C" decltype({entry}) {entry};\n'  # an error unless the kernel is extern "C"
         'extern "C" __attribute__((visibility("default")))\n'
         f"void simulator_call(void** arguments) {{ simulator::call(&{entry}, arguments); }}\n"
         'extern "C" __attribute__((visibility("default")))\n'
@@ -383,7 +384,7 @@ def _build(source: str, entry: str, digest: str, folders: Sequence[Path]) -> Com
         # Relative file names in the source must not change; see _line.
         names = {folder: _PLACED for folder in folders} | {_TWINS: _PLACED_TWINS}
         names[path.parent] = _UNPLACED
-        # Of several options whose prefix matches, compilers use the last one.
+        # If several prefixes match, compilers apply the last option.
         ordered = sorted(names, key=lambda folder: len(folder.parts))
         flags = [*_kernel_flags(), *(f"-ffile-prefix-map={x}={names[x]}" for x in ordered)]
         flags += [f"-I{folder}" for folder in folders]
@@ -391,7 +392,7 @@ def _build(source: str, entry: str, digest: str, folders: Sequence[Path]) -> Com
         if source.endswith(dynamic_shared.LOCATOR):
             text = dynamic_shared.memory(source)
             objects.append(_compiled(path.with_name("memory.cpp"), text, _BASE_FLAGS))
-        # Linked without the sanitizer's library, whose functions the runtime defines.
+        # Linked without the sanitizer's library, because the runtime defines its functions.
         _link(path, [*objects, runtime_path.resolve()], ["-Wl,-z,defs", "-Wl,-Bsymbolic", "-lm"])
 
     name = re.sub(r"[^A-Za-z0-9_]", "_", entry)[:64]
@@ -410,14 +411,14 @@ def _compiled(file: Path, text: str, flags: Sequence[str]) -> Path:
 
 
 def _link(path: Path, objects: Sequence[Path], options: Sequence[str]) -> None:
-    # Without this, zig spends most of a minute on building a C++ library that is not needed.
+    # Without this, zig spends most of a minute building a C++ library that is not needed.
     library = ["-nostdlib++"] if "clang" in compiler_version() else []
     command = [*compiler(), "-O2", "-shared", *library, *map(str, objects), *options]
     _run([*command, "-o", str(path)], folder=path.parent)
 
 
 def _runtime() -> tuple[Path, ctypes.CDLL]:
-    """Loads the runtime once per process: two copies would not know each other's threads."""
+    """Loads the runtime once per process, because two copies would not share their threads."""
     name = f"cupyfa-runtime-{_runtime_key()[:32]}.so"
 
     def make(path: Path) -> None:
@@ -443,7 +444,7 @@ def _kernel_flags() -> list[str]:
     flags += _CLANG_FLAGS if "clang" in version else _GCC_FLAGS
     major = re.search(r"clang version (\d+)", version)
     if major and int(major[1]) >= 16:
-        # Older versions treat an array at the end of a struct as one of any length.
+        # Older versions treat the last array of a struct as a flexible array.
         flags.append("-fstrict-flex-arrays=3")
     return flags + given_flags()
 
@@ -462,16 +463,16 @@ def given_flags() -> list[str]:
 
 # The compiler
 
-# Matches the output of --version. GCC's begins with the name of the program that was called, as
+# Matches the output of --version. GCC's output starts with the name of the called program, such as
 # g++-14 or x86_64-linux-gnu-g++.
 _SUPPORTED = re.compile(r"clang version|\+\+\S* \(.*\n.*Free Software Foundation")
 
 
 def compiler() -> list[str]:
-    """Returns the command that compiles C++. Raises CompilerNotFound if there is none.
+    """Returns the command of the C++ compiler. Raises CompilerNotFound if there is none.
 
-    ``CUPYFA_COMPILER`` is a program, or ``zig`` for the ziglang wheel. By default it is ``CXX``, if
-    that is g++ or clang++, or the first found of ``c++``, ``g++``, ``clang++`` on the PATH and the
+    ``CUPYFA_COMPILER`` names a program, or ``zig`` for the ziglang wheel. The default is ``CXX`` if
+    that is g++ or clang++, else the first of ``c++``, ``g++`` and ``clang++`` on the PATH, else the
     wheel.
     """
     chosen = os.environ.get("CUPYFA_COMPILER")
@@ -482,7 +483,7 @@ def compiler() -> list[str]:
                 f"CUPYFA_COMPILER is {chosen!r}, which is not a program on the PATH;"
                 " name a C++ compiler, or 'zig' for the ziglang wheel, or unset it"
             )
-        return [os.path.abspath(found)]  # it runs in other working folders
+        return [os.path.abspath(found)]  # the compiler runs in other folders
     if not chosen:
         command, ignored = _usual_compiler()
         if command:
@@ -501,17 +502,17 @@ def compiler() -> list[str]:
 
 
 def _zig_target() -> list[str]:
-    """Returns the option that makes zig use its own headers for the system's version of glibc.
+    """Returns the option that makes zig use its bundled headers for the system's glibc version.
 
-    Without it zig asks the PATH's cc for the folders of the system's headers, and fails if one of
-    them cannot be opened.
+    Without this option zig asks the ``cc`` on the PATH for the system's include folders, and fails
+    if one of them cannot be opened.
     """
     name, version = _libc()
     return ["-target", f"native-linux-gnu.{version}"] if name == "glibc" else []
 
 
 def _usual_compiler() -> tuple[list[str], str]:
-    """Returns the command in ``CXX``, or why it is ignored; both are empty if it is not set."""
+    """Returns the command in ``CXX``, or the reason why it is ignored; both empty if unset."""
     given = os.environ.get("CXX", "")
     try:
         program, *flags = shlex.split(given) or [""]
@@ -531,7 +532,7 @@ def _warn_of_ignored(what: str) -> None:
 
 
 def compiler_choice() -> str:
-    """Describes the compiler: its version, command and the variable that named it."""
+    """Describes the compiler: its version, its command and the variable that names it."""
     if os.environ.get("CUPYFA_COMPILER"):
         by = "named by CUPYFA_COMPILER"
     else:
@@ -541,11 +542,11 @@ def compiler_choice() -> str:
     return f"{compiler_version().splitlines()[0]}: {shlex.join(compiler())} ({by})"
 
 
-_libc = cache(platform.libc_ver)  # reads the program's file
+_libc = cache(platform.libc_ver)  # reads the interpreter's file
 
 
 def compiler_version() -> str:
-    """Returns what the C++ compiler prints for --version."""
+    """Returns the output of the C++ compiler for --version."""
     return _version_of(tuple(compiler()))
 
 
@@ -554,9 +555,9 @@ def _version_of(command: tuple[str, ...]) -> str:
     try:
         version = _run([*command, "--version"])
     except CompileError as error:
-        raise _useless("does not tell its version", str(error), command) from None
+        raise _useless("does not report its version", str(error), command) from None
     if not version.strip():
-        raise _useless("does not tell its version", "it says nothing", command)
+        raise _useless("does not report its version", "it prints nothing", command)
     return version
 
 
@@ -574,7 +575,7 @@ def _runtime_key() -> str:
 
 
 def _run(command: Sequence[str], folder: Path | None = None) -> str:
-    # Another thread starts the process: in this one, a signal could interrupt Popen and lose it.
+    # Another thread starts the process; in this one a signal could interrupt Popen and lose it.
     with ThreadPoolExecutor(1) as threads:
         started = threads.submit(
             subprocess.Popen,
@@ -586,7 +587,7 @@ def _run(command: Sequence[str], folder: Path | None = None) -> str:
             stderr=subprocess.PIPE,
             encoding="utf-8",
             errors="replace",
-            start_new_session=True,  # a process group, so that its children can be ended too
+            start_new_session=True,  # a process group, so that children can be killed too
         )
         try:
             said, told = started.result().communicate(timeout=_LONGEST)
@@ -596,7 +597,7 @@ def _run(command: Sequence[str], folder: Path | None = None) -> str:
             if isinstance(error, OSError):  # not a program, or built for another architecture
                 why = f"{command[0]} cannot be started: {error.strerror}"
             elif isinstance(error, subprocess.TimeoutExpired):
-                why = f"{command[0]} was ended after {_LONGEST} s"
+                why = f"{command[0]} was killed after {_LONGEST} s"
             else:
                 raise
             raise CompileError(why) from None
@@ -604,13 +605,13 @@ def _run(command: Sequence[str], folder: Path | None = None) -> str:
         message = told + said or f"{shlex.join(command)} failed without a message"
         if _NO_ROOM.search(message):
             where = f"{cache_folder.folder()} or {tempfile.gettempdir()}"
-            raise OSError(errno.ENOSPC, f"the C++ compiler found no room in {where}; make some")
+            raise OSError(errno.ENOSPC, f"the C++ compiler ran out of space in {where}; free some")
         raise CompileError(message)
     return said + told
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    for order in (signal.SIGTERM, signal.SIGKILL):  # after SIGTERM it can remove its files
+    for order in (signal.SIGTERM, signal.SIGKILL):  # SIGTERM lets it remove its files
         with suppress(ProcessLookupError):
             os.killpg(process.pid, order)
         with suppress(subprocess.TimeoutExpired):
@@ -620,9 +621,9 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _environment(folder: Path | None) -> dict[str, str]:
-    """Returns the environment for a compiler, with a folder for zig's cache if the user has none.
+    """Returns the environment for a compiler, with a cache folder for zig if the user has none.
 
-    Temporary files go to ``folder``, which is deleted later: a killed linker leaves some.
+    Temporary files go to ``folder``, which is deleted later, because a killed linker leaves some.
     """
     environment = dict(os.environ, LC_ALL="C", **({"TMPDIR": str(folder)} if folder else {}))
     base = cache_folder.user_cache()
@@ -638,7 +639,7 @@ _Make = Callable[[Path], None]  # builds an object file at a path, in an empty f
 
 
 def _load_or_make(name: str, make: _Make) -> tuple[Path, ctypes.CDLL]:
-    """Loads an object from the cache; builds it if it is missing, damaged or does not load."""
+    """Loads an object from the cache; builds it if it is missing, damaged or cannot be loaded."""
     path = _whole_or_made(name, make)
     try:
         return path, ctypes.CDLL(str(path))
@@ -656,6 +657,6 @@ def _whole_or_made(name: str, make: _Make) -> Path:
         made = Path(scratch).resolve() / name
         make(made)
         if not made.is_file():
-            raise _useless("makes no objects", "it ended without an error")
+            raise _useless("writes no object file", "it reports no error")
         cache_folder.keep_compiled(path, made.read_bytes())
     return cache_folder.place_of(path)

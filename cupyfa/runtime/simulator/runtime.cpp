@@ -1,21 +1,21 @@
-// The machine a simulated kernel runs on: threads, barriers, warps, and a check of every access.
+// The runtime of simulated kernels: threads, barriers, warps, and a check of every memory access.
 //
-// Each CUDA thread is a fiber with a separate stack; an OS thread ("worker") runs the fibers of one
-// block after the other until each has returned, and several workers share the grid's blocks.
-// Fibers are switched only inside a collective (a barrier, a shuffle, a wait), so a block's run
-// depends only on the kernel, its inputs and the schedule, never on the number of workers.
+// Each CUDA thread is a fiber with a separate stack. An OS thread ("worker") runs the fibers of one
+// block at a time until all have returned, and several workers share the blocks of a grid. Fibers
+// switch only inside collectives (barriers, shuffles, waits), so the execution of a block depends
+// only on the kernel, its inputs and the schedule, never on the number of workers.
 //
-// The kernel is compiled with the compiler's thread and bounds instrumentation, and linked without
-// any sanitizer: the functions called before each load and store (`__tsan_read4`, ...) are defined
-// here. They check that a kernel accesses only its buffers, its stack and the block's shared
-// memory. For each pair of bytes of shared memory, and of arrays that the launch may write, they
-// also record which threads wrote and read it, and when, as vector clocks with one component per
-// warp; two accesses that no barrier orders are a race. Only atomics order two blocks. Shuffles and
-// votes are not barriers: in CUDA only __syncwarp orders memory. Asynchronous copies and tensor
-// cores are in asynchronous.h, with separate components.
+// Kernels are compiled with the compiler's thread and bounds instrumentation, but linked without a
+// sanitizer: this file defines the functions that are called before each load and store
+// (`__tsan_read4`, ...). They check that a kernel accesses only its buffers, its stack and the
+// block's shared memory. For every two bytes of shared memory, and for arrays that the launch may
+// write, they also record which threads wrote and read them and when, as vector clocks with one
+// component per warp. Two accesses that no barrier orders are a race. Only atomics order two
+// blocks. Shuffles and votes are not barriers: in CUDA only __syncwarp orders memory.
+// asynchronous.h simulates asynchronous copies and tensor cores, with separate components.
 //
-// Both files are compiled once, for all kernels. They use no part of the C++ library that needs
-// linking: where the compiler is zig, building that library would take most of a minute.
+// Both files are compiled once, for all kernels. They use only header parts of the C++ library,
+// because building the library with zig would take most of a minute.
 #include <dlfcn.h>
 #include <link.h>
 #include <pthread.h>
@@ -39,27 +39,27 @@ constexpr int warp_size = 32;
 constexpr int max_warps = 32;
 constexpr int max_threads = warp_size * max_warps;
 constexpr int barrier_count = 16;
-constexpr std::size_t max_value_bytes = 128;  // of one lane's value in a collective
+constexpr std::size_t max_value_bytes = 128;  // largest value per lane in a collective
 constexpr std::size_t report_bytes = 2048;
 constexpr int max_workers = 256;
 
 // ---------------------------------------------------------------------------------------------
-// Arguments and results of calls from Python; machine.py declares the same records.
+// Arguments and results of calls from Python; machine.py declares matching structures.
 
 struct Region {
   const char* name;
   std::uintptr_t address;
   std::size_t bytes;
-  int itemsize = 1;  // bytes of an element
-  int constant = 0;  // whether the kernel may only read it
-  int awaited = 0;   // whether the launch may begin while an earlier one accesses this
-  int kept = 0;      // whether the next launch reads it without waiting for this one
+  int itemsize = 1;  // bytes per element
+  int constant = 0;  // true if the kernel may only read it
+  int awaited = 0;   // true if an earlier launch may still access it when this one starts
+  int kept = 0;      // true if the next launch reads it without waiting for this one
 };
 
 struct Request {
   void (*entry)(void** arguments);
-  // Where the kernel's __shared__ variables end and where its `extern __shared__` arrays are;
-  // nullptr if it has none.
+  // Returns the end of the kernel's __shared__ variables and the address of its `extern __shared__`
+  // arrays; nullptr if it has none.
   void (*locate)(std::uintptr_t* places);
   void* const* arguments;
   const std::size_t* argument_bytes;
@@ -70,16 +70,16 @@ struct Request {
   const Region* regions;
   std::size_t region_count;
   int workers;
-  int shuffled;     // whether `seed` decides the order of threads
-  int stopped;      // whether all blocks are to stop; set by another thread
-  int early;        // whether the launch may begin while the one before it ends
-  int waits_first;  // whether the next one counts on its wait before launch_dependents()
-  int one_waits;    // whether it is enough that one block waits for the previous launch
+  int shuffled;     // true if `seed` determines the order of threads
+  int stopped;      // set by another thread to stop all blocks
+  int early;        // true if the launch may start before the previous one has ended
+  int waits_first;  // true if threads must wait before launch_dependents()
+  int one_waits;    // true if one block's wait for the previous launch is enough
   std::uint64_t seed;
 };
 
-// A place is written {address in the object;file:line}; Python makes it readable. The fault's place
-// is followed by those of the calls that led there.
+// A reported fault. Places have the form {address in the object;file:line}, which Python makes
+// readable; the fault's place comes first, then those of the enclosing calls.
 struct Report {
   char text[report_bytes];
   char place[report_bytes];
@@ -90,15 +90,14 @@ struct Report {
 // ---------------------------------------------------------------------------------------------
 // Vector clocks
 
-// When a thread did something: its warp's clock, and the thread.
+// A point in time: a thread, and the clock of its warp.
 using Epoch = std::uint64_t;
 using Clock = std::uint64_t;
 constexpr int clock_shift = 12;
 
-// A vector clock has a component for each warp and for each asynchronous operation: for the
-// products of each warpgroup, for all boxes that are stored, for all copies, and for the boxes of
-// each barrier in shared memory. In an epoch these components are threads, too: the first threads
-// of warps after the last warp.
+// A vector clock has one component per warp and per kind of asynchronous operation: the products of
+// each warpgroup, all box stores, all copies, and the box loads of each mbarrier. In an epoch such
+// a component is a thread, too: the first thread of a warp after the last real one.
 constexpr int max_phase_barriers = 64;
 constexpr int products_component = max_warps;
 constexpr int stores_component = products_component + max_warps / 4;
@@ -117,11 +116,11 @@ inline Epoch epoch_of(Clock clock, int component) {
   return clock << clock_shift | static_cast<Epoch>(component * warp_size);
 }
 
-// The clock of operations in progress: no thread's past contains it.
+// The clock of operations in flight: later than every clock that a thread has seen.
 constexpr Clock unfinished = ~Clock{0} >> clock_shift;
 
 // ---------------------------------------------------------------------------------------------
-// Text, locks
+// Formatting, locks
 
 struct Text {
   char chars[report_bytes];
@@ -155,8 +154,8 @@ extern "C" __attribute__((visibility("hidden"))) void switch_stack(void** from, 
     "cupyfa_switch_stack");
 
 #if defined(__x86_64__)
-// Fibers mostly wait in the same calls, so the processor predicts this return, and those of the
-// enclosing calls, as if the stack had not changed.
+// Fibers mostly wait in the same calls, so the processor predicts this return and those of the
+// enclosing calls as if the stack had not changed.
 asm(R"(
   .text
   .globl cupyfa_switch_stack
@@ -223,7 +222,7 @@ constexpr int frame_word = 10;
 #error "the simulator switches stacks on x86-64 and aarch64 only"
 #endif
 
-// threadIdx, blockIdx, blockDim and gridDim of a kernel; simulator.h declares the same.
+// threadIdx, blockIdx, blockDim and gridDim of a kernel; simulator.h declares a matching structure.
 struct Coordinates {
   unsigned thread[3];
   unsigned block[3];
@@ -231,8 +230,7 @@ struct Coordinates {
   unsigned grid_dim[3];
 };
 
-// Where the kernel's source calls a collective, and the address of the call. For an access only one
-// of the two is known.
+// The source line or the address of a collective; for a memory access only one of them is known.
 struct Place {
   const char* file = nullptr;
   int line = 0;
@@ -252,49 +250,48 @@ struct Asynchronous;
 struct Fiber {
   void* stack_pointer;
   std::uintptr_t stack_low;
-  Coordinates* coordinates;  // at the top of the stack, where the kernel may read
+  Coordinates* coordinates;  // at the top of the stack, readable by the kernel
   int index;
   int warp;
   int lane;
   bool finished;
-  const char* operation;  // the collective it waits in, or nullptr
-  Place place;            // of that collective
-  int barrier;            // its number, or -1
-  Exchange* exchange;     // the warp collective it took part in last
-  int awaited;            // the barrier in shared memory it waits for, or -1
-  int phase;              // of that barrier
-  Copy* copies;           // that have not landed, oldest first
+  const char* operation;  // the collective in which it waits, or nullptr
+  Place place;            // place of that collective
+  int barrier;            // number of the block barrier, or -1
+  Exchange* exchange;     // the last warp collective
+  int awaited;            // index of the mbarrier for which it waits, or -1
+  int phase;              // phase of that mbarrier
+  Copy* copies;           // copies in flight, oldest first
   Copy** copies_end;
   std::uint64_t copy_groups;
-  Clock published;      // copies and tensor cores may read what it wrote up to this clock
-  Store* stores;        // that have not read shared memory, oldest first
-  Addition* additions;  // that have read it, and are delayed
-  // Its products so far: begun, in a group, waited for; and its groups.
+  Clock published;      // clock of the last proxy fence
+  Store* stores;        // stores that have not read shared memory, oldest first
+  Addition* additions;  // delayed additions that have read shared memory
+  // Numbers of products: begun, committed and waited for; then the number of groups.
   std::uint64_t products;
   std::uint64_t grouped;
   std::uint64_t finished_products;
   std::uint64_t groups;
-  // The clocks of components other than warps, as far as this thread knows more than its warp: a
-  // warp's threads share clocks of other threads, but each waits for copies and products
-  // separately.
+  // The thread's clocks of components other than warps, where it knows more than its warp. The
+  // threads of a warp share the clocks of warps, but each waits for copies and products separately.
   Clock known[max_components - max_warps];
-  bool begun;   // whether wgmma_fence came since its last wait
-  bool waited;  // until the previous launch had ended
+  bool begun;   // true after wgmma_fence, until the next wait
+  bool waited;  // true if it has waited for the previous launch
   int register_calls;
-  // Encloses the registers that products in flight will write.
+  // Address range of the registers that products in flight will write.
   std::uintptr_t awaited_low;
   std::uintptr_t awaited_end;
 };
 
 // ---------------------------------------------------------------------------------------------
-// Stacks: slabs of one warp each, kept for the next launch
+// Stacks: one slab per warp, reused by later launches
 
 constexpr std::size_t page = 4096;
-// Not a power of two: equal offsets in neighbouring stacks then fall into different cache sets.
+// Not a power of two, so that equal offsets in neighbouring stacks map to different cache sets.
 constexpr std::size_t stack_bytes = 65 * page;
 constexpr std::size_t slab_bytes = stack_bytes * warp_size;
 
-// A free slab's second page points to the next free one; the first is a guard.
+// Free list: a free slab's second page holds the pointer to the next one; the first is a guard.
 char* free_slabs = nullptr;
 pthread_mutex_t slab_mutex = PTHREAD_MUTEX_INITIALIZER;
 
@@ -307,7 +304,7 @@ char* map_slab() {
   void* slab = mmap(nullptr, slab_bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
   if (slab == MAP_FAILED) return nullptr;
   for (int i = 0; i < warp_size; ++i) {
-    // A system out of mappings refuses this; the stacks then work without their guard pages.
+    // Fails if the system is out of mappings; the stacks then work without guard pages.
     (void)mprotect(static_cast<char*>(slab) + i * stack_bytes, page, PROT_NONE);
   }
   return static_cast<char*>(slab);
@@ -333,9 +330,9 @@ void give_slab(char* slab) {
 // ---------------------------------------------------------------------------------------------
 // The shadow of shared memory
 
-// Two bytes of shared memory: the last write, the last atomic, and the last reads by two different
-// threads. A write replaces all earlier records: an access that races with those also races with
-// the write. An atomic replaces nothing, since it does not race with other atomics.
+// The shadow of two bytes of shared memory: the last write, the last atomic, and the last reads by
+// two different threads. A write clears all other records, because an access that races with those
+// also races with the write. An atomic clears nothing, because it does not race with other atomics.
 struct Cell {
   Epoch writer;
   Epoch updater;
@@ -356,9 +353,9 @@ struct Arena {
 };
 
 // The shadow of an array in global memory: the fields of a Cell for each element of 2, 4 or 8
-// bytes, with writers in a separate array, since few arrays are read and written in one launch. All
-// workers share it, so an epoch also has its worker's number. It is written without locks: where
-// two blocks race, one of them may miss it.
+// bytes. Writers are a separate array, because few arrays are both read and written in one launch.
+// All workers share the shadow, so its epochs include the worker's number. They write it without
+// locks: if two blocks race, one of them may miss the race.
 constexpr int number_shift = 54;
 constexpr Epoch without_number = (Epoch{1} << number_shift) - 1;
 
@@ -368,42 +365,42 @@ struct Readers {
 };
 
 struct Shadow {
-  int shift;  // log2 of an element's bytes
+  int shift;  // log2 of the bytes per element
   Epoch* writers;
-  Readers* readers;  // nullptr: of an array that the kernel only reads, they are not recorded
-  bool is_read;      // whether any reader or updater was recorded
+  Readers* readers;  // nullptr for an array that the kernel only reads
+  bool is_read;      // true once a read or an atomic was recorded
 };
 
-// A block that a worker began, with the worker's clock at that time.
+// A block that a worker started, with the worker's clock at that time.
 struct Began {
   Began* next;
-  std::uint64_t number;  // of the worker
+  std::uint64_t number;  // number of the worker
   Clock floor;
   std::uint64_t block;
 };
 
-// The values the lanes of one warp bring to a collective. It stays until all have moved on.
+// The values that the lanes of a warp pass to a collective. Freed once all lanes have continued.
 struct Exchange {
   unsigned mask;
   unsigned arrived;
-  unsigned votes;  // the lanes whose predicate holds
+  unsigned votes;  // lanes whose predicate is true
   int readers;
-  bool orders;  // whether it orders memory between the lanes
+  bool orders;  // true if it orders memory between the lanes
   std::size_t size;
   const char* operation;
-  Exchange* next;       // of the free ones
-  Exchange* next_made;  // of all
+  Exchange* next;       // in the free list
+  Exchange* next_made;  // in the list of all
   alignas(64) unsigned char values[warp_size * max_value_bytes];
 };
 
 struct Warp {
   Clock clock;
-  Clock seen[max_components];  // each component's clock as known here; the warp's is below `clock`
-  unsigned lanes;              // that exist
-  unsigned ready;              // that could run now
-  unsigned polling;            // that wait for a condition
+  Clock seen[max_components];  // the last clock seen of each component
+  unsigned lanes;              // existing lanes
+  unsigned ready;              // lanes that can run
+  unsigned polling;            // lanes that poll a condition
   int open_count;
-  Exchange* open[warp_size];  // collectives some lanes have yet to reach
+  Exchange* open[warp_size];  // collectives that some lanes have yet to reach
 
   void tick(int self) { seen[self] = clock++; }
 };
@@ -412,16 +409,16 @@ struct Barrier {
   int expected;
   int arrived;
   const char* operation;
-  unsigned warps;               // those with a thread waiting
-  unsigned waiting[max_warps];  // the lanes waiting
-  Place places[max_warps];      // where each warp's first lane came from
-  bool has_past;                // whether `past` holds that of threads which did not wait
+  unsigned warps;               // warps with a waiting thread
+  unsigned waiting[max_warps];  // waiting lanes per warp
+  Place places[max_warps];      // where each warp's first lane waits
+  bool has_past;                // true if `past` is in use
   Clock past[max_components];
-  unsigned count, any, all;  // the predicates of __syncthreads_count, _or, _and
-  unsigned result[3];        // of the last completed round
+  unsigned count, any, all;  // results of __syncthreads_count, _or, _and so far
+  unsigned result[3];        // final results of the previous round
 };
 
-// The past of a thread when it published an object.
+// The clocks that a thread had seen when it published an object.
 struct Past {
   Past* next;
   const void* object;
@@ -429,7 +426,7 @@ struct Past {
 };
 
 // ---------------------------------------------------------------------------------------------
-// One launch, and one worker of it
+// Launches and workers
 
 inline bool inside(const Region& region, std::uintptr_t address, std::size_t bytes) {
   std::size_t offset = address - region.address;
@@ -466,17 +463,17 @@ struct Launch {
   std::uint64_t blocks;
   int threads;
   std::atomic<std::uint64_t> next_block{0};
-  // The lowest block with a fault. Blocks above it are given up, those below run on, so that
-  // the fault reported does not depend on which worker was faster, unless two blocks race.
+  // The lowest block with a fault. Blocks above it are abandoned, those below continue, so that the
+  // reported fault does not depend on the speed of workers, unless two blocks race.
   std::atomic<std::uint64_t> faulty_block{UINT64_MAX};
   pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
   Report* report;
-  Shadow* shadows = nullptr;  // of each region of the request
+  Shadow* shadows = nullptr;  // one per region of the request
   Began* begun = nullptr;
   std::atomic<std::uint64_t> next_number{1};
-  std::atomic<std::uint64_t> unwaited{0};  // blocks in which no thread waited for the launch before
+  std::atomic<std::uint64_t> unwaited{0};  // blocks that did not wait for the previous launch
 
-  // Only touched pages take memory. Returns nullptr if there is none; races are then not detected.
+  // Maps memory that is committed on first access; returns nullptr on failure, which hides races.
   template <class T>
   static T* map(std::size_t count) {
     void* room = mmap(nullptr, count * sizeof(T), PROT_READ | PROT_WRITE,
@@ -509,13 +506,13 @@ struct Launch {
 };
 
 struct Worker {
-  // Read by every access check.
+  // Members that every access check reads.
   std::uintptr_t stack_low = 0;
-  std::uintptr_t awaited_low = 0;  // as of the fiber
+  std::uintptr_t awaited_low = 0;  // copied from the fiber
   std::uintptr_t awaited_end = 0;
-  Region hit{};  // the buffer touched last
+  Region hit{};  // the buffer accessed last
   Shadow* hit_shadow = nullptr;
-  bool hit_is_tracked = false;  // whether its readers are recorded
+  bool hit_is_tracked = false;  // true if its readers are recorded
   Arena dynamic;
   Arena fixed;
   Fiber* fiber = nullptr;
@@ -528,28 +525,28 @@ struct Worker {
   int threads = 0;
   int warp_count = 0;
   int finished = 0;
-  int idle_polls = 0;  // since anything but polling happened
+  int idle_polls = 0;  // polls since any other progress
   bool abandoned = false;
   bool shuffled = false;
-  // Whether the block executed atomics in global memory, which may order blocks; a fence; and an
+  // True if the block executed atomics in global memory, which may order blocks; a fence; and an
   // atomic after the fence, which may order threads of one block.
   bool speaks = false;
   bool fenced = false;
   bool signals = false;
-  std::uint64_t number = 0;  // of this worker, from 1
-  Epoch block_start = 0;     // with the number, as of arrays in global memory
-  unsigned late_warps = 0;   // of a shuffled order: those that run when no other can
+  std::uint64_t number = 0;  // number of this worker, from 1
+  Epoch block_start = 0;     // first epoch of the block, with the worker's number
+  unsigned late_warps = 0;   // in a shuffled order, warps that run only when no others can
   std::uint64_t random = 0;
   unsigned ready_warps = 0;
   void** arguments = nullptr;
   Region argument_block{};
   char* slabs[max_warps] = {};
-  void* allocated = nullptr;  // the dynamic shared memory, unless the kernel's object has it
+  void* allocated = nullptr;  // dynamic shared memory, unless the kernel's object provides it
   Exchange* free_exchanges = nullptr;
   Exchange* made_exchanges = nullptr;
   Past* pasts = nullptr;
   Copy* unused_copies = nullptr;
-  int components = 0;  // of vector clocks, that are in use
+  int components = 0;  // used components of vector clocks
   Asynchronous* asynchronous = nullptr;
   Warp warps[max_warps];
   Barrier barriers[barrier_count];
@@ -582,7 +579,7 @@ Text thread_name(const Worker& worker, int index) {
 }
 
 Text place_name(const Worker& worker, const Place& place) {
-  // The call ends before the address it returns to: one byte less lies within its line.
+  // The return address may lie on the next line; the byte before it belongs to the call.
   std::uintptr_t pc = reinterpret_cast<std::uintptr_t>(place.pc);
   std::uintptr_t offset = pc == 0 ? 0 : pc - worker.launch->module.base - 1;
   return format("{%lx;%s:%d}", static_cast<unsigned long>(offset), place.file ? place.file : "",
@@ -594,8 +591,8 @@ void append_text(Text& text, const char* more) {
   std::snprintf(text.chars + length, sizeof text.chars - length, "%s", more);
 }
 
-// Names a place, and the kernel's calls that led there, outwards from this stack frame. A place
-// where an operation began earlier has an address, which is not that of the first call.
+// Formats a place and the kernel's calls that enclose it, from this stack frame outwards. Omits the
+// calls if the place is not on the stack, because its operation began earlier.
 Text places_name(const Worker& worker, const Place& place, const Fiber& fiber, const void* frame) {
   Text text = place_name(worker, place);
   bool is_first = true;
@@ -632,7 +629,7 @@ void record(Worker& worker, int thread, const Place& place, const Text& text,
   thread_coordinates(worker, thread, report.thread);
 }
 
-// Abandons the block's fibers and returns to the worker's loop.
+// Abandons the block's fibers and returns to the worker's main loop.
 [[noreturn]] COLD void abandon(Worker& worker) {
   worker.abandoned = true;
   void* nowhere;
@@ -661,7 +658,7 @@ std::uint64_t next_random(std::uint64_t& state) {
   return z ^ (z >> 31);
 }
 
-// The first set bit at or after `start`, or else the first of all.
+// Returns the first set bit at or after `start`, else the first set bit.
 inline int bit_from(unsigned bits, int start) {
   unsigned later = bits & (~0u << start);
   return __builtin_ctz(later != 0 ? later : bits);
@@ -687,9 +684,8 @@ inline Fiber* take_ready(Worker& worker, int warp, int start) {
   return &worker.fibers[warp * warp_size + lane];
 }
 
-// Chooses the late warps of a block by the seed: none, any, or any groups of four. In a random
-// order threads stay close together; late warps reveal barriers that are missing between distant
-// threads.
+// Chooses the late warps of a block by the seed: none, any, or any groups of four. A random order
+// keeps threads close together; late warps reveal missing barriers between distant threads.
 unsigned late_warps(std::uint64_t seed, std::uint64_t block) {
   std::uint64_t state = seed + (block << 32);
   const std::uint64_t random = next_random(state);
@@ -700,8 +696,8 @@ unsigned late_warps(std::uint64_t seed, std::uint64_t block) {
   return late;
 }
 
-// Chooses the next thread to run: of the same warp while it has one, then of the next warp, or any
-// by the seed. Returns nullptr if none can run.
+// Chooses the next thread to run: of the same warp while possible, then of the next warp, or at
+// random with a seed. Returns nullptr if no thread can run.
 inline Fiber* next_fiber(Worker& worker) {
   if (worker.ready_warps == 0) {
     wake_polling(worker);
@@ -709,7 +705,7 @@ inline Fiber* next_fiber(Worker& worker) {
   }
   if (worker.shuffled) {
     unsigned ready = worker.ready_warps & ~worker.late_warps;
-    if (ready == 0 && worker.idle_polls == 0) {  // their condition may hold now
+    if (ready == 0 && worker.idle_polls == 0) {  // conditions of polling threads may hold now
       wake_polling(worker);
       ready = worker.ready_warps & ~worker.late_warps;
     }
@@ -730,7 +726,7 @@ inline void enter(Worker& worker, Fiber* fiber) {
   worker.awaited_end = fiber->awaited_end;
 }
 
-// Lets other threads run until this one is ready again.
+// Runs other threads until this one is ready again.
 inline void suspend(Worker& worker) {
   if (worker.launch->faulty_block.load(std::memory_order_relaxed) < worker.block) abandon(worker);
   if (stopped(worker)) abandon(worker);
@@ -754,7 +750,7 @@ inline void wait_in(Worker& worker, const char* operation, const Place& place) {
   fiber->operation = nullptr;
 }
 
-// With a seed, the thread that completed a collective is scheduled like those that it woke.
+// With a seed, schedules the thread that completed a collective like the threads that it woke.
 inline void take_turn(Worker& worker) {
   worker.idle_polls = 0;
   if (!worker.shuffled) return;
@@ -810,7 +806,7 @@ inline Exchange* find_exchange(Worker& worker, unsigned mask, std::size_t size,
   return open_exchange(worker, mask, size, operation);
 }
 
-// Adds the past that only this thread knows.
+// Adds what only this thread, not its warp, has seen.
 inline void add_known(const Worker& worker, const Fiber& fiber, Clock (&past)[max_components]) {
   for (int i = max_warps; i < worker.components; ++i) {
     past[i] = std::max(past[i], fiber.known[i - max_warps]);
@@ -853,7 +849,7 @@ COLD void check_same(Worker& worker, const Exchange& exchange, std::size_t size,
                exchange.size == size ? "" : bytes.chars));
 }
 
-// Waits until all lanes of the mask have brought their value, and returns them all.
+// Waits until all lanes of the mask have passed their values, and returns all values.
 inline Exchange* meet(unsigned mask, const void* value, std::size_t size, bool predicate,
                       bool orders, const char* operation, const Place& place) {
   Worker& worker = *self;
@@ -888,7 +884,7 @@ void join(Clock (&into)[max_components], const Clock (&from)[max_components], in
   for (int i = 0; i < count; ++i) into[i] = std::max(into[i], from[i]);
 }
 
-// Orders memory: each waiting warp knows afterwards what all of them did before the barrier.
+// Orders memory: afterwards every waiting warp has seen what all waiting warps did before.
 void join_clocks(Worker& worker, Barrier& barrier) {
   int count = worker.components;
   Clock joined[max_components] = {};
@@ -980,7 +976,7 @@ void add_past(Worker& worker, Clock (&past)[max_components]) {
   worker.warp->tick(fiber.warp);
 }
 
-// Merges `past` into what this thread knows.
+// Merges `past` into the clocks that this thread has seen.
 void know_past(Worker& worker, const Clock (&past)[max_components]) {
   Fiber& fiber = *worker.fiber;
   Clock& own = worker.warp->seen[fiber.warp];
@@ -1002,7 +998,7 @@ void arrive(Worker& worker, Barrier& barrier) {
   add_past(worker, barrier.past);
 }
 
-// A thread that waits brings its warp's past, and its own.
+// Waits at a barrier: contributes the clocks of the thread's warp and of the thread.
 inline void wait_at(Worker& worker, Barrier& barrier, const Place& place) {
   Fiber& fiber = *worker.fiber;
   unsigned warp_bit = 1u << fiber.warp;
@@ -1051,7 +1047,7 @@ Past* find_past(Worker& worker, const void* object) {
 }
 
 // ---------------------------------------------------------------------------------------------
-// Barriers some thread never reaches
+// Deadlocks
 
 bool waits_with(const Fiber& one, const Fiber& other) {
   if (other.operation == nullptr) return false;
@@ -1073,7 +1069,7 @@ const Fiber* first_waiting(const Worker& worker) {
   return nullptr;
 }
 
-// The first thread that never comes to the barrier.
+// Returns the first thread that never reaches the barrier.
 const Fiber* first_missing(const Worker& worker, const Fiber& waiting) {
   for (int i = 0; i < worker.threads; ++i) {
     const Fiber& other = worker.fibers[i];
@@ -1102,7 +1098,7 @@ Text waiting_text(const Worker& worker, const Fiber& waiting) {
                 waiting.operation, place.chars);
 }
 
-// The stack frame at which a waiting fiber continues.
+// Returns the stack frame at which a waiting fiber continues.
 const void* frame_of(const Fiber& fiber) {
   return static_cast<void* const*>(fiber.stack_pointer)[frame_word];
 }
@@ -1123,7 +1119,7 @@ COLD void report_stuck(Worker& worker) {
 }
 
 // ---------------------------------------------------------------------------------------------
-// Functions of asynchronous.h
+// Defined in asynchronous.h
 
 struct Touch;
 Text asynchronous_name(const Worker& worker, Epoch epoch, std::uintptr_t address);
@@ -1140,7 +1136,7 @@ void free_asynchronous(Worker& worker);
 // ---------------------------------------------------------------------------------------------
 // Access checks
 
-// `announcement` precedes a later write: it races like the write, but is not recorded.
+// `announcement` precedes a later write: checked for races like a write, but not recorded.
 enum class Access { read, write, atomic, announcement };
 
 const char* verb(Access access) {
@@ -1235,14 +1231,14 @@ inline void check_shared(Worker& worker, Arena& arena, const Touch& touch) {
   Epoch now = worker.warp->clock << clock_shift | static_cast<Epoch>(worker.fiber->index);
   Cell* cell = &arena.cells[offset / cell_bytes];
   std::size_t cells = (offset % cell_bytes + touch.bytes + cell_bytes - 1) / cell_bytes;
-  // Two threads may use the two bytes of one cell.
+  // One byte is half a cell, and different threads may use the halves.
   bool racing = touch.bytes > 1;
   for (std::size_t i = 0; i < cells; ++i) {
     check_cell<access>(worker, arena, cell[i], now, racing, touch);
   }
 }
 
-// Returns the block that a worker ran at this time.
+// Returns the block that a worker ran at this epoch.
 std::uint64_t block_of(Launch& launch, Epoch epoch) {
   Guard guard(launch.mutex);
   const Began* began = launch.begun;
@@ -1279,15 +1275,16 @@ bool races_with_another(const Worker& worker, Epoch epoch) {
   return !worker.signals && !ordered(worker, epoch & without_number, worker.fiber->index);
 }
 
-// Tests the most frequent case first: an earlier access of the same thread, in the same block.
+// Returns whether an earlier access races with this one. Tests the most frequent case first: an
+// access of the same thread in the same block.
 inline bool races(const Worker& worker, Epoch epoch, Epoch now) {
   constexpr Epoch same_thread = ~without_number | ((Epoch{1} << clock_shift) - 1);
   bool own = ((epoch ^ now) & same_thread) == 0 && epoch >= worker.block_start;
   return epoch != 0 && !own && races_with_another(worker, epoch);
 }
 
-// Checks an access of an element, and records it. Reads and atomics do not race here: a loop around
-// atomicCAS begins with a read.
+// Checks an access of an element and records it. A read and an atomic do not race here, because
+// loops around atomicCAS start with a plain read.
 template <Access access>
 inline void check_global_cell(Worker& worker, Shadow& shadow, std::size_t cell, Epoch now,
                               const Touch& touch) {
@@ -1309,7 +1306,7 @@ inline void check_global_cell(Worker& worker, Shadow& shadow, std::size_t cell, 
       readers.last[0] = now;
     } else if (access == Access::atomic) {
       readers.updater = now;
-    } else if ((readers.updater | readers.last[0]) != 0) {  // untouched memory stays so
+    } else if ((readers.updater | readers.last[0]) != 0) {  // leaves untouched pages uncommitted
       readers = {};
     }
   }
@@ -1323,8 +1320,7 @@ inline void check_global_cell(Worker& worker, Shadow& shadow, std::size_t cell, 
                   worker.hit.name));
 }
 
-// Only threads that have waited for the end of the previous launch may touch an array that it
-// accesses.
+// Checks that a thread has waited for the previous launch before it accesses that launch's arrays.
 inline void check_early(Worker& worker, const Touch& touch) {
   if (__builtin_expect(worker.hit.awaited && !worker.fiber->waited, 0)) fault_early(worker, touch);
 }
@@ -1337,8 +1333,8 @@ inline void check_early(Worker& worker, const Touch& touch) {
              worker.hit.name));
 }
 
-// Reports that no thread of a block waited, or none of the launch if one block is enough: this
-// launch may then end before earlier ones.
+// Reports a block in which no thread waited for the previous launch. If one block's wait is enough,
+// reports a launch in which no thread waited. Such a launch could end before earlier ones.
 void check_waited(Worker& worker) {
   Launch& launch = *worker.launch;
   if (!launch.request->early || worker.abandoned) return;
@@ -1354,8 +1350,9 @@ void check_waited(Worker& worker) {
   worker.abandoned = true;
 }
 
-// An access of the array that was touched last. Order by atomics is not known here, so a block that
-// executed some is not compared with others, nor are its threads if a fence came before.
+// Checks an access of the array that was accessed last. The simulator does not track order by
+// atomics: it does not compare a block that executed atomics with other blocks, nor the block's
+// threads with each other if a fence came before.
 template <Access access>
 __attribute__((noinline)) void check_global(Worker& worker, const Touch& touch) {
   if (access == Access::announcement) return;
@@ -1367,7 +1364,7 @@ __attribute__((noinline)) void check_global(Worker& worker, const Touch& touch) 
   Shadow* shadow = worker.hit_shadow;
   if (shadow == nullptr || (access != Access::write && !worker.hit_is_tracked)) return;
   if (access != Access::write && !shadow->is_read) shadow->is_read = true;
-  // Two threads may use parts of one element.
+  // Skips partial elements, whose parts different threads may use.
   std::size_t offset = touch.address - worker.hit.address;
   std::size_t first = (offset + (std::size_t{1} << shadow->shift) - 1) >> shadow->shift;
   std::size_t end = (offset + touch.bytes) >> shadow->shift;
@@ -1378,7 +1375,7 @@ __attribute__((noinline)) void check_global(Worker& worker, const Touch& touch) 
   }
 }
 
-// How far the access lies from the region; 0 if they overlap.
+// Returns the distance of the access from the region; 0 if they overlap.
 std::size_t distance(const Region& region, const Touch& touch) {
   if (touch.address + touch.bytes <= region.address) return region.address - touch.address;
   std::uintptr_t end = region.address + region.bytes;
@@ -1475,7 +1472,7 @@ template <Access access>
 __attribute__((always_inline)) inline void check(const void* pointer, std::size_t bytes,
                                                  const Place& place) {
   Worker* worker = self;
-  if (__builtin_expect(worker == nullptr, 0)) return;  // the kernel object's own start-up
+  if (__builtin_expect(worker == nullptr, 0)) return;  // the kernel's object is being loaded
   if (__builtin_expect(stopped(*worker), 0)) abandon(*worker);
   const std::uintptr_t address = reinterpret_cast<std::uintptr_t>(pointer);
   auto touch = [&]() -> Touch { return {access, address, bytes, place}; };
@@ -1504,7 +1501,7 @@ template <Access access, std::size_t bytes>
 __attribute__((always_inline)) inline void check_aligned(const void* pointer, const Place& place) {
   std::uintptr_t address = reinterpret_cast<std::uintptr_t>(pointer);
   if (__builtin_expect(address % bytes != 0 && self != nullptr, 0)) {
-    // The compiler of the simulator sets neighbours on the stack with one store of 16 bytes.
+    // The compiler merges stores to neighbouring stack variables into one store of 16 bytes.
     if (address - self->stack_low >= stack_bytes)
       fault_misaligned(*self, {access, address, bytes, place});
   }
@@ -1556,7 +1553,7 @@ void prepare_fiber(Worker& worker, int index) {
   fiber.awaited_low = fiber.awaited_end = 0;
   fiber.register_calls = 0;
   block_coordinates(worker, worker.block, fiber.coordinates->block);
-  // The stack a switch expects: saved registers, then where to go on.
+  // The stack layout that switch_stack expects: saved registers, then the address to continue at.
   std::uintptr_t top = reinterpret_cast<std::uintptr_t>(fiber.coordinates) & ~std::uintptr_t{63};
   void** words = reinterpret_cast<void**>(top) - saved_words - 1;
   std::memset(words, 0, saved_words * sizeof(void*));
@@ -1611,7 +1608,7 @@ void prepare_block(Worker& worker, std::uint64_t block) {
 
 void run_block(Worker& worker, std::uint64_t block) {
   prepare_block(worker, block);
-  Fiber start{};  // precedes the first thread, so that thread 0 comes next
+  Fiber start{};  // precedes the first thread, so that thread 0 runs next
   worker.fiber = &start;
   Fiber* first = next_fiber(worker);
   enter(worker, first);
@@ -1630,8 +1627,8 @@ void run_block(Worker& worker, std::uint64_t block) {
 // ---------------------------------------------------------------------------------------------
 // Setting up a worker
 
-// Shared memory declared inside the kernel is the object's thread-local segment: every worker
-// has one. Behind it are the arrays declared `extern __shared__`.
+// Returns the address of __shared__ variables. They are the object's thread-local segment, of which
+// every worker has a copy; arrays declared `extern __shared__` follow.
 std::uintptr_t fixed_shared(const Module& module) {
   if (module.tls_bytes == 0) return 0;
   struct Index {
@@ -1643,7 +1640,7 @@ std::uintptr_t fixed_shared(const Module& module) {
 }
 
 bool prepare_shared(Worker& worker) {
-  constexpr std::size_t alignment = 1024;  // the alignment that swizzled layouts need
+  constexpr std::size_t alignment = 1024;  // required by swizzled layouts
   const Launch& launch = *worker.launch;
   worker.dynamic.bytes = launch.request->shared_bytes;
   worker.dynamic.name = "shared memory";
@@ -1671,7 +1668,7 @@ void place_fiber(Worker& worker, int index) {
   fiber.lane = index % warp_size;
   char* low = worker.slabs[fiber.warp] + fiber.lane * stack_bytes;
   fiber.stack_low = reinterpret_cast<std::uintptr_t>(low);
-  // Equal depths of different stacks would compete for the same few cache lines.
+  // Shifts stacks, because equal depths of different stacks would compete for the same cache lines.
   std::size_t shift = index * 13 % 64 * 64;
   char* top = low + stack_bytes - shift - sizeof(Coordinates);
   fiber.coordinates = reinterpret_cast<Coordinates*>(top);
@@ -1701,7 +1698,7 @@ std::size_t argument_room(std::size_t bytes) {
   return (bytes / argument_alignment + 1) * argument_alignment;
 }
 
-// Copies the arguments to the worker's aligned memory, after the pointers to them.
+// Copies the arguments to aligned memory of the worker, behind a table of pointers to them.
 bool copy_arguments(Worker& worker, const Request& request) {
   std::size_t pointer_bytes = argument_room(request.argument_count * sizeof(void*));
   std::size_t total = pointer_bytes;
@@ -1760,7 +1757,7 @@ void free_worker(Worker& worker) {
 
 void* work(void* data) {
   Launch& launch = *static_cast<Launch*>(data);
-  // Zero bytes are every member's first value.
+  // All members start as zero bytes.
   Worker* worker = static_cast<Worker*>(std::calloc(1, sizeof(Worker)));
   bool ready = worker != nullptr && prepare_worker(*worker, launch);
   if (!ready) report_no_memory(launch);
@@ -1821,7 +1818,7 @@ EXPORTED int cupyfa_launch(const Request* request, Report* report) {
   while (started < workers && pthread_create(&threads[started], nullptr, work, &launch) == 0) {
     ++started;
   }
-  // If the system has no more threads, those that started do the work, or this one.
+  // If the system cannot start more threads, the started ones do the work, or else this one.
   if (started == 0) work(&launch);
   for (int i = 0; i < started; ++i) pthread_join(threads[i], nullptr);
   launch.free_shadows();
@@ -1848,7 +1845,7 @@ EXPORTED std::uint64_t simulator_shuffle(unsigned mask, std::uint64_t value, int
                                          const char* operation, const char* file, int line) {
   Exchange* exchange =
       meet(mask, &value, sizeof value, false, false, operation, {file, line, CALLER});
-  // What a lane outside the mask holds is undefined: -1, and NaN in every floating type.
+  // A lane outside the mask has no defined value: return -1, which is NaN in every floating type.
   if ((exchange->arrived >> source & 1) == 0) return ~std::uint64_t{0};
   std::uint64_t result;
   std::memcpy(&result, exchange->values + source * sizeof result, sizeof result);
@@ -2020,7 +2017,7 @@ EXPORTED void* simulator_memset(void* to, int value, std::size_t bytes) {
 // ---------------------------------------------------------------------------------------------
 // Called by the instrumentation the compiler adds to the kernel
 
-// One pair of functions per size: the compiler chooses by name.
+// One set of functions per size; the compiler selects by name.
 #define HOOKS(bytes)                                              \
   EXPORTED void __tsan_read##bytes(void* p) {                     \
     check_aligned<Access::read, bytes>(p, at(CALLER));            \
@@ -2085,14 +2082,14 @@ EXPORTED void __tsan_func_exit() {}
 EXPORTED void __tsan_vptr_update(void**, void*) {}
 EXPORTED void __tsan_vptr_read(void**) {}
 
-// The arguments of the compiler's other checks: source locations and types.
+// Arguments of the compiler's other checks: source locations and types.
 struct CheckPlace {
   const char* file;
   std::uint32_t line, column;
 };
 struct CheckType {
   std::uint16_t kind;  // 0 for an integer
-  std::uint16_t info;  // of an integer: whether it is signed, and log2 of its bits
+  std::uint16_t info;  // of an integer: bit 0 is set if signed, then log2 of its bits
   char name[1];
 };
 struct BoundsCheck {
@@ -2107,7 +2104,7 @@ struct AlignmentCheck {
   unsigned char kind;
 };
 
-// Reports the kernel's fault; does nothing while the object starts up.
+// Reports a fault of the kernel; does nothing while the object is being loaded.
 COLD void fault_check(const CheckPlace& place, const Text& text) {
   if (self != nullptr) fault(*self, {place.file, static_cast<int>(place.line), nullptr}, text);
 }

@@ -1,29 +1,29 @@
 #pragma once
-// Batch elements and their tiles. Here all have as many rows as the arrays; where lengths differ or
-// keys lie in pages, the host puts kernels/with/attention/batch.cuh in the place of this header.
+// Batch elements and their tiles. Here every batch element uses all rows of the arrays. For ragged
+// batches or paged keys the host replaces this header by kernels/with/attention/batch.cuh.
 
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
 
-// The argument `sizes` of every launch, which the host passes.
+// The sizes of a problem, which the host passes to every launch.
 struct Sizes {
-  int M, N;           // queries and keys of a head
-  int causal_offset;  // key j is seen if j <= i + causal_offset: N - M (bottom-right) or 0
-                      // (top-left), plus a window's keys on the right
-  int window_offset;  // key j is seen if j >= i + window_offset: N - M or 0, minus a window's keys
-                      // on the left
+  int M, N;  // queries and keys of a head
+  // Query i sees key j if i + window_offset <= j <= i + causal_offset. Both are N - M
+  // (bottom-right) or 0 (top-left), minus a window's left keys, plus its right keys.
+  int causal_offset;
+  int window_offset;
 };
 
-// Maps rows of a batch element to rows of packed arrays. For other arrays it changes nothing.
+// Maps rows of a batch element to rows of packed arrays. Other arrays need no mapping.
 struct Origin {
   __device__ __forceinline__ int packed_row(int row) const { return row; }
   __device__ __forceinline__ int packed_key(int key) const { return key; }
   __device__ __forceinline__ int packed_batch(int batch) const { return batch; }
 };
 
-// A batch element: its queries, keys and offsets, and where its rows begin.
+// A batch element: its numbers of queries and keys, its mask offsets and its first rows.
 struct BatchElement : Origin, Sizes {
-  // Whether a tile begins with this row: in ragged batches some tile indices have no tile.
+  // Returns whether a tile starts at this row. In ragged batches some tile indices are unused.
   __device__ __forceinline__ bool has_tile_of_rows(int) const { return true; }
   __device__ __forceinline__ bool has_tile_of_keys(int) const { return true; }
 };
@@ -33,7 +33,7 @@ __device__ __forceinline__ BatchElement batch_element(const Sizes& sizes, const 
   return {{}, sizes};
 }
 
-// Returns keys or values as rows of batch elements, whether they lie in pages or not.
+// Returns keys or values by row of a batch element, paged or not.
 template <class T, class Arrays>
 __device__ __forceinline__ Tensor<T> rows_of(Tensor<T> tensor, const Arrays&) {
   return tensor;

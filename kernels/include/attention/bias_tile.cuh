@@ -1,6 +1,6 @@
 #pragma once
-// A tile of a bias in shared memory: none here. Where scores are modified, the host puts
-// kernels/with/attention/bias_tile.cuh in place of this header.
+// The bias tile in shared memory: none here. Where scores are modified the host replaces this
+// header by kernels/with/attention/bias_tile.cuh.
 
 #include <attention/no_bias.cuh>
 

@@ -1,7 +1,6 @@
 #pragma once
-// An index that the user's expression computes, and that may leave its axis. On a device it is
-// clamped, so that no kernel reads outside an array; the simulator's header of this name reports
-// it, with the array and the expression.
+// An index computed by a user's expression, which may lie outside its axis. Devices clamp it, so no
+// kernel reads outside an array. The simulator's version of this header reports it as a fault.
 
 template <class T>
 struct Bounded {
@@ -9,7 +8,7 @@ struct Bounded {
 
   __device__ __forceinline__ T within(int size) const { return max(T(0), min(index, T(size - 1))); }
 };
-// min and max are not declared for this type.
+// __int128 lacks min() and max().
 template <>
 struct Bounded<__int128> {
   __int128 index;

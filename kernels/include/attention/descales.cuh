@@ -1,8 +1,8 @@
 #pragma once
 // Descales of e4m3 Q, K and V: one factor for each batch element and key head.
 //
-// The host writes above a kernel has_q_descale, has_k_descale and has_v_descale, which say whether
-// struct Mods has
+// The host defines has_q_descale, has_k_descale and has_v_descale above a kernel. They tell which
+// of these members struct Mods has:
 //   q_descale_, k_descale_, v_descale_  float32 [batch, kv_heads]
 
 #include <attention/scaled_row.cuh>
@@ -10,7 +10,7 @@
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
 
-// The descales of a head; a missing one is 1.
+// The descales of one head; 1 where omitted.
 struct Descales {
   float q = 1, k = 1, v = 1;
 };
@@ -28,9 +28,9 @@ __device__ __forceinline__ bool are_finite(const Descales& x) {
   return fabs(x.q) < infinity && fabs(x.k) < infinity && fabs(x.v) < infinity;
 }
 
-// The factors of Q, of K and of their products, for scores that are computed one by one. Finite
-// descales multiply only the products, since a single one may take Q or K out of the range of
-// float. A descale that is not finite turns elements into infinities and NaN.
+// Factors of Q, K and their product, for rows that are recomputed score by score. Finite descales
+// multiply only the product, because one alone could take Q or K out of the range of float. A
+// non-finite descale multiplies its operand, whose elements become infinite or NaN.
 struct Factors {
   float Q, K, scores;
 };
@@ -39,7 +39,7 @@ __device__ __forceinline__ Factors for_repair(const Descales& x) {
   return {of_q ? 1 : x.q, of_k ? 1 : x.k, (of_q ? x.q : 1) * (of_k ? x.k : 1)};
 }
 
-// Multiplies products by their descales before it scores them.
+// Multiplies products by the descales of Q and K before scoring them.
 template <class T>
 struct DescaledScorer {
   const Scorer<T>& scorer;
@@ -52,7 +52,7 @@ struct DescaledScorer {
   }
 };
 
-// Rows of e4m3 times a descale, with the interface of a Tensor. Other types are left unchanged.
+// Rows of e4m3 multiplied by a descale, with the interface of a Tensor. Other types stay unchanged.
 struct DescaledRows {
   Tensor<const E4m3> rows;
   float descale;

@@ -1,34 +1,34 @@
 #pragma once
-// Dropout. Whether a weight is kept depends only on its batch, head, query and key and on a seed
-// and an offset, so all kernels, with any tiles, the backward pass and NumPy
-// (cupyfa/score/dropout.py) agree. The host includes this above a kernel with dropout; struct Mods
-// then has a member `dropout`, and dropout_of(mods) returns it with the seed and offset, which may
-// lie in memory: a captured graph reads them in each launch.
+// Dropout. Whether a weight is kept depends only on its batch element, head, query and key, and on
+// a seed and an offset. All kernels, whatever their tiles, the backward pass and NumPy
+// (cupyfa/score/dropout.py) therefore agree. The host includes this header above a kernel with
+// dropout. dropout_of(mods) then returns the member `dropout` of struct Mods with its seed and
+// offset. These may lie in device memory, so that a captured graph reads them in every launch.
 //
-// Philox 4x32-7 turns a counter into 128 bits (Salmon et al., 2011, doi:10.1145/2063384.2063405: 7
-// rounds are the fewest with which it passes all tests of BigCrush). Each of 8 pairs gets 14 bits:
+// Philox 4x32-7 turns a counter into 128 bits (Salmon et al., 2011, doi:10.1145/2063384.2063405; 7
+// rounds are the fewest that pass BigCrush). One call serves 8 query-key pairs with 14 bits each:
 // queries q and q + 8 with keys k, k + 1, k + 8 and k + 9, where bit 3 of q and bits 0 and 3 of k
-// are 0. A lane holds these pairs of a product (mma.cuh), and half of them of a transposed one.
-// Each word serves two neighbouring keys, which form one operand of the next product.
+// are 0. A lane holds these pairs in a fragment (mma.cuh), and half of them in a transposed one.
+// Each word serves two neighbouring keys, which share a register of the next product's operand.
 
 #include <ptx/at_least.cuh>
 #include <tile/warp.cuh>
 
 struct Mods;
-constexpr int patch = 16;  // rows and keys of a product that lanes have bits for at a time
+constexpr int patch = 16;  // rows and keys that one call of Philox per lane covers
 constexpr int philox_rounds = 7;
 
 struct Bits {
   unsigned words[4];
 
-  // Returns the word of a pair; an odd key uses its upper half.
+  // Returns the word of a query-key pair; an odd key uses the upper half.
   __device__ __forceinline__ unsigned word(int query, int key) const {
     const bool lower = query >> 3 & 1;
     return key >> 3 & 1 ? words[lower ? 3 : 2] : words[lower ? 1 : 0];
   }
 };
 
-// Turns counters, which are small and differ in few bits, into random bits.
+// Computes Philox 4x32-7 of the counter (x, y, z, w).
 __device__ __forceinline__ Bits philox(unsigned x, unsigned y, unsigned z, unsigned w,
                                        const unsigned (&round_keys)[2 * philox_rounds]) {
 #pragma unroll
@@ -41,9 +41,9 @@ __device__ __forceinline__ Bits philox(unsigned x, unsigned y, unsigned z, unsig
 }
 
 struct Dropout {
-  unsigned round_keys[2 * philox_rounds];  // made from the seed
+  unsigned round_keys[2 * philox_rounds];  // derived from the seed
   unsigned offset;
-  unsigned least;  // 2^14 times the probability of a drop, in both halves of the word
+  unsigned least;  // 2^14 * drop probability, in both halves of the word
   int heads;
   real factor;  // 1 / (1 - probability)
 
@@ -65,15 +65,15 @@ struct Dropout {
   __device__ __forceinline__ bool keeps(int batch, int head, int query, int key) const {
     return keeps(bits(batch, head, query, key).word(query, key), key & 1);
   }
-  // Returns a mask of the halves whose keys are kept.
+  // Returns all ones in each half whose key is kept.
   __device__ __forceinline__ unsigned kept_halves(unsigned word) const {
     return halves_at_least(word & 0x3fff3fff, least);
   }
 };
 
-// Returns the words of a lane's pairs in 16 rows and keys: for keys below 8 those of row and row +
-// 8, then the same for keys from 8 on. Place is an Extent. In a tile of several heads, row r is
-// query r / heads of head r % heads.
+// Returns a lane's words for 16 rows and keys: those of `row` and `row` + 8, first for its keys
+// below 8, then for the others. Place is an Extent. With packed GQA, row r is query r / heads of
+// head r % heads.
 template <int heads, class Place>
 __device__ __forceinline__ Bits bits_of(const Dropout& dropout, const Place& place, int row,
                                         int key) {
@@ -91,8 +91,8 @@ __device__ __forceinline__ Bits bits_of(const Dropout& dropout, const Place& pla
   }
 }
 
-// Calls body(i, n, e, kept) for a lane's weights [i][n][e] of 16 keys, n = 2 * j and 2 * j + 1.
-// `row` and `key` are the lane's first row and key.
+// Calls body(i, n, e, kept) for a lane's weights [i][n][e] in the j-th group of 16 keys, n = 2 * j
+// and 2 * j + 1. `row` and `key` are the lane's first row and key.
 template <int heads = 1, int m, int n, class Place, class Body>
 __device__ __forceinline__ void for_keys(const real (&)[m][n][4], int j, const Place& place,
                                          int row, int key, Body body) {
@@ -108,7 +108,7 @@ __device__ __forceinline__ void for_keys(const real (&)[m][n][4], int j, const P
   }
 }
 
-// Calls body as for_keys() does, for all keys.
+// Calls body like for_keys(), for all groups of 16 keys.
 template <int m, int n, class Place, class Body>
 __device__ __forceinline__ void for_weights(const real (&weights)[m][n][4], const Place& place,
                                             int row, int key, Body body) {
@@ -116,9 +116,9 @@ __device__ __forceinline__ void for_weights(const real (&weights)[m][n][4], cons
   for (int j = 0; j < n / 2; ++j) for_keys(weights, j, place, row, key, body);
 }
 
-// Calls body(i, kept) for a transposed product, of which a lane has keys k and k + 8, and two of
-// each 8 rows. Lanes l and l ^ 4, whose keys are neighbours, share the bits: each computes those of
-// one of the two rows, and they exchange the halves for their keys.
+// Calls body(i, kept) for a lane's elements of a transposed product: keys k and k + 8, and two of
+// every 8 rows. Lanes l and l ^ 4 hold neighbouring keys. Each computes the bits of one of the two
+// rows, and they exchange the halves that belong to the other lane's key.
 template <int count, class Place, class Body>
 __device__ __forceinline__ void for_transposed(const real (&)[count], const Place& place, int row,
                                                int key, Body body) {
@@ -143,8 +143,8 @@ __device__ __forceinline__ void for_transposed(const real (&)[count], const Plac
   }
 }
 
-// Drops weights that are packed as operands of the product with V: 16 rows, and 16 keys for each
-// step. A register holds two neighbouring keys.
+// Zeroes dropped weights in the packed A operands of P V: 16 rows, and 16 keys per step. A register
+// holds two neighbouring keys.
 template <int steps, class Rows>
 __device__ __forceinline__ void drop_operands(unsigned (&P)[steps][4], const Rows& rows,
                                               int first_key) {
@@ -158,8 +158,8 @@ __device__ __forceinline__ void drop_operands(unsigned (&P)[steps][4], const Row
   }
 }
 
-// Calls body(i, j, e) for the dropped ones of weights that are not packed as operands yet, in
-// groups of 16 keys.
+// Calls body(i, j, e) for each dropped weight in groups `first` to `end` - 1 of 16 keys. The
+// weights are not packed yet.
 template <int m, int n, class Rows, class Body>
 __device__ __forceinline__ void for_dropped_weights(const real (&P)[m][n][4], int first, int end,
                                                     const Rows& rows, int first_key, Body body) {
@@ -171,9 +171,9 @@ __device__ __forceinline__ void for_dropped_weights(const real (&P)[m][n][4], in
                           });
 }
 
-// The backward pass drops dP as well, but only when it is complete. Until then PS, P times the
-// slope of the modification, records whether the weight is kept: in its sign where the slope is 1,
-// for P is not negative; else in its last bit, which is less than a rounding error.
+// The backward pass also applies dropout to dP, which is complete only later. Until then PS, P
+// times the slope of the score modification, stores whether the weight is kept: in its sign where
+// the slope is 1, since P is never negative, else in its last bit, below the rounding error.
 template <int bytes>
 struct WordOf {
   using Type = unsigned;
@@ -191,8 +191,8 @@ __device__ __forceinline__ real marked(real PS, bool kept) {
 __device__ __forceinline__ bool is_kept(real PS) {
   return unit_slope ? !(PS < 0) : __builtin_bit_cast(Word, PS) & 1;
 }
-// Returns PS without its mark. The last bit may stay where results are rounded to 16 bits.
-// Otherwise it would make gradients of hidden pairs differ from 0.
+// Returns PS without its mark. Where results are rounded to 16 bits, the last bit may stay; in
+// wider results it would make gradients of hidden pairs nonzero.
 __device__ __forceinline__ real unmarked(real PS) {
   if constexpr (unit_slope) return fabs(PS);
   if constexpr (sizeof(scalar) == 2) return PS;
@@ -210,7 +210,7 @@ __device__ __forceinline__ void mark_weights(real (&PS)[count], const Place& pla
                                              int key) {
   mark_weights(reinterpret_cast<real(&)[1][count / 4][4]>(PS), place, row, key);
 }
-// Marks PS(i, j, e) as mark_weights() does, and sets P to 0 where it is dropped.
+// Marks PS(i, j, e) like mark_weights(), and zeroes dropped weights in P.
 template <int m, int n, class Place, class Elements>
 __device__ __forceinline__ void mark_and_drop(real (&P)[m][n][4], const Place& place, int row,
                                               int key, Elements PS) {
@@ -225,7 +225,7 @@ __device__ __forceinline__ void mark_transposed(real (&PS)[count], const Place& 
   for_transposed(PS, place, row, key, [&](int i, bool kept) { PS[i] = marked(PS[i], kept); });
 }
 
-// Returns P of a marked weight, or 0 if it is dropped.
+// Returns the weight P of a marked PS, or 0 if it is dropped.
 __device__ __forceinline__ real kept_weight(real P, real PS) {
   return is_kept(PS) ? (unit_slope ? PS : P) : real(0);
 }

@@ -1,6 +1,6 @@
 #pragma once
-// Applies dropout to weights and to dS: here it does nothing. Where there is dropout, the host puts
-// kernels/with/attention/dropped_weights.cuh in place of this header.
+// Applies dropout to weights and dS: a no-op here. With dropout the host replaces this header by
+// kernels/with/attention/dropped_weights.cuh.
 
 #include <attention/score.cuh>
 
@@ -9,7 +9,7 @@ __device__ __forceinline__ void mark(Weights&, const Place&, int, int) {}
 template <class Weights>
 __device__ __forceinline__ void drop_marked(Weights&, const Weights&) {}
 
-// dS of a pair, without the scale.
+// Returns dS of a pair, without the scale.
 template <class T>
 __device__ __forceinline__ T weighted_gradient(T P, T dP, T delta, T) {
   return P * (dP - delta);

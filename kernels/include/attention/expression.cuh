@@ -1,20 +1,19 @@
 #pragma once
-// The number types of expressions. The host prints a user's expression as C++ of these types:
+// Number types of expressions. The host prints a user's expression as C++ on these types:
 //
-//  - Dual<n>, a number and its n derivatives; forward kernels compute with Real, which has none,
-//    backward ones with Dual<1>, whose derivative is that by the score;
-//  - Index, a position among queries, keys, heads or batch; Whole, a number computed from it;
-//    int and long long, integers of arrays and of the expression; __int128, elements of uint64 and
-//    results computed from them;
-//  - bool, conditions. & and | evaluate both sides: no branch keeps a load in a loop.
+//  - Dual<n>: a number and its n derivatives. Forward kernels use Real, which has none; backward
+//    kernels use Dual<1>, which holds the derivative with respect to the score;
+//  - Index: the position of a query, key, head or batch element; Whole: an integer computed from
+//    positions; int and long long: integers of arrays and of the expression; __int128: elements of
+//    uint64 and results computed from them;
+//  - bool: conditions. & and | evaluate both sides, so that no branch keeps loads inside a loop.
 //
-// Numbers are of the host's type real. In double all functions are exact. In float they take few
-// instructions, because a kernel has only about 20 for each score:
-//  - x / y is x times a reciprocal, which is computed outside of loops in which y is constant;
-//  - exp, sigmoid and tanh use the special functions 2^x and 1/x, sin and cos those of their names,
-//    with an absolute error of a few units in the last place of 1. Near 0 tanh and sin are
-//    polynomials: a number that is multiplied by a large one, as in cap * tanh(x / cap), needs an
-//    error relative to x;
+// Numbers have the type `real`, which the host defines. In double, functions have full precision.
+// In float they take few instructions, because a kernel can afford only about 20 per score:
+//  - x / y multiplies by a reciprocal, which is computed outside of loops where y is constant;
+//  - exp, sigmoid and tanh use the special function units for 2^x and 1/x, sin and cos their own,
+//    with an absolute error of a few units in the last place of 1. Near 0, tanh and sin use
+//    polynomials, because cap * tanh(x / cap), for example, needs a small error relative to x;
 //  - a position is converted to float once for all elements of a tile.
 
 #include <attention/bounded.cuh>
@@ -85,21 +84,21 @@ __device__ __forceinline__ float rsqrt(float x) {
 __device__ __forceinline__ double rsqrt(double x) {
   return 1 / ::sqrt(x);
 }
-// The correctly rounded float root is a subroutine. For 0 and infinity this gives the root, too.
+// Avoids the subroutine of the correctly rounded root; also returns the roots of 0 and infinity.
 __device__ __forceinline__ float sqrt(float x) {
   return reciprocal(rsqrtf(x));
 }
 __device__ __forceinline__ double sqrt(double x) {
   return ::sqrt(x);
 }
-// tanh(x) = x + x * w of s = x * x below this |x|, and 1 - r above. With r alone tanh would have an
-// absolute error, also near 0.
+// Below this |x|, tanh(x) is x + x * tanh_near_0(x * x); above it is 1 - rest_of_tanh(x), whose
+// relative error would be large near 0.
 constexpr float small_tanh = 0.55f;
 __device__ __forceinline__ float tanh_near_0(float s) {
   const float of_s = fmaf(s, 0.0164375622f, -0.0526718013f);
   return s * fmaf(s, fmaf(s, of_s, 0.133207247f), -0.333329469f);
 }
-// r = 1 - |tanh(x)|, with a small relative error. Where the power overflows, 2 / infinity is 0.
+// Returns 1 - |tanh(x)| with a small relative error. If the power overflows, 2 / infinity is 0.
 __device__ __forceinline__ float rest_of_tanh(float x) {
   return 2 * reciprocal(1 + exp2f(fabs(x) * (2 * log2e)));
 }
@@ -113,7 +112,7 @@ __device__ __forceinline__ float tanh(float x) {
 __device__ __forceinline__ double tanh(double x) {
   return ::tanh(x);
 }
-// Returns cap * tanh(x / cap). All that depends only on cap is computed outside of loops.
+// Returns cap * tanh(x / cap). Terms that depend only on cap are computed outside of loops.
 __device__ __forceinline__ float capped(float x, float cap) {
   const float t = x * reciprocal(cap), near = fmaf(x, tanh_near_0(t * t), x);
   return fabs(t) < small_tanh ? near : copysign(fmaf(-cap, rest_of_tanh(t), cap), x);
@@ -121,8 +120,9 @@ __device__ __forceinline__ float capped(float x, float cap) {
 __device__ __forceinline__ double capped(double x, double cap) {
   return cap * ::tanh(x / cap);
 }
-// Caps x = scale * products, of any size. Four share one reciprocal, of the product of their
-// powers, which are limited to 2^31, where tanh is 1, so that the product is finite.
+// Applies the softcap to four products times `scale`, of any magnitude. The four share the
+// reciprocal of the product of their powers. Each power is limited to 2^31, where tanh is 1, so
+// that the product stays finite.
 __device__ __forceinline__ void cap_four(float* products, float scale, float by, float cap) {
   const float exponent = fabs(by) * float(2 * log2e);
   float power[4], far[4];
@@ -138,12 +138,13 @@ __device__ __forceinline__ void cap_four(float* products, float scale, float by,
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const float x = products[i] * scale, t = products[i] * by;
-    const float near = fmaf(x, tanh_near_0(t * t), x);  // also of NaN
+    const float near = fmaf(x, tanh_near_0(t * t), x);  // NaN stays NaN
     products[i] = fabs(t) >= small_tanh ? copysign(far[i], x) : near;
   }
 }
-// Caps a warp's products. Mostly all are small, and then nothing else is computed. Values that both
-// branches compute would be kept for all products, so one branch has opaque copies.
+// Applies the softcap to a lane's products. Usually all products of the warp are small, and only
+// the polynomial is evaluated. One branch works on opaque copies, because the compiler would
+// otherwise keep values that both branches need in registers for all products.
 template <int count>
 __device__ __forceinline__ void cap_products(float (&products)[count], float scale, float cap) {
   const float by = scale * reciprocal(cap);
@@ -166,7 +167,7 @@ __device__ __forceinline__ void cap_products(float (&products)[count], float sca
     }
   }
 }
-// Caps products with an absolute error of 2^-22 of the cap.
+// Applies the softcap with an absolute error of 2^-22 * cap.
 template <int count>
 __device__ __forceinline__ void cap_approximately(float (&products)[count], float scale,
                                                   float cap) {
@@ -193,8 +194,8 @@ template <class T>
 __device__ __forceinline__ T softplus(T x) {
   return (x > 0 ? x : T(0)) + log1p(exp(x > 0 ? -x : x));
 }
-// Subtracts the nearest multiple of 2 pi, whose low part is a second constant: the special
-// functions lose accuracy with the distance from 0, and sinf has a loop for large numbers.
+// Subtracts the nearest multiple of 2 pi, which is split into two constants. The special functions
+// lose accuracy away from 0, and sinf has a loop for large arguments.
 __device__ __forceinline__ float within_a_turn(float x) {
   const float turns = rintf(x * 0.159154943f);
   return fmaf(turns, 1.74845553e-7f, fmaf(turns, -6.28318548f, x));
@@ -256,8 +257,8 @@ struct Dual {
 };
 using Real = Dual<0>;
 
-// An integer computed from positions, as an int and as a real: the one that is not needed costs
-// nothing. The real is exact below 2^24 in float.
+// An integer computed from positions, as int and as real; the compiler removes whichever is unused.
+// A float holds it exactly below 2^24.
 struct Whole {
   int value;
   real number;
@@ -292,11 +293,11 @@ template <>
 struct When<true> {
   using type = int;
 };
-// Only for the types of this header: built-in types have built-in operators.
+// Enables an operator only if an operand has a type of this header.
 template <class A, class B>
 using IfOwn = typename When<is_own<A> || is_own<B>>::type;
 
-// Converts any number to a Dual, and any integer to an integer type of C++.
+// number() converts any number to a Dual; integer() converts any integer to a built-in type.
 __device__ __forceinline__ Real number(real x) {
   return x;
 }
@@ -328,7 +329,7 @@ __device__ __forceinline__ long long integer(long long x) {
 __device__ __forceinline__ __int128 integer(__int128 x) {
   return x;
 }
-// Whole numbers that do not fit in an int, or in 64 bits.
+// wide() and widest() convert integers to 64 and to 128 bits.
 __device__ __forceinline__ long long wide(long long x) {
   return x;
 }
@@ -343,7 +344,7 @@ __device__ __forceinline__ Dual<n> wide(const Dual<n>& x) {
 // -------------------------------------------------------------------------------------------------
 // Operators
 
-// Applies the chain rule: f(x) with f' = by, or f(x, y).
+// Applies the chain rule to f(x), with by = f'(x), or to f(x, y) with both partial derivatives.
 template <int n>
 __device__ __forceinline__ Dual<n> chain(real value, const Dual<n>& x, real by) {
   Dual<n> f(value);
@@ -400,8 +401,7 @@ __device__ __forceinline__ auto operator*(const A& a, const B& b) {
   }
 }
 
-// Returns x * y + z, rounded once. As two operations, the product might be computed far ahead of z,
-// in registers that a kernel does not have.
+// Returns x * y + z, rounded once. Unfused products would be computed far ahead and hold registers.
 template <int n, int m, int k>
 __device__ __forceinline__ auto fused(const Dual<n>& x, const Dual<m>& y, const Dual<k>& z) {
   const real value = elementary::fused(x.value, y.value, z.value);
@@ -460,8 +460,8 @@ __device__ __forceinline__ bool operator!=(const A& a, const B& b) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Choices. Both sides are evaluated. Slopes are chosen too, not multiplied by 0: the slope of the
-// side that is not taken may be infinite.
+// Selection. Both sides are evaluated. The slope is selected too rather than multiplied by 0,
+// because the slope of the other side may be infinite.
 
 template <class A, class B>
 __device__ __forceinline__ auto where(bool condition, const A& a, const B& b) {
@@ -483,7 +483,7 @@ __device__ __forceinline__ auto where(bool condition, const A& a, const B& b) {
   }
 }
 
-// NaN wins, as in NumPy. If both are equal, the slope is that of the first.
+// Returns NaN if either is NaN, as in NumPy. If both are equal, the slope is that of the first.
 template <class A, class B>
 __device__ __forceinline__ auto larger(const A& a, const B& b) {
   if constexpr (any_is_dual<A, B>) {
@@ -547,7 +547,7 @@ __device__ __forceinline__ Dual<n> capped(const Dual<n>& x, Real cap) {
   const real rest = elementary::rest_of_tanh(elementary::divide(x.value, cap.value));
   return chain(elementary::capped(x.value, cap.value), x, rest * (2 - rest));
 }
-// The slope is y * (1 - y), computed as y * (power * y), which is accurate near 0, too.
+// Computes the slope y * (1 - y) as y * (power * y), which stays accurate where 1 - y is near 0.
 template <int n>
 __device__ __forceinline__ Dual<n> sigmoid(const Dual<n>& x) {
   const real y = elementary::sigmoid(x.value);
@@ -590,7 +590,7 @@ __device__ __forceinline__ Whole abs(Whole x) {
   return {abs(x.value), fabs(x.number)};
 }
 
-// For a 64-bit number the compiler knows that the upper half of the result is 0.
+// The compiler infers that the upper half of the result is 0 for a number of 64 bits.
 __device__ __forceinline__ __int128 abs(__int128 x) {
   return x < 0 ? -x : x;
 }
@@ -600,20 +600,20 @@ __device__ __forceinline__ auto square(const T& x) {
   return x * x;
 }
 
-// Rounds a quotient down, as Python does; the remainder has the sign of the divisor.
+// Rounds a quotient down as Python does, so that the remainder has the sign of the divisor.
 template <class T>
 __device__ __forceinline__ T rounded_down(T quotient, T x, T y) {
   return quotient - (x != quotient * y && (x ^ y) < 0);
 }
-// A wide division takes hundreds of instructions, which are not repeated for every pair. Dividing
-// the lowest number by -1 would stop a CPU.
+// Divides wide integers out of line, because a division takes hundreds of instructions. Dividing
+// the lowest number by -1 would trap on a CPU.
 template <class T>
 __device__ __noinline__ T divided(T x, T y) {
   return y == -1 ? -x : rounded_down(x / y, x, y);
 }
 template <class A, class B>
 __device__ __forceinline__ auto floor_divide(const A& a, const B& b) {
-  const auto x = integer(a) + integer(b) * 0;  // of their common type
+  const auto x = integer(a) + integer(b) * 0;  // in the common type
   const decltype(x) y = integer(b);
   if constexpr (sizeof x > sizeof(int))
     return divided<decltype(x + y)>(x, y);
@@ -624,10 +624,10 @@ template <class A, class B>
 __device__ __forceinline__ auto floor_mod(const A& a, const B& b) {
   return integer(a) - floor_divide(a, b) * integer(b);
 }
-// Divides by a positive constant: powers of two take one instruction.
 __device__ constexpr int log2_of(int power) {
   return power == 1 ? 0 : 1 + log2_of(power / 2);
 }
+// Divides by a positive constant; a power of two takes one instruction.
 template <int divisor, class A>
 __device__ __forceinline__ auto floor_divide(const A& a) {
   if constexpr ((divisor & (divisor - 1)) == 0)
@@ -646,7 +646,7 @@ __device__ __forceinline__ auto floor_mod(const A& a) {
 // -------------------------------------------------------------------------------------------------
 // Captured arrays
 
-// Converts an array's element to its type in an expression: bool; int or long long; or a Real.
+// Converts an array element to its type in expressions: bool, an integer type, or Real.
 __device__ __forceinline__ bool element(bool x) {
   return x;
 }
@@ -697,11 +697,11 @@ struct Unsigned<4> {
   using type = unsigned;
 };
 
-// Whether elements are the upper halves of floats; the host specialises this for bfloat16.
+// True for bfloat16, whose bits are the upper half of a float; the host specialises it.
 template <class Element>
 constexpr bool is_bfloat16 = false;
 
-// Loads the pair that begins at `there`, and takes an element of it: one load serves both.
+// pair_at() loads two neighbouring elements at once; of_pair() extracts one of them.
 template <class Element>
 __device__ __forceinline__ unsigned pair_at(const Element* there) {
   return *reinterpret_cast<const typename Unsigned<2 * sizeof(Element)>::type*>(there);
@@ -717,9 +717,9 @@ __device__ __forceinline__ auto of_pair(unsigned pair, bool second) {
   }
 }
 
-// The host passes data, strides in elements and sizes. The last axis is dense: its stride is 1.
-// in_pairs: rows begin at multiples of a pair's bytes, and keys are read two at a time. is_held:
-// the element in a HeldIndex is one of this array.
+// A captured array. The host passes data, strides in elements and sizes; the last axis has stride
+// 1. in_pairs: rows are aligned to pairs of elements, and keys are read two at a time. is_held: a
+// HeldIndex carries an element of this array.
 template <class Element, int rank, bool in_pairs = false, bool is_held = false>
 struct Array {
   using Type = Element;
@@ -727,15 +727,15 @@ struct Array {
   long long stride[rank];
   int size[rank];
 
-  // Loads one element. Takes one index per axis: Index, Whole, int or long long, or bounded() of
-  // one, which keeps it within its axis.
+  // Loads one element. Each axis takes an Index, Whole, int or long long, or an index that
+  // bounded() keeps inside the axis.
   template <class... Indices>
   __device__ __forceinline__ auto read(const Indices&... indices) const {
     static_assert(sizeof...(Indices) == rank, "an index for each axis");
     return read_from<0>(data, 0, indices...);
   }
 
-  // Returns the address of the row at indices of all axes but the last.
+  // Returns the address at the given indices; omitted trailing indices are 0.
   template <class... Indices>
   __device__ __forceinline__ const Element* row(const Indices&... indices) const {
     long long at = 0;
@@ -744,19 +744,19 @@ struct Array {
     return data + at;
   }
 
-  // An element of an array that may be written.
+  // Returns a writable reference to an element.
   template <class... Indices>
   __device__ __forceinline__ Element& at(const Indices&... indices) const {
     return const_cast<Element&>(*row(indices...));
   }
 
-  // Returns the flat index of that element, as if the array were contiguous.
+  // Returns the flat index of an element, as if the array were contiguous.
   template <class... Indices>
   __device__ __forceinline__ long long place(const Indices&... indices) const {
     return place_from<0>(0, indices...);
   }
 
-  // Sets the element with a flat index, in an array that may be written.
+  // Writes the element with a flat index.
   __device__ __forceinline__ void write(long long place, double value) const {
     long long at = 0;
     for (int axis = rank - 1; axis >= 0; --axis) {
@@ -782,7 +782,7 @@ struct Array {
     return place_from<axis + 1>(before * size[axis] + own, rest...);
   }
 
-  // `more` is the sum of the positions' constants: the immediate offset of the load.
+  // Sums the constant parts of indices in `more`, which becomes the immediate offset of the load.
   template <int axis>
   __device__ __forceinline__ auto read_from(const Element* there, long long more) const {
     return element(there[more]);
@@ -809,10 +809,11 @@ struct Array {
   __device__ __forceinline__ long long inside(long long index, int) const { return index; }
 };
 
-// Records the array elements that an expression reads, and the score's derivative by each.
+// Records the array elements that an expression reads, and the score's gradient with respect to
+// these elements.
 template <int count>
 struct Tape {
-  using Number = Dual<1 + count>;  // derivatives by the score, then by each element
+  using Number = Dual<1 + count>;  // with respect to the score, then to each element
   long long place[count];
 
   template <int slot, class Array, class... Indices>

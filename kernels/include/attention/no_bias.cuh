@@ -1,5 +1,5 @@
 #pragma once
-// Stands for a tile of a bias where none is copied to shared memory.
+// An empty replacement for a bias tile where none is copied to shared memory.
 
 #include <attention/score_context.cuh>
 

@@ -1,10 +1,10 @@
 #pragma once
-// Computes wrong rows again, one score after the other. They are rare, so products stay simple and
-// take all keys of a tile. Two things make a row wrong:
-//  - P of a masked key is 0, but 0 * NaN and 0 * infinity are NaN, so its V shows in O.
-//  - S * scale2 - maximum is rounded twice. For the largest score the result may be half an ulp of
-//    the maximum, which is 4 from 2^26 on, and P may overflow. Near the ends of the range
-//    S * scale2 itself overflows.
+// Recomputes rows that the fast path gets wrong, one score at a time. Such rows are rare, so
+// products stay simple and include the masked keys of a tile. There are two reasons:
+// - P of a masked key is 0, but 0 * NaN and 0 * infinity are NaN, so V of that key leaks into O.
+// - S * scale2 - maximum is rounded twice. For the largest score the result may be half an ulp of
+//   the maximum, which is 4 from 2^26 on, and P may overflow. Near the ends of the range
+//   S * scale2 itself overflows.
 
 #include <attention/row_max.cuh>
 #include <attention/row_state.cuh>
@@ -12,13 +12,13 @@
 #include <tile/tensor.cuh>
 #include <tile/warp.cuh>
 
-// Whether an exponent of two is so large that its rounding error matters.
+// Returns whether an exponent of two is so large that its rounding error matters.
 __device__ __forceinline__ bool is_huge(real exponent) {
   return !(fabs(exponent) < (sizeof(real) == 8 ? real(1ll << 55) : real(1 << 26)));
 }
 
-// Whether scores of a row were too large, or N is 0. A row that sees a key may have no score only
-// where expressions hide keys; expressions of products (score_context.cuh) hide none.
+// Returns whether a row's scores were too large, or N is 0. Only expressions can leave a row that
+// sees a key without any score, and expressions of products (score_context.cuh) hide no keys.
 __device__ __forceinline__ bool has_overflowed(real maximum, real sum, bool sees_key) {
   const bool may_have_none = (has_expressions && !of_products) || !sees_key;
   const bool has_none = has_context && maximum == -largest && sum == 0 && may_have_none;
@@ -45,27 +45,27 @@ __device__ __forceinline__ bool has_nan(const real (&O)[m][n][4]) {
   return nan;
 }
 
-// Whether a row of the warp must be computed again. Without a mask all keys are seen.
+// Returns whether a row of the warp must be recomputed. NaN in O is suspicious only with a mask;
+// without one every key is visible, and NaN in O is correct.
 template <int m, int n, int pack_gqa>
 __device__ __forceinline__ bool needs_repair(const real (&O)[m][n][4],
                                              const Rows<m * step, pack_gqa>& rows) {
   return __any_sync(full_warp, overflows(rows) || (has_mask && has_nan(O)));
 }
 
-// Computes a query's row of O and lse with one warp, from the keys that it sees and the sink. No
-// loop condition depends on the lane: the compiler would treat the warp as diverged, even in the
-// loop that calls this.
+// Recomputes a query's row of O and lse with one warp, from its visible keys and the sink. Loop
+// conditions do not depend on the lane, so that the compiler sees the warp as converged.
 template <int d, int dv, class Queries, class Keys, class Scores>
 __device__ void repair_row(Queries Q, Keys K, Keys V, Tensor<result> O, Tensor<real> lse,
                            const Extent& extent, int query, int batch, int head, int kv_head,
                            const Scores& scorer) {
-  constexpr int width = dv < 256 ? dv : 256, count = cdiv(width, warp_size);  // columns at a time
+  constexpr int width = dv < 256 ? dv : 256, count = cdiv(width, warp_size);  // columns per pass
   const int lane = threadIdx.x % warp_size;
   const auto q = Q.row(batch, head, query);
   for (int first_col = lane, left = dv; left > 0; left -= width, first_col += width) {
     real maximum = extent.sink(), o[count] = {};
     RowMaxima<1> largest_score;
-    real sum = maximum == -infinity ? real(0) : maximum - maximum + 1;  // NaN if it is infinite
+    real sum = maximum == -infinity ? real(0) : maximum - maximum + 1;  // NaN for an infinite sink
     for (int key = extent.kv_begin(query); key < extent.kv_end(query); ++key) {
       if (!extent.shown(query, key)) continue;
       const auto k = K.row(batch, kv_head, key), v = V.row(batch, kv_head, key) + first_col;
@@ -96,13 +96,12 @@ __device__ void repair_row(Queries Q, Keys K, Keys V, Tensor<result> O, Tensor<r
   }
 }
 
-// repair_row() as a call: leaves more registers to the kernel's loops but would serialise wgmma.
+// Calls repair_row() out of line: leaves the main loop more registers, but would serialise wgmma.
 template <int d, int dv, class... Args>
 __device__ __noinline__ void call_repair_row(Args... args) {
   repair_row<d, dv>(args...);
 }
 
-// Computes all rows of a warp again.
 template <int d, int dv, bool by_call = false, int Wr, int pack_gqa, class T, class Keys, class S>
 __device__ void repair_rows(T Q, Keys K, Keys V, Tensor<result> O, Tensor<real> lse,
                             const Rows<Wr, pack_gqa>& rows, int batch, int head, int kv_head,

@@ -6,24 +6,24 @@
 #include <tile/math.cuh>
 
 struct OnlineSoftmax : RowMaxima<1> {
-  real maximum;  // of the scores so far
-  real sum;      // of p(score)
+  real maximum;  // largest score so far
+  real sum;      // sum of p(score)
 
   __device__ __forceinline__ OnlineSoftmax(real maximum = -infinity, real sum = 0)
       : maximum(maximum), sum(sum) {}
 
-  // Begins with a score that belongs to no key; -infinity stands for none, infinity makes NaN.
+  // Starts with an attention sink; -infinity means no sink, and infinity makes the sum NaN.
   __device__ __forceinline__ void begin_with(real score) {
     if (score == -infinity) return;
     maximum = score;
     sum = score - score + 1;
   }
 
-  // The maximum that exponents are relative to. Before any finite score it is 0, because
+  // Returns the maximum that exponents are relative to. Before any finite score this is 0, because
   // -infinity - -infinity is NaN.
   __device__ __forceinline__ real origin() const { return maximum == -infinity ? 0 : maximum; }
 
-  // An element of P before the division: exp(score - origin()). NaN stays NaN.
+  // Returns an unnormalised weight, exp(score - origin()). NaN stays NaN.
   __device__ __forceinline__ real p(real score) const { return exp(score - origin()); }
 
   // Raises the maximum to `largest`; returns the factor that rescales earlier sums.
@@ -36,9 +36,9 @@ struct OnlineSoftmax : RowMaxima<1> {
     return factor;
   }
 
-  // The factor of the output at the end: 0 if no key was seen, or only scores of -infinity.
+  // Returns the final factor of O: 0 if no key was seen, or only scores of -infinity.
   __device__ __forceinline__ real inverse_sum() const { return sum == 0 ? real(0) : 1 / sum; }
 
-  // The natural logarithm of the sum of exp(score), which is -infinity if that sum is 0.
+  // Returns the natural logarithm of the sum of exp(score), -infinity if that sum is 0.
   __device__ __forceinline__ real lse() const { return maximum + log(sum); }
 };

@@ -1,6 +1,6 @@
 #pragma once
-// The largest score of each row, which a call may request: here none does. Where one may, the host
-// puts kernels/with/attention/row_max.cuh in place of this header.
+// The largest score of each row: not computed here. If a call requests it, the host replaces this
+// header by kernels/with/attention/row_max.cuh.
 
 #include <tile/math.cuh>
 

@@ -1,13 +1,12 @@
 #pragma once
-// The maxima of a warp's rows. A lane holds a quarter of two rows in each 16, so two shuffles reach
-// all of a row.
+// Row maxima of a warp. A lane holds a quarter of two rows per 16; two shuffles reduce a row.
 
 #include <attention/row_state.cuh>
 #include <tile/warp.cuh>
 
-// Finds the maximum of a tile's scores in each row, in all lanes. If `masked`, hidden scores become
-// -infinity. As each fmax waits for the one before it, a warp with only 16 rows takes even and odd
-// keys apart: twice as many are in flight.
+// Reduces each row of a score tile to its maximum, in all four lanes of the row. If `masked`,
+// hidden scores become -infinity. Each fmax depends on the previous one, so a warp with only 16
+// rows reduces even and odd keys separately, which keeps twice as many in flight.
 template <bool masked, int m, int n, int pack_gqa>
 __device__ __forceinline__ void find_maxima(real (&S)[m][n][4],
                                             const Rows<m * step, pack_gqa>& rows, int first_key,
@@ -21,7 +20,7 @@ __device__ __forceinline__ void find_maxima(real (&S)[m][n][4],
       const int half = i % 4 / 2, key = first_key + j * 8 + 2 * (lane % 4) + i % 2;
       real &score = S[i / 4][j][i % 4], &x = part[i / 4][half][i % parts];
       if (masked && !rows.in_reach(i / 4, half, key)) score = -infinity;
-      x = j * 8 + i % 2 < parts ? score : fmax(x, score);  // the first key of a part begins it
+      x = j * 8 + i % 2 < parts ? score : fmax(x, score);  // the first score initialises x
     }
   }
 #pragma unroll

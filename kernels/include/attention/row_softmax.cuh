@@ -5,9 +5,9 @@
 #include <tile/warp.cuh>
 #include <timeline.cuh>
 
-// Masks a tile of scores and raises the rows' maxima to it. Sets the factors that rescale earlier
-// sums; returns whether any in the warp is not 1. A maximum exceeded by at most `slack` stays: P is
-// at most 2^slack. `whole` maxima are rounded up: factors are powers of two and round nothing.
+// Masks a tile of scores and updates the row maxima. Sets the factors that rescale earlier sums;
+// returns whether any in the warp is not 1. A maximum exceeded by at most `slack` stays: P is at
+// most 2^slack. If `whole`, maxima are integers, so that factors are exact powers of two.
 template <bool masked, bool whole = false, int m, int n, int pack_gqa>
 __device__ __forceinline__ bool raise_maxima(real (&S)[m][n][4], Rows<m * step, pack_gqa>& rows,
                                              int first_key, int lane, real (&factor)[m][2],
@@ -30,7 +30,7 @@ __device__ __forceinline__ bool raise_maxima(real (&S)[m][n][4], Rows<m * step, 
   return __any_sync(full_warp, risen);
 }
 
-// Masks a tile of scores and raises the maxima to it. If one rises, rescales O and the sums.
+// Masks a tile of scores and updates the row maxima. If one rises, rescales O and the sums.
 template <bool masked, int m, int keys, int cols, int pack_gqa>
 __device__ __forceinline__ void rescale(real (&S)[m][keys][4], real (&O)[m][cols][4],
                                         Rows<m * step, pack_gqa>& rows, int first_key, int lane) {
@@ -40,7 +40,7 @@ __device__ __forceinline__ void rescale(real (&S)[m][keys][4], real (&O)[m][cols
   scale_rows(O, factor);
 }
 
-// Turns S into P = 2^(S * scale2 - maximum) for the 8 keys in column j of the fragments.
+// Computes P = 2^(S * scale2 - maximum) for the 8 keys of fragment column j, and its row sums.
 template <int m, int n, int pack_gqa>
 __device__ __forceinline__ void exponentiate(real (&S)[m][n][4], int j,
                                              const Rows<m * step, pack_gqa>& rows,
@@ -53,8 +53,8 @@ __device__ __forceinline__ void exponentiate(real (&S)[m][n][4], int j,
   }
 }
 
-// Calls exponentiate() for all keys, and applies dropout unless the packed operands get it. A tile
-// is summed up by itself before it joins the sums: with millions of keys, less is rounded away.
+// Computes P for a tile, and applies dropout unless the packed operands receive it later. Sums a
+// tile separately before it joins the row sums, which limits rounding errors with many keys.
 template <bool drops = true, int m, int n, int pack_gqa>
 __device__ __forceinline__ void exponentiate(real (&S)[m][n][4], Rows<m * step, pack_gqa>& rows,
                                              int first_key) {

@@ -8,13 +8,13 @@
 
 constexpr real largest = real(sizeof(real) == 8 ? 0x1.fffffffffffffp1023 : 0x1.fffffep127);
 
-// A warp's rows of S, P or O: products of 16 rows and 8 columns.
+// A warp's rows of S, P or O, in fragments of 16 rows and 8 columns.
 template <int rows, int columns>
 using Fragments = real[rows / step][columns / 8][4];
 
-// The softmax of a warp's Wr rows. A lane has parts of two rows in each 16: row i is half i % 2 of
-// block i / 2. Its maximum is whole in all four lanes of a row, its sum partial until finish_rows.
-// scale2 makes exponents of 2. Packed rows r are query r / pack_gqa of head r % pack_gqa.
+// The softmax state of a warp's Wr rows. A lane holds parts of two rows in every 16: its row i is
+// half i % 2 of block i / 2. Its maximum is complete, its sum partial until finish_rows(). S *
+// scale2 is an exponent of 2. With packed GQA, row r is query r / pack_gqa of head r % pack_gqa.
 template <int Wr, int pack_gqa = 1>
 struct Rows : RowMaxima<2 * (Wr / step)> {
   static constexpr int heads = pack_gqa;
@@ -22,8 +22,8 @@ struct Rows : RowMaxima<2 * (Wr / step)> {
   Extent extent;
   real scale2, maximum[Wr / step][2], sum[Wr / step][2];
 
-  // Maxima begin with the lowest finite number: -infinity would make NaN of a row that is masked.
-  // Where the keys of a row are split, only one of the splits takes the sink.
+  // Initialises maxima with the lowest finite number, because -infinity would make a fully masked
+  // row NaN. With split-KV only one split includes the sink.
   __device__ __forceinline__ Rows(int first, const Extent& extent, real scale2,
                                   [[maybe_unused]] bool takes_sink = true)
       : first(first), extent(extent), scale2(scale2), sum() {
@@ -33,18 +33,18 @@ struct Rows : RowMaxima<2 * (Wr / step)> {
   __device__ __forceinline__ int row(int i, int half) const {
     return opaque(first) + i * step + half * 8;
   }
-  // The row as an index for expressions, whose arrays end with the last row.
+  // Returns the row, clamped to the last one, as an index into arrays of expressions.
   __device__ __forceinline__ int existing(int i, int half) const {
     return min(first + i * step + half * 8, extent.M * pack_gqa - 1);
   }
-  // A maximum as an exponent of two. If finite modified scores overflow to -infinity, as if their
-  // keys were hidden, it stays above -largest, and the row is computed again (nonfinite.cuh).
+  // Converts a maximum to an exponent of two. If finite modified scores overflow to -infinity, as
+  // if hidden, the result stays above -largest, and the row is recomputed (nonfinite.cuh).
   __device__ __forceinline__ real exponent_of(real maximum) const {
     if constexpr (!has_expressions) return maximum * scale2;
     return fmax(maximum * scale2, maximum != -infinity ? -largest / 2 : -infinity);
   }
-  // Raises the largest score of row (i / 2, i % 2) to x, which `unit` converts to an exponent of
-  // two. unit * ln2 comes first, because x * unit may overflow, and log2e * ln2 is exactly 1.
+  // Raises the largest score of row (i / 2, i % 2) to x * unit * ln2, where `unit` converts x to an
+  // exponent of two. unit * ln2 is computed first, because x * unit may overflow; log2e * ln2 is 1.
   __device__ __forceinline__ void raise_row_max_to(int i, real x, real unit) {
     this->raise_row_max(i, x * (unit * ln2));
   }
@@ -61,8 +61,8 @@ struct Rows : RowMaxima<2 * (Wr / step)> {
   }
 };
 
-// Calls body(i, j, e) for the elements of P that dropout drops, after they were added to the sums:
-// of 16 keys in columns 2 * first and 2 * first + 1, and so on up to `end`.
+// Calls body(i, j, e) for the elements of P that dropout drops, after they were added to the sums.
+// Visits groups `first` to `end` - 1 of 16 keys; group g is fragment columns 2 * g and 2 * g + 1.
 template <int m, int n, int pack_gqa, class Body>
 __device__ __forceinline__ void for_dropped(const real (&P)[m][n][4], int first, int end,
                                             const Rows<m * step, pack_gqa>& rows, int first_key,

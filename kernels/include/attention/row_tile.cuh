@@ -1,10 +1,9 @@
 #pragma once
-// A tile of rows of one head, and the keys that some of its rows see.
+// A Q tile of one head, and the range of keys that its rows see. kv_begin is rounded down to the
+// start of a K/V tile; after() returns the start of the next one.
 
 #include <attention/extent.cuh>
 
-// kv_begin is rounded down to the first key of a tile. after() leads from one tile of keys to the
-// next.
 struct RowTile : KeyTiles, Origin {
   int row, head, batch, kv_begin, kv_end;
 };

@@ -1,5 +1,5 @@
 #pragma once
-// A row of e4m3 numbers, which are multiplied by a scale.
+// A row of e4m3 numbers, multiplied by a scale when they are read.
 
 #include <ptx/unpack_e4m3.cuh>
 

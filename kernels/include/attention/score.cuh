@@ -1,7 +1,7 @@
 #pragma once
-// Turns a product of Q and K into the score that the softmax takes, and differentiates that step:
-// here by a positive scale. Where scores are modified or masked by expressions, or the scale may
-// not be positive, the host puts kernels/with/attention/score.cuh in place of this header.
+// Converts products q·k to scores, and differentiates this step. Here the score is the product
+// times a positive scale. For expressions, or a scale that may not be positive, the host replaces
+// this header by kernels/with/attention/score.cuh.
 
 #include <attention/extent.cuh>
 
@@ -10,7 +10,7 @@ struct Scorer {
   T scale;
   Mods mods;
 
-  // The score of one product, wherever the pair is.
+  // Returns the score of one product, which does not depend on the position of the pair.
   template <class... Pair>
   __device__ __forceinline__ T operator()(T product, const Pair&...) const {
     return product * scale;
@@ -23,25 +23,25 @@ struct Scorer {
   __device__ __forceinline__ Scored<T> with_slope(T product, const Pair&...) const {
     return {product * scale, T(1)};
   }
-  // The score as an exponent of two, and its slope.
+  // Returns the score as an exponent of two, and its slope.
   template <bool = false, class... Pair>
   __device__ __forceinline__ Scored<T> exponent_with_slope(T product, const Pair&...) const {
     return {product * (scale * T(log2e)), T(1)};
   }
 
-  // Kernels on tensor cores compute P = exp2(x * scale2 - maximum). Here x is the product.
+  // Tensor-core kernels compute P = exp2(x * scale2 - maximum). Here x is the product.
   __device__ __forceinline__ T scale2() const { return T(log2e) * scale; }
   template <class... Tile>
   __device__ __forceinline__ void apply(const Tile&...) const {}
 };
 
-// A score, or -infinity where the mask hides the key.
+// Returns the score, or -infinity where the mask hides the key.
 template <class T>
 __device__ __forceinline__ T masked(T score, const Extent& extent, int row, int key) {
   return extent.sees(row, key) ? score : T(-infinity);
 }
 
-// dS of a score, from P, dP - delta and the slope of the modification.
+// Returns dS from P, dP - delta and the slope of the score modification.
 template <class T>
 __device__ __forceinline__ T score_gradient(T p, T dP_minus_delta, T) {
   return p * dP_minus_delta;

@@ -1,27 +1,26 @@
 #pragma once
-// The context of a score besides q·k and the scale: empty here. Where there are expressions, sinks,
-// dropout or block masks, the host puts kernels/with/attention/score_context.cuh in place of this
-// header.
+// What a score depends on besides q·k and the scale: nothing here. For expressions, sinks, dropout
+// or block masks the host replaces this header by kernels/with/attention/score_context.cuh.
 
 #include <tile/math.cuh>
 
 struct Mods;  // arrays and numbers of options (extent.cuh)
 constexpr bool has_expressions = false, has_context = false;
 
-using Index = int;  // of a query or key, for expressions
+using Index = int;  // index of a query or key in expressions
 
 template <bool at_end>
 __device__ __forceinline__ Index index_of(int base, int more, int) {
   return base + more;
 }
 
-// A score and d score / d (scale * q·k).
+// A score and its derivative with respect to scale * q·k.
 template <class T>
 struct Scored {
   T score, slope;
 };
 
-// The tiles of keys or rows to visit, without those that lie before `first`: all.
+// Iterates over the tiles of keys or rows to visit: here all tiles.
 struct KeyTiles {
   template <int size>
   __device__ __forceinline__ int from(int first) const {
@@ -35,14 +34,14 @@ struct KeyTiles {
   __device__ __forceinline__ int stride(int) const {
     return size;
   }
-  // Whether the mask is known to show all pairs of a tile.
+  // Returns whether the mask is known to show all pairs of a tile.
   template <int size>
   __device__ __forceinline__ bool is_full(int) const {
     return false;
   }
 };
 
-// The batch element and head of a score.
+// The batch element and head of a score; empty here.
 struct Context {
   __device__ __forceinline__ void take(int, int, int, int, const Mods&) {}
   template <class Products, class T>
@@ -59,7 +58,7 @@ struct Context {
   __device__ __forceinline__ int longest(int, int rank) const { return rank; }
 };
 
-// Returns the extent of another head: here the same.
+// Returns the extent of another head, which is the same here.
 template <class Extent>
 __device__ __forceinline__ const Extent& extent_of_head(const Extent& extent, int) {
   return extent;

@@ -1,10 +1,10 @@
 #pragma once
-// Applies expressions and finds sinks. The host includes this above a kernel, and writes struct
-// Mods and these functions:
+// Applies expressions and reads sinks. The host includes this header above a kernel and generates
+// struct Mods and two functions:
 //
 //   score_mod(Capped<is_capped>(), score, mods, batch, head, query, key, queries, keys)
 //                                     the modified score; is_capped: the softcap has been applied
-//   mask_mod(mods, batch, head, query, key, queries, keys)            whether the pair is seen
+//   mask_mod(mods, batch, head, query, key, queries, keys)            whether the pair is visible
 
 #include <attention/expression.cuh>
 #include <tile/warp.cuh>
@@ -12,7 +12,7 @@
 template <bool is_capped>
 struct Capped {};
 
-// Sinks are [heads] or [batch, heads].
+// Returns a head's sink from an array [heads] or [batch, heads].
 template <class Element>
 __device__ __forceinline__ real sink_of(const Array<Element, 1>& sinks, int, int head) {
   return sinks.read(head).value;
@@ -33,7 +33,7 @@ struct HeadContext<true, Arrays> {
   }
   __device__ __forceinline__ void move_to(int head) { this->head = head; }
 
-  // Turns a warp's products into softcapped scores, if whole tiles are capped.
+  // Applies the softcap to a lane's products, if the kernel caps whole tiles.
   template <class T, int count>
   __device__ __forceinline__ void cap(T (&products)[count], [[maybe_unused]] T scale) const {
     if constexpr (approximates_softcap)
@@ -41,7 +41,7 @@ struct HeadContext<true, Arrays> {
     else if constexpr (caps_tiles)
       elementary::cap_products(products, scale, mods.softcap_);
   }
-  // In a tile of several heads `more` is the head's distance from the first one.
+  // With packed GQA, `more` is the head's distance from the first head of the tile.
   template <bool is_capped = false, class T, class Key>
   __device__ __forceinline__ T modified(T score, Index query, Key key, int more) const {
     return score_mod(Capped<is_capped>(), Real(score), mods, batch, head + more, query, key,
@@ -65,7 +65,7 @@ struct HeadContext<true, Arrays> {
   __device__ __forceinline__ bool shows(Index query, Key key, int more) const {
     return mask_mod(mods, batch, head + more, query, key, queries, keys);
   }
-  // The map of the tiles of keys for a tile of rows, and of the tiles of rows for one of keys.
+  // Returns the block mask's map of key tiles for a row tile; row_tiles() returns the converse.
   __device__ __forceinline__ TileMap<has_key_tiles> key_tiles([[maybe_unused]] int tile) const {
     if constexpr (has_key_tiles)
       return {line_of(mods.key_tiles_, tile)};
@@ -78,7 +78,7 @@ struct HeadContext<true, Arrays> {
     else
       return {};
   }
-  // Returns the tile of rows with this rank, the longest first; there are `tiles` tiles of keys.
+  // Returns the row tile of this rank, longest first; `tiles` is the number of key tiles.
   __device__ __forceinline__ int longest([[maybe_unused]] int tiles, int rank) const {
     if constexpr (has_key_tiles) return key_tiles(rank).line[tiles + 1];
     return rank;
@@ -92,7 +92,7 @@ struct HeadContext<true, Arrays> {
     if constexpr (has_sink) return sink_of(mods.sink_, batch, head + more);
     return -infinity;
   }
-  // Stores the largest score of a row of the arrays, if the call asks for it.
+  // Stores the largest score of a row if the call requests it.
   __device__ __forceinline__ void store_row_max([[maybe_unused]] int row, [[maybe_unused]] int more,
                                                 [[maybe_unused]] real score) const {
     if constexpr (has_row_max) {
@@ -100,14 +100,14 @@ struct HeadContext<true, Arrays> {
       to.at(packed ? 0 : batch, head + more, row) = score;
     }
   }
-  // Applies dropout to a weight or its gradient: returns 0, or x times the kept factor.
+  // Applies dropout to a weight or its gradient: returns 0, or x times the factor of kept weights.
   template <class T>
   __device__ __forceinline__ T dropped(T x, int query, int key) const {
     if constexpr (has_dropout)
       return dropout_of(mods).keeps(batch, head, query, key) ? x * T(mods.dropout.factor) : T(0);
     return x;
   }
-  // The factor of the weights that are kept.
+  // Returns the factor of kept weights.
   __device__ __forceinline__ real kept_factor() const {
     if constexpr (has_dropout) return mods.dropout.factor;
     return 1;
@@ -128,8 +128,8 @@ __device__ __forceinline__ auto key_of(int even, int j, const Bias& bias,
     return EvenIndex(even, more);
 }
 
-// Applies expressions to a lane's products of rows and a tile of keys. They become -infinity where
-// an expression hides the pair, unless it is known to hide none. A lane has pairs of keys.
+// Applies expressions to a lane's products in a key tile, and masks hidden pairs with -infinity if
+// `hides`. A lane holds pairs of neighbouring keys.
 template <bool at_end, bool hides, class Scorer, class T, int m, int n, class Rows, class Bias>
 __device__ __forceinline__ void apply_expressions(const Scorer& scorer, T (&products)[m][n][4],
                                                   const Rows& rows, int first_key,
@@ -161,8 +161,8 @@ __device__ __forceinline__ void apply_expressions(const Scorer& scorer, T (&prod
     apply_expressions<false, hides>(scorer, products, rows, first_key, bias);
 }
 
-// Begins rows, whose sums are 0, with their sinks. One of the lanes that share a row has the sink's
-// term: 1, or NaN if the sink is NaN or infinite, so that the row is computed again.
+// Starts rows, whose sums are 0, with their sinks. One of the four lanes of a row sets the sum to
+// the sink's term: 1, or NaN if the sink is NaN or infinite, so that the row is recomputed.
 template <class Rows>
 __device__ __forceinline__ void begin_with_sinks(Rows& rows, bool takes_sink) {
   if (!takes_sink) return;

@@ -1,6 +1,6 @@
 #pragma once
-// A warp's part of a bias tile in shared memory: reading the elements from global memory would
-// touch eight rows at a time. `bytes` is the size of an element.
+// A warp's bias tile in shared memory. Reading its elements directly from global memory would touch
+// eight rows at a time. `bytes` is the size of an element.
 
 #include <attention/bias_tile.cuh>
 #include <ptx/cp_async.cuh>
@@ -12,7 +12,7 @@ __device__ __forceinline__ void wait_for_bias() {
   __syncwarp();
 }
 
-// Begins to copy `rows` rows of `keys` keys. Elements past the end become 0.
+// Starts the copy of `rows` rows of `keys` keys. Elements past the end become 0.
 template <int bytes, int rows, int keys, class Place, class At>
 __device__ __forceinline__ void copy_bias(const Place& of, int first_row, int first_key, At at) {
   constexpr int in_chunk = 16 / bytes, chunks = keys / in_chunk, at_once = warp_size / chunks;
@@ -28,7 +28,7 @@ __device__ __forceinline__ void copy_bias(const Place& of, int first_row, int fi
       if (own < at_once && (rows % at_once == 0 || i + own < rows))
         cp_async(at(i + own, lane % chunks), from, all_exist ? 16 : bytes_of(i + own));
   };
-  wait_for_bias();  // a skipped tile's copies may be in flight
+  wait_for_bias();  // copies of a skipped tile may be in flight
   if (first_row + rows <= of.M && first_key + keys <= of.N)
     copy(true);
   else
@@ -36,11 +36,11 @@ __device__ __forceinline__ void copy_bias(const Place& of, int first_row, int fi
   cp_async_commit_group();
 }
 
-// A tile for products of 16 rows and 8 n keys.
+// A bias tile for scores of 16 rows and 8 n keys.
 template <int bytes, int n>
 struct StagedBias {
   static constexpr bool is_used = true;
-  alignas(16) char rows[16][n * 8 * bytes + 16];  // no two lanes read from the same bank
+  alignas(16) char rows[16][n * 8 * bytes + 16];  // padded against bank conflicts
 
   template <class Rows>
   __device__ __forceinline__ void load(const Rows& own, int first_key) {
@@ -49,7 +49,7 @@ struct StagedBias {
                                 [&](int row, int chunk) { return &rows[row][chunk * 16]; });
   }
   __device__ __forceinline__ void complete() const { wait_for_bias(); }
-  // The lane's elements of its row `half` for its keys j to j + 7; see mma.cuh.
+  // A lane's elements of its row `half` for its keys j to j + 7 (mma.cuh).
   struct Part {
     unsigned r[4];
   };
@@ -66,32 +66,32 @@ struct StagedBias {
     }
     return part;
   }
-  // Returns the index of key j with its element.
+  // Returns the index of key j together with its bias element.
   __device__ __forceinline__ HeldIndex index(Index key, const Part& part, int j) const {
     return {key, part.r[j / 2 % 4], j % 2 != 0};
   }
 };
 
-// A tile for transposed products of 16 keys and 8 n rows.
+// A bias tile for transposed scores of 16 keys and 8 n rows.
 template <int bytes, int n>
 struct StagedBiasColumns {
   static constexpr bool is_used = true;
   static_assert(n % 2 == 0, "matrices are loaded in fours");
   alignas(16) char rows[8 * n][16 * bytes];
 
-  // A chunk of 16 bytes; no two of eight rows are in the same banks.
+  // Returns a 16-byte chunk, swizzled so that eight rows fall into different banks.
   __device__ __forceinline__ char* chunk(int row, int i) {
     return &rows[row][bytes == 1 ? 0 : (i ^ row / 4 % 2) * 16];
   }
   template <class Pair>
   __device__ __forceinline__ void load(const Pair& pair, int first_row, int first_key) {
-    if (first_row < 0) return;  // there is no such tile
+    if (first_row < 0) return;  // past the last tile
     copy_bias<bytes, 8 * n, 16>(pair.extent, first_row, pair.first_key + first_key,
                                 [&](int row, int i) { return chunk(row, i); });
   }
   __device__ __forceinline__ void complete() const { wait_for_bias(); }
 
-  // The lane's elements of rows 8 j to 8 j + 15, for keys k and k + 8.
+  // A lane's elements of rows 8 j to 8 j + 15 for keys k and k + 8.
   struct Part {
     unsigned r[4];
   };
@@ -110,14 +110,14 @@ struct StagedBiasColumns {
     }
     return part;
   }
-  // Key k + 8 i with its element for row 8 j + 2 * (lane % 4), or for the next row.
+  // Returns the index of key k + 8 i, with its element in row 8 j + 2 * (lane % 4) or the next.
   __device__ __forceinline__ HeldIndex index(Index key, const Part& part, int i, int j,
                                              bool next) const {
     return {key, part.r[j % 2 * 2 + i], next};
   }
 };
 
-// The four warps that load come before those that compute.
+// One tile per consumer warp; the four producer warps come first.
 template <class Staged, int warps>
 struct OfWarps<Staged, warps, true> {
   Staged staged[warps];

@@ -1,11 +1,11 @@
 #pragma once
-// Stores O from a warp's registers.
+// Stores O from a warp's registers. Each lane stores its elements of the first `cols` columns one
+// by one, because rows of a view may be unaligned.
 
 #include <attention/row_state.cuh>
 #include <tile/tensor.cuh>
 #include <timeline.cuh>
 
-// Each lane writes its elements of the `cols` columns of O singly: rows of a view may be unaligned.
 template <int cols, int m, int n, int pack_gqa>
 __device__ __forceinline__ void store_rows(const real (&O)[m][n][4],
                                            const Rows<m * step, pack_gqa>& rows, Tensor<result> out,

@@ -1,11 +1,10 @@
 #pragma once
-// Tile indices over all heads and batch elements. Where sequences are packed, the host puts
-// kernels/with/attention/tile_index.cuh in the place of this header.
+// Tile indices over all heads and batch elements. For packed sequences the host replaces this
+// header by kernels/with/attention/tile_index.cuh.
 
 #include <attention/batch.cuh>
 
-// Converts between a tile index over all heads and the tile, head and batch element; counts the
-// tiles of a head. A tile has `size` rows; `together` heads share it.
+// Converts a tile index over all heads to a place. A tile has `size` rows of `together` heads.
 template <int size, int together = 1, class Arrays>
 __device__ __forceinline__ Place place_of_rows(int index, const Sizes& sizes, const Arrays&,
                                                int heads) {

@@ -1,5 +1,5 @@
 #pragma once
-// A tile of rows and a tile of keys, as the backward kernels go through them.
+// A row tile and a key tile, as the backward kernels visit them.
 
 #include <attention/extent.cuh>
 
@@ -12,7 +12,7 @@ struct TilePair {
     return extent.sees(first_row + row, first_key + key);
   }
 
-  // The indices of a row and a key, for expressions.
+  // Return the index of a row or key for expressions.
   template <bool at_end = true>
   __device__ __forceinline__ Index row(int row, int more = 0) const {
     return index_of<at_end>(first_row + row, more, extent.M);
@@ -25,25 +25,24 @@ struct TilePair {
   __device__ __forceinline__ bool in_reach(int row, int key) const {
     return extent.in_reach(first_row + row, first_key + key);
   }
-  // Whether mask expressions hide a pair.
   template <bool at_end>
   __device__ __forceinline__ bool hides(int row, int key, int more = 0) const {
     return extent.hides(this->row(row), this->key<at_end>(key, more));
   }
 
-  // Whether all rows and keys of the tiles exist.
+  // Returns whether neither tile reaches past the last row or key.
   __device__ __forceinline__ bool is_whole() const {
     return first_row + rows <= extent.M && first_key + keys <= extent.N;
   }
 
-  // Whether a block mask is known to show all pairs.
+  // Returns whether the block mask is known to show all pairs.
   __device__ __forceinline__ bool is_full() const {
     if constexpr (has_row_tiles)
       return extent.row_tiles(first_key / keys).template is_full<rows>(first_row);
     else
       return extent.key_tiles(first_row / rows).template is_full<keys>(first_key);
   }
-  // Whether every existing row sees every existing key; reaches_all() ignores mask expressions.
+  // Returns whether existing rows see all existing keys; reaches_all() ignores mask expressions.
   __device__ __forceinline__ bool sees_all() const {
     return (!has_mask_mod || is_full()) && reaches_all();
   }

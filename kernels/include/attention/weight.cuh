@@ -1,8 +1,8 @@
 #pragma once
-// P = exp(score - lse), which is at most 1: rounding may leave a score above a huge lse.
+// Computes P = exp(score - lse), at most 1: rounding may leave a score above a huge lse.
 #include <tile/math.cuh>
 
-constexpr real huge_lse = sizeof(real) == 8 ? 0x1p55 : 0x1p25;  // from here on its rounding matters
+constexpr real huge_lse = sizeof(real) == 8 ? 0x1p55 : 0x1p25;  // from here on rounding matters
 __device__ __forceinline__ real log_weight(real score, real lse) {
   return fabs(lse) >= huge_lse && score > lse ? real(0) : score - lse;
 }

@@ -1,4 +1,4 @@
 #pragma once
-// The GPU that a kernel is compiled for: ptxas allocates other registers for each.
+// Selects code by target: ptxas allocates registers differently for each architecture.
 
 constexpr bool on_hopper = __CUDA_ARCH__ >= 900;

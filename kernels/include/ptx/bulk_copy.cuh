@@ -1,10 +1,9 @@
 #pragma once
-// Copies of contiguous bytes by the tensor memory accelerator.
+// Starts a copy of `bytes` bytes from global to shared memory; the size and both addresses are
+// multiples of 16. The copy signals `barrier` with the bytes transferred.
+// PTX: cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes
 #include <ptx/tma.cuh>
 
-// Starts to copy `bytes` bytes, a multiple of 16, between 16-byte aligned addresses. They count at
-// the barrier.
-// cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes
 __device__ __forceinline__ void bulk_load(void* shared, const void* memory, int bytes,
                                           Barrier& barrier) {
   asm volatile(

@@ -1,9 +1,10 @@
 #pragma once
-// Sums that the tensor memory accelerator adds to global memory, and waits for its stores.
+// TMA reduce-adds to global memory, and waits for TMA stores.
 #include <ptx/tma.cuh>
 
-// Starts to add `count` floats, a multiple of 4, to floats in global memory, each atomically, in
-// any order. It counts as a store. cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32
+// Starts an atomic add of `count` floats, a multiple of 4, from shared to global memory. The order
+// of additions is unspecified. Commits and waits treat it as a store.
+// PTX: cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32
 __device__ __forceinline__ void bulk_add(float* memory, const float* shared, int count) {
   asm volatile(
       "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(memory),
@@ -11,26 +12,25 @@ __device__ __forceinline__ void bulk_add(float* memory, const float* shared, int
       : "memory");
 }
 
-// Ends a group of this thread's stores.  cp.async.bulk.commit_group
+// Commits this thread's stores as a group.  PTX: cp.async.bulk.commit_group
 __device__ __forceinline__ void bulk_commit_group() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Waits until this thread's stores have read shared memory.  cp.async.bulk.wait_group.read
+// Waits until this thread's stores have read shared memory.  PTX: cp.async.bulk.wait_group.read
 __device__ __forceinline__ void bulk_wait_group_read() {
   const timeline::Phase waiting(timeline::store_wait);
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// Waits until this thread's stores are complete and visible to it.
-// cp.async.bulk.wait_group
+// Waits until this thread's stores are complete and visible to it.  PTX: cp.async.bulk.wait_group
 __device__ __forceinline__ void bulk_wait_group() {
   const timeline::Phase waiting(timeline::store_wait);
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// Makes what this thread wrote to shared memory visible to copies and tensor cores; a barrier after
-// it lets another thread start them.  fence.proxy.async
+// Makes this thread's writes to shared memory visible to TMA and wgmma. Another thread may start
+// these after a barrier that follows the fence.  PTX: fence.proxy.async
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -1,16 +1,16 @@
 #pragma once
-// Clocks, and where a block runs, for `cupyfa timeline`. PTX: %clock64, %globaltimer, %smid.
+// Reads clocks and the SM number for `cupyfa timeline`. PTX: %clock64, %globaltimer, %smid.
 
 namespace timeline {
 
-// Cycles of this multiprocessor.
+// Returns the cycle counter of this SM.
 __device__ __forceinline__ unsigned long long cycles() {
   unsigned long long clock;
   asm volatile("mov.u64 %0, %%clock64;" : "=l"(clock)::"memory");
   return clock;
 }
 
-// Returns cycles() once the load of a value has completed. The value must not be all ones.
+// Returns cycles() after the load of `loaded` has completed; `loaded` must not be all ones.
 __device__ __forceinline__ unsigned long long cycles_after(unsigned loaded) {
   unsigned long long clock;
   asm volatile(
@@ -24,7 +24,7 @@ __device__ __forceinline__ unsigned long long cycles_after(unsigned loaded) {
   return clock;
 }
 
-// Nanoseconds of the device; they may advance by up to a microsecond at a time.
+// Returns the device's global timer in nanoseconds; it may advance in steps of up to a microsecond.
 __device__ __forceinline__ unsigned long long nanoseconds() {
   unsigned long long clock;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(clock)::"memory");

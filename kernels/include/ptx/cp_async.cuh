@@ -2,8 +2,8 @@
 // Asynchronous copies from global to shared memory.
 #include <timeline.cuh>
 
-// Copies the first `bytes` of 16 bytes and writes zeros for the others; both addresses are
-// multiples of 16. sm_75 has no such instruction and copies at once.  cp.async.cg.shared.global
+// Copies 0 to 16 `bytes` and fills up the 16-byte chunk with zeros; both addresses are multiples of
+// 16. sm_75 copies synchronously.  PTX: cp.async.cg.shared.global
 __device__ __forceinline__ void cp_async(void* shared, const void* global, int bytes) {
   if constexpr (__CUDA_ARCH__ >= 800) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
@@ -19,7 +19,7 @@ __device__ __forceinline__ void cp_async(void* shared, const void* global, int b
   }
 }
 
-// Ends a group of this thread's copies.  cp.async.commit_group
+// Commits this thread's copies as a group.  PTX: cp.async.commit_group
 __device__ __forceinline__ void cp_async_commit_group() {
   timeline::event(timeline::copies_begun);
   if constexpr (__CUDA_ARCH__ >= 800) {
@@ -27,8 +27,8 @@ __device__ __forceinline__ void cp_async_commit_group() {
   }
 }
 
-// Waits until at most `pending` groups of this thread's copies are incomplete. A barrier makes the
-// data visible to other threads.  cp.async.wait_group
+// Waits until at most `pending` groups of this thread's copies are in flight. Other threads see the
+// data after a barrier.  PTX: cp.async.wait_group
 template <int pending>
 __device__ __forceinline__ void cp_async_wait_group() {
   const timeline::Phase waiting(timeline::copy_wait, pending);

@@ -1,18 +1,18 @@
 #pragma once
-// Programmatic dependent launch: a launch whose record says `begins_early` may begin while the one
-// before it ends. Elsewhere, and before Hopper, these do nothing.
+// Programmatic dependent launch: a launch with `begins_early` in its record may start while the
+// previous launch finishes. For other launches, and before Hopper, these functions do nothing.
 #include <ptx/arch.cuh>
 
-// Waits until the launch before has ended, and sees all that it wrote. A thread calls this before
-// it reads what earlier launches write, or writes what they read or write. One thread of each block
-// must call it, with `unawaited` arrays of one block: this launch then ends after those before it.
-// griddepcontrol.wait
+// Waits until the previous launch has ended; all of its writes are then visible. A thread calls
+// this before it reads what earlier launches write, or writes what they read or write. At least one
+// thread of each block calls it; if the record has `unawaited` arrays, one thread of the launch is
+// enough. The launch then cannot end before the previous one does.  PTX: griddepcontrol.wait
 __device__ __forceinline__ void wait_for_launch_before() {
   if constexpr (on_hopper) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-// The next launch may begin when all blocks have called this or ended. Its blocks use the free
-// resources of multiprocessors.  griddepcontrol.launch_dependents
+// Allows the next launch to start once all blocks have called this or ended. Its blocks use free SM
+// resources.  PTX: griddepcontrol.launch_dependents
 __device__ __forceinline__ void launch_dependents() {
   if constexpr (on_hopper) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }

@@ -1,13 +1,13 @@
 #pragma once
-// e4m3: 8-bit numbers with four bits of exponent and three of mantissa. The largest is 448, the
-// smallest normal one 2^-6, the smallest subnormal one 2^-9. There is NaN, but no infinity.
+// e4m3: 8-bit floating point with 4 exponent and 3 mantissa bits. The largest value is 448, the
+// smallest normal 2^-6, the smallest subnormal 2^-9. The format has NaN but no infinity.
 
 struct E4m3 {
   unsigned char bits;
 };
 
-// Rounds four floats to nearest, ties to even, the first in the lowest bits. Numbers above 448 and
-// infinity become 448; NaN stays NaN.  cvt.rn.satfinite.e4m3x2.f32, from sm_89 on
+// Rounds four floats to nearest even and packs them, `a` in the lowest bits. Values above 448 and
+// infinity become 448; NaN stays NaN.  PTX: cvt.rn.satfinite.e4m3x2.f32, from sm_89 on
 __device__ __forceinline__ unsigned pack_e4m3(float a, float b, float c, float d) {
   unsigned four;
   asm("{.reg .b16 low, high;\n"

@@ -1,5 +1,5 @@
 #pragma once
-// The smaller of two floats, or NaN if one of them is: fmin would give the other one.
+// Returns the smaller of two floats, or NaN if either is NaN; fmin would drop the NaN.
 
 __device__ __forceinline__ float min_or_nan(float x, float y) {
   float smaller;

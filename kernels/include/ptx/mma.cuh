@@ -1,25 +1,25 @@
 #pragma once
-// Tensor-core products of one warp: 16-bit numbers in, float out. All 32 lanes call each function
-// together. With r = l / 4 and c = 2 * (l % 4), lane l holds:
+// Tensor-core products of one warp: 16-bit inputs, float accumulators. All 32 lanes call each
+// function together. With r = l / 4 and c = 2 * (l % 4), lane l holds:
 //
-//   A [16][16]  a[0] = A[r][c, c+1], a[1] = A[r+8][c, c+1], a[2] and a[3] the same, columns + 8
+//   A [16][16]  a[0] = A[r][c, c+1], a[1] = A[r+8][c, c+1], a[2], a[3] = columns + 8
 //   B [16][8]   b0 = B[c, c+1][r], b1 = B[c+8, c+9][r]
 //   D [16][8]   d[0], d[1] = D[r][c, c+1]; d[2], d[3] = D[r+8][c, c+1]
 //
-// So two neighbouring D, packed in pairs, form an A: P stays in registers between the products.
+// Two neighbouring D fragments, packed in pairs, form an A fragment: P stays in registers.
 #include <ptx/pack.cuh>
 
-// An address in shared memory, for computing with addresses.
+// A shared-memory address that supports arithmetic.
 struct SharedAddress {
   unsigned bytes;
   __device__ __forceinline__ SharedAddress(const void* shared)
       : bytes(unsigned(__cvta_generic_to_shared(shared))) {}
 };
 
-// Loads four 8x8 matrices of 16-bit numbers. Lane l passes the address of row l % 8 of matrix
-// l / 8, a multiple of 16 bytes, and gets elements 2 * (l % 4) and 2 * (l % 4) + 1 of row l / 4 of
-// each matrix. (Read as floats: 8x4 matrices, of which it gets element l % 4 of row l / 4.)
-// ldmatrix.sync.aligned.m8n8.x4.shared.b16
+// Loads four 8x8 matrices of 16-bit numbers. Lane l passes the address of row l % 8 of matrix l /
+// 8, a multiple of 16 bytes, and receives elements 2 * (l % 4) and 2 * (l % 4) + 1 of row l / 4 of
+// each matrix. (As floats the matrices are 8x4, and the lane receives element l % 4 of row l / 4.)
+// PTX: ldmatrix.sync.aligned.m8n8.x4.shared.b16
 __device__ __forceinline__ void ldmatrix(unsigned (&r)[4], SharedAddress row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -27,7 +27,7 @@ __device__ __forceinline__ void ldmatrix(unsigned (&r)[4], SharedAddress row) {
                : "memory");
 }
 
-// The same, and transposes each matrix.  ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16
+// Loads four transposed matrices.  PTX: ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16
 __device__ __forceinline__ void ldmatrix_trans(unsigned (&r)[4], SharedAddress row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -35,7 +35,7 @@ __device__ __forceinline__ void ldmatrix_trans(unsigned (&r)[4], SharedAddress r
                : "memory");
 }
 
-// D += A B, operands of type T.  mma.sync.aligned.m16n8k16.row.col.f32; twice m16n8k8 on sm_75
+// Computes D += A B.  PTX: mma.sync.aligned.m16n8k16.row.col.f32; two m16n8k8 on sm_75
 template <class T>
 __device__ __forceinline__ void multiply_add(float (&d)[4], const unsigned (&a)[4], unsigned b0,
                                              unsigned b1) {

@@ -1,12 +1,12 @@
 #pragma once
-// Tensor-core products of one warp on doubles, 16x8x16. All 32 lanes call this together. With
-// r = l / 4 and c = l % 4, lane l holds:
+// Tensor-core products of one warp on doubles, 16x8x16. All 32 lanes call this together. With r = l
+// / 4 and c = l % 4, lane l holds:
 //
 //   A [16][16]  a[2 * i], a[2 * i + 1] = A[r, r+8][c + 4 * i]
 //   B [16][8]   b[i] = B[c + 4 * i][r]
-//   D [16][8]   d[0], d[1] = D[r][2 * c, 2 * c + 1]; d[2], d[3] the same of row r + 8
+//   D [16][8]   d[0], d[1] = D[r][2 * c, 2 * c + 1]; d[2], d[3] = the same columns of D[r+8]
 
-// D += A B.  mma.sync.aligned.m16n8k16.row.col.f64, from sm_90 on; before it eight times m8n8k4
+// Computes D += A B.  PTX: mma.sync.aligned.m16n8k16.row.col.f64 from sm_90 on, else eight m8n8k4
 __device__ __forceinline__ void multiply_add_f64(double (&d)[4], const double (&a)[8],
                                                  const double (&b)[4]) {
   if constexpr (__CUDA_ARCH__ >= 900) {

@@ -1,6 +1,6 @@
 #pragma once
-// A value that the optimiser cannot see through. The compiler computes nothing from it ahead of a
-// loop, so that what is rarely needed takes no registers meanwhile.
+// Hides a value from the optimiser. The compiler then cannot precompute expressions of the value
+// ahead of a loop, where rarely needed results would occupy registers.
 
 __device__ __forceinline__ int opaque(int value) {
   asm volatile("" : "+r"(value));
@@ -10,7 +10,7 @@ __device__ __forceinline__ long long opaque(long long value) {
   asm volatile("" : "+l"(value));
   return value;
 }
-// For maxima of two parts: compilers would turn them into one chain of dependent steps.
+// Keeps two partial maxima apart, which compilers would merge into one chain of dependent steps.
 __device__ __forceinline__ float opaque(float value) {
   asm("" : "+f"(value));
   return value;

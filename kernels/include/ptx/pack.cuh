@@ -1,14 +1,14 @@
 #pragma once
-// The 16-bit operands of tensor-core products: a register holds two of them.
+// Packs 16-bit operands of tensor-core products, two per register.
 #include <cuda_fp16.h>
-constexpr int step = 16;  // rows of A, and depth, of a 16-bit mma.sync; two of them take 16 keys
+constexpr int step = 16;  // M and K of a 16-bit mma.sync; two products cover 16 keys
 
 template <class T>
 constexpr bool is_half = false;
 template <>
 constexpr bool is_half<__half> = true;
 
-// Two floats rounded to T, the first in the lower bits.  cvt.rn.f16x2.f32, cvt.rn.bf16x2.f32
+// Rounds two floats to T, the first to the lower bits.  PTX: cvt.rn.f16x2.f32, cvt.rn.bf16x2.f32
 template <class T>
 __device__ __forceinline__ unsigned pack(float low, float high) {
   if constexpr (is_half<T>) {

@@ -1,5 +1,5 @@
 #pragma once
-// The number of threads that a multiprocessor can hold.
+// The maximum number of resident threads per SM.
 
 constexpr bool is_of_server =
     __CUDA_ARCH__ == 800 || __CUDA_ARCH__ / 100 == 9 || __CUDA_ARCH__ / 100 == 10;

@@ -1,8 +1,8 @@
 #pragma once
-// Stores of boxes by the tensor memory accelerator.
+// Starts a copy of a box from shared to global memory.
+// PTX: cp.async.bulk.tensor.4d.global.shared::cta.tile
 #include <ptx/bulk_store.cuh>
 
-// Starts to copy a box from shared memory.  cp.async.bulk.tensor.4d.global.shared::cta.tile
 __device__ __forceinline__ void tma_store(const TensorMap& map, const void* shared, int column,
                                           int row, int head, int batch) {
   asm volatile(

@@ -1,11 +1,11 @@
 #pragma once
-// Unpacks e4m3 into the operands of tensor-core products of 16-bit numbers.
+// Unpacks e4m3 into operands of 16-bit tensor-core products.
 
 #include <ptx/e4m3.cuh>
 #include <ptx/pack.cuh>
 
-// Unpacks four e4m3 numbers into pairs of 16-bit ones, which hold them exactly, the first in the
-// lower bits. bfloat16 is converted by way of float.  cvt.rn.f16x2.e4m3x2, from sm_89 on
+// Converts four e4m3 numbers exactly to two pairs of 16-bit numbers, the first number in the lower
+// bits. Converts to bfloat16 by way of float.  PTX: cvt.rn.f16x2.e4m3x2, from sm_89 on
 template <class T>
 __device__ __forceinline__ void unpack_e4m3(unsigned four, unsigned& first, unsigned& second) {
   asm("{.reg .b16 low, high;\n"
@@ -28,7 +28,7 @@ __device__ __forceinline__ float e4m3_value(E4m3 x) {
   return __low2float(reinterpret_cast<const __half2&>(pair));
 }
 
-// Swaps the middle two of four bytes.  prmt.b32
+// Swaps the two middle bytes.  PTX: prmt.b32
 __device__ __forceinline__ unsigned swap_middle(unsigned four) {
   return __byte_perm(four, 0, 0x3120);
 }

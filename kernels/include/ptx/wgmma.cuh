@@ -1,27 +1,28 @@
 #pragma once
-// Tensor-core products of a warpgroup (four warps, the first one's number a multiple of 4):
-// D [64][n] += A [64][16] B [16][n], 16-bit numbers in, float out. All 128 threads start each
-// product together and go on; until the wait for it, it reads shared memory and writes D.
+// Tensor-core products of a warpgroup (four warps, the first at a multiple of 4): D [64][n] += A
+// [64][16] B [16][n], 16-bit inputs, float accumulators. All 128 threads issue each product
+// together and continue. Until the wait for it, the product reads shared memory and writes D.
 //
 // Warp w owns rows 16 * w … 16 * w + 15. Lane l holds, with r = l / 4 and c = 2 * (l % 4),
 //
-//   D    d[4 * j], d[4 * j + 1] = D[r][8 * j + c, + 1]; d[4 * j + 2], d[4 * j + 3] of row r + 8
-//   A    a[0] = A[r][c, c+1], a[1] = A[r+8][c, c+1], a[2] and a[3] the same, columns + 8
+//   D    d[4 * j], d[4 * j + 1] = D[r][8 * j + c, + 1]; d[4 * j + 2], d[4 * j + 3] = row r + 8
+//   A    a[0] = A[r][c, c+1], a[1] = A[r+8][c, c+1], a[2], a[3] = columns + 8
 //
-// So two columns of D, packed in pairs, are an A, as with the products of one warp. Of numbers of
-// 8 bits, which are e4m3, a product takes as many bytes: A [64][32] B [32][n], and a[0] is
-// A[r][4 * (l % 4) … + 3].  PTX: wgmma.mma_async, for sm_90a alone.
+// Two neighbouring column blocks of D, packed in pairs, form an A operand, as for the products of
+// one warp. With e4m3 a product covers twice the depth, A [64][32] B [32][n], and a[0] is A[r][4 *
+// (l % 4) … + 3].  PTX: wgmma.mma_async, sm_90a only
 #include <ptx/mbarrier.cuh>
 #include <ptx/pack.cuh>
 
-constexpr int wgmma_bytes = 32;  // of each row of A and B are the depth of one product
+constexpr int wgmma_bytes = 32;  // bytes of each row of A and B that one product reads
 
-// A tile of boxes (tma.cuh) in shared memory, as the operand of a product.
+// A wgmma operand: a tile of boxes (tma.cuh) in shared memory.
 struct Matrix {
   unsigned long long descriptor;
 
-  // The lower half has address / 16, and from bit 16 on the leading offset / 16. The upper half is
-  // constant: 1024 / 16 from eight rows to the next; bit 30 is the swizzle of 128 bytes.
+  // Builds a descriptor. The lower word has address / 16 and, from bit 16 on, leading offset / 16.
+  // The upper word is constant: stride 1024 / 16 between groups of eight rows, bit 30 for 128-byte
+  // swizzle.
   static __device__ __forceinline__ Matrix of(unsigned low) {
     Matrix matrix;
     asm("mov.b64 %0, {%1, 0x40000040};" : "=l"(matrix.descriptor) : "r"(low));
@@ -29,31 +30,31 @@ struct Matrix {
   }
 };
 
-// Returns the operand that begins `bytes` bytes further on.
+// Returns the operand that starts `bytes` bytes further on.
 __device__ __forceinline__ Matrix operator+(Matrix matrix, int bytes) {
   return {matrix.descriptor + bytes / 16};
 }
 
-// For A [64][16] as its own rows, and for B [16][n] as those of its transpose: sums go along rows.
-// The next 16 columns (32 of e4m3) are 32 bytes further, in the same box; no leading offset counts.
+// Returns a K-major operand: A [64][16] stored by rows, or B [16][n] stored as its transpose. The
+// next 16 columns (32 of e4m3) are 32 bytes further in the same box; the leading offset is unused.
 __device__ __forceinline__ Matrix by_rows(const void* box) {
   return Matrix::of(1 << 16 | shared_address(box) / 16);
 }
 
-// For B [16][n] as its own rows, whose n columns are in boxes of `rows` rows: sums go across rows.
-// The next 16 rows are 2048 bytes further; the leading offset is that of the next box.
+// Returns an N-major operand: B [16][n] stored by rows, with n columns in boxes of `rows` rows. The
+// next 16 rows follow 2048 bytes further; the leading offset leads to the next box.
 __device__ __forceinline__ Matrix by_columns(const void* box, int rows) {
   return Matrix::of(unsigned(rows * 128 / 16) << 16 | shared_address(box) / 16);
 }
 
-// Must precede the first product, and a product with registers that were written since.
-// wgmma.fence
+// Must precede the first product, and any product whose registers were written since.
+// PTX: wgmma.fence
 __device__ __forceinline__ void wgmma_fence() {
   timeline::event(timeline::issue);
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-// Ends a group of products.  wgmma.commit_group
+// Commits the issued products as a group.  PTX: wgmma.commit_group
 __device__ __forceinline__ void wgmma_commit_group() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   timeline::end(timeline::issue);
@@ -66,8 +67,8 @@ __device__ __forceinline__ void read_after_here(float (&d)[count]) {
   for (int i = 0; i < count; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Waits until at most `pending` groups of products are still under way, and D may be read.
-// wgmma.wait_group
+// Waits until at most `pending` groups of products are in flight; D may then be read.
+// PTX: wgmma.wait_group
 template <int pending, int count>
 __device__ __forceinline__ void wgmma_wait_group(float (&d)[count]) {
   const timeline::Phase waiting(timeline::product_wait, pending);
@@ -75,15 +76,15 @@ __device__ __forceinline__ void wgmma_wait_group(float (&d)[count]) {
   read_after_here(d);
 }
 
-// Waits without reading D: operands of the groups that have ended may be overwritten.
+// Waits without reading D; operands of completed groups may then be overwritten.
 template <int pending>
 __device__ __forceinline__ void wgmma_wait_group() {
   const timeline::Phase waiting(timeline::product_wait, pending);
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
-// The registers of D, which an instruction names one by one: as strings and as operands. Operands 0
-// to 6 are A and B, whether to add, and A in registers: as "+" operands they are numbered before D.
+// Lists the registers of D as strings and as asm operands. Operands 0 to 6 are A and B, the
+// accumulate flag and A in registers, all "+" operands so that they are numbered before D.
 #define WGMMA_TEXT(i, j, k, l) "%" #i ",%" #j ",%" #k ",%" #l
 #define WGMMA_AND_TEXT(i, j, k, l) "," WGMMA_TEXT(i, j, k, l)
 #define WGMMA_D(i, j, k, l) "+f"(d[i - 7]), "+f"(d[j - 7]), "+f"(d[k - 7]), "+f"(d[l - 7])
@@ -105,8 +106,8 @@ __device__ __forceinline__ void wgmma_wait_group() {
 #define WGMMA_240(X, Y) WGMMA_224(X, Y) Y(119, 120, 121, 122) Y(123, 124, 125, 126)
 #define WGMMA_256(X, Y) WGMMA_240(X, Y) Y(127, 128, 129, 130) Y(131, 132, 133, 134)
 
-// The instruction's last inputs are the signs of A and B, and which of those in shared memory are
-// by columns; e4m3 has no such option.
+// The last inputs of the instruction are the signs of A and B, and whether each shared-memory
+// operand is stored by columns; e4m3 lacks the latter option.
 #define WGMMA(n, depth_and_types, A, columns)                                                    \
   asm volatile(                                                                                  \
       "{.reg .pred p; setp.ne.b32 p, %2, 0;\n"                                                   \
@@ -122,8 +123,8 @@ __device__ __forceinline__ void wgmma_wait_group() {
   else                                      \
     WGMMA(n, "16.f32.bf16.bf16", A, columns)
 
-// D [64][n] = A B, or D += A B if `added`, for each n. A and B are by_rows; or A is in registers
-// and B by_columns, but by_rows for e4m3.
+// Computes D [64][n] = A B, or D += A B if `added`, for each n. Either A and B are by_rows, or A is
+// in registers and B by_columns (by_rows for e4m3).
 #define WGMMA_PRODUCTS(n)                                                                       \
   template <class T>                                                                            \
   __device__ __forceinline__ void multiply(float (&d)[n / 2], Matrix a, Matrix b, int added) {  \

@@ -1,5 +1,5 @@
 #pragma once
-// The products of wgmma.cuh with A by_rows and B by_columns.
+// Products like those of wgmma.cuh, with A by_rows and B by_columns.
 #include <ptx/wgmma.cuh>
 
 #define WGMMA_COLUMNS(n)                                                                  \

@@ -1,17 +1,18 @@
 #pragma once
-// 16x16x16 tensor-core tiles of one warp: half in, float out. All 32 lanes call each function.
+// 16x16x16 tensor-core products of one warp: half in, float out. All 32 lanes call each function.
 //
-// The instructions themselves, because the pip wheels lack parts of mma.h. Which lane holds which
-// element is not documented: tiles go in and out through memory only.
-// Tiles begin at multiples of 32 bytes; `stride` counts elements and is a multiple of 16 bytes.
-// Addresses are generic: loads qualified as .shared became ldmatrix and made v3 a tenth slower.
+// Uses PTX directly because the pip wheels lack parts of mma.h. The assignment of elements to lanes
+// is undocumented, so tiles are loaded and stored through memory only.
+//
+// Tiles start at multiples of 32 bytes; `stride` counts elements and is a multiple of 16 bytes.
+// Addresses are generic: with .shared addresses the loads became ldmatrix and slowed v3 by a tenth.
 #include <cuda_fp16.h>
 
 struct MatrixA {
   unsigned r[8];
 };
 
-// The product depends on how B was loaded.
+// The type of B records its layout, which selects the instruction of the product.
 struct MatrixBRows {
   unsigned r[8];
 };
@@ -19,12 +20,12 @@ struct MatrixBColumns {
   unsigned r[8];
 };
 
-// Starts at zero when written `Accumulator d{}`.
+// Zero-initialised by `Accumulator d{}`.
 struct Accumulator {
   float r[8];
 };
 
-// A[m][k] = tile[m * stride + k].  wmma.load.a.sync.aligned.row.m16n16k16.f16
+// Loads A[m][k] = tile[m * stride + k].  PTX: wmma.load.a.sync.aligned.row.m16n16k16.f16
 __device__ __forceinline__ MatrixA load_a(const __half* tile, int stride) {
   MatrixA a;
   asm volatile("wmma.load.a.sync.aligned.row.m16n16k16.f16 {%0,%1,%2,%3,%4,%5,%6,%7}, [%8], %9;"
@@ -35,7 +36,7 @@ __device__ __forceinline__ MatrixA load_a(const __half* tile, int stride) {
   return a;
 }
 
-// B[k][n] = tile[k * stride + n].  wmma.load.b.sync.aligned.row.m16n16k16.f16
+// Loads B[k][n] = tile[k * stride + n].  PTX: wmma.load.b.sync.aligned.row.m16n16k16.f16
 __device__ __forceinline__ MatrixBRows load_b_rows(const __half* tile, int stride) {
   MatrixBRows b;
   asm volatile("wmma.load.b.sync.aligned.row.m16n16k16.f16 {%0,%1,%2,%3,%4,%5,%6,%7}, [%8], %9;"
@@ -46,8 +47,8 @@ __device__ __forceinline__ MatrixBRows load_b_rows(const __half* tile, int strid
   return b;
 }
 
-// B[k][n] = tile[n * stride + k]: a row-major tile, transposed.
-// wmma.load.b.sync.aligned.col.m16n16k16.f16
+// Loads B[k][n] = tile[n * stride + k]: a row-major tile, transposed.
+// PTX: wmma.load.b.sync.aligned.col.m16n16k16.f16
 __device__ __forceinline__ MatrixBColumns load_b_columns(const __half* tile, int stride) {
   MatrixBColumns b;
   asm volatile("wmma.load.b.sync.aligned.col.m16n16k16.f16 {%0,%1,%2,%3,%4,%5,%6,%7}, [%8], %9;"
@@ -58,7 +59,7 @@ __device__ __forceinline__ MatrixBColumns load_b_columns(const __half* tile, int
   return b;
 }
 
-// D += A B.  wmma.mma.sync.aligned.row.row.m16n16k16.f32.f32
+// Computes D += A B.  PTX: wmma.mma.sync.aligned.row.row.m16n16k16.f32.f32
 __device__ __forceinline__ void multiply_add(Accumulator& d, const MatrixA& a,
                                              const MatrixBRows& b) {
   asm volatile(
@@ -72,7 +73,7 @@ __device__ __forceinline__ void multiply_add(Accumulator& d, const MatrixA& a,
         "r"(b.r[6]), "r"(b.r[7]));
 }
 
-// D += A B.  wmma.mma.sync.aligned.row.col.m16n16k16.f32.f32
+// Computes D += A B.  PTX: wmma.mma.sync.aligned.row.col.m16n16k16.f32.f32
 __device__ __forceinline__ void multiply_add(Accumulator& d, const MatrixA& a,
                                              const MatrixBColumns& b) {
   asm volatile(
@@ -86,7 +87,7 @@ __device__ __forceinline__ void multiply_add(Accumulator& d, const MatrixA& a,
         "r"(b.r[6]), "r"(b.r[7]));
 }
 
-// tile[m * stride + n] = D[m][n].  wmma.store.d.sync.aligned.row.m16n16k16.f32
+// Stores D: tile[m * stride + n] = D[m][n].  PTX: wmma.store.d.sync.aligned.row.m16n16k16.f32
 __device__ __forceinline__ void store(float* tile, int stride, const Accumulator& d) {
   asm volatile(
       "wmma.store.d.sync.aligned.row.m16n16k16.f32 [%0], {%1,%2,%3,%4,%5,%6,%7,%8}, %9;" ::"l"(

@@ -1,6 +1,5 @@
 #pragma once
-// Tiles of 16-byte chunks, swizzled as in swizzle.cuh, and asynchronous copies of a head's rows
-// into them.
+// Tiles of swizzled 16-byte chunks (swizzle.cuh), and asynchronous copies of a head's rows to them.
 
 #include <ptx/cp_async.cuh>
 #include <ptx/pack.cuh>
@@ -8,18 +7,18 @@
 #include <tile/swizzle.cuh>
 #include <tile/tensor.cuh>
 
-constexpr int in_chunk = 16 / sizeof(operand);  // elements
+constexpr int in_chunk = 16 / sizeof(operand);  // operands per chunk
 
-// The position of a row of float32. Products also read every second row, two chunks of four rows
-// together. Where the width is an odd multiple of 4 chunks, such rows would all lie in the same
-// half of the banks: there the third and the fourth of four rows are swapped.
+// Returns the position of a float32 row. Some products read every second row, two chunks of four
+// rows at a time. If the width is an odd multiple of 4 chunks, these rows would all fall into the
+// same half of the banks, so the third and fourth of every four rows swap places.
 template <int chunks>
 __device__ __forceinline__ int paired(int row) {
   static_assert(chunks % 4 == 0, "rows are made of 64 bytes");
   return chunks % 8 == 0 ? row : row ^ (row / 2 & 1);
 }
 
-// The address of a chunk. Of doubles, eight lanes read 4 chunks of 2 rows, or 2 of 4 even rows.
+// Returns a chunk's address. Eight lanes read 4 chunks of 2 rows of doubles, or 2 of 4 even rows.
 template <int height, int columns>
 __device__ __forceinline__ operand* at(operand (&tile)[height][columns], int row, int chunk) {
   if constexpr (sizeof(operand) == 4) row = paired<columns / in_chunk>(row);
@@ -27,7 +26,7 @@ __device__ __forceinline__ operand* at(operand (&tile)[height][columns], int row
   return &tile[row][swizzled<columns / in_chunk>(line, chunk) * in_chunk];
 }
 
-// The address `below` rows further on, a multiple of 8: the swizzle repeats, so one serves all.
+// Returns the address `below` rows further on, a multiple of 8, after which the swizzle repeats.
 template <int height, int columns>
 __device__ __forceinline__ operand* at(operand (&tile)[height][columns], int row, int chunk,
                                        int below) {
@@ -48,22 +47,22 @@ struct Head {
         rows(rows),
         aligned(is_aligned(tensor)) {}
 
-  // A row of a tile in which the rows of `heads` heads alternate.
+  // Returns a row of a tile in which the rows of `heads` heads alternate.
   template <int heads>
   __device__ __forceinline__ const operand* row(int row) const {
     return data + row / heads * stride + (heads > 1 ? row % heads * head_stride : 0);
   }
 };
 
-// Begins to copy `width` columns of a head's rows, 16 bytes at a time, and writes zeros beyond its
-// rows and its `cols` columns. Rows that are not aligned are copied at once, one element at a time.
+// Starts to copy `width` columns of a head's rows in chunks of 16 bytes, with zeros beyond its rows
+// and its `cols` columns. Unaligned rows are copied synchronously, one element at a time.
 template <int threads, int width, bool whole, int heads = 1, int height, int columns>
 __device__ __forceinline__ void copy_tile(operand (&tile)[height][columns], const Head& head,
                                           int first_row, int first_col, int cols) {
   constexpr int chunks = width / in_chunk;
   if (head.aligned) {
     const operand* from = nullptr;
-    int left = 0;  // rows of the head from the thread's first row on
+    int left = 0;  // rows of the head below the thread's first row
     share_out_rows<threads, height, chunks>([&](int row, int chunk, int round) {
       const int count = whole ? in_chunk : max(0, min(in_chunk, cols - chunk * in_chunk));
       const int below = round * rows_in_round<threads, chunks>;
@@ -85,7 +84,7 @@ __device__ __forceinline__ void copy_tile(operand (&tile)[height][columns], cons
   }
 }
 
-// Begins to copy all `cols` columns of rows of a head, padded with zeros to whole products.
+// Starts to copy all `cols` columns of a head's rows, padded with zeros to a multiple of `step`.
 template <int threads, int cols, int heads = 1, int height, int columns>
 __device__ __forceinline__ void copy_rows(operand (&tile)[height][columns], const Head& head,
                                           int first_row) {

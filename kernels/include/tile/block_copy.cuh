@@ -1,11 +1,11 @@
 #pragma once
-// Work shared out among the threads of a block, and copies of tiles into shared memory.
+// Distributes work over the threads of a block, and copies tiles to shared memory.
 
 #include <tile/math.cuh>
 #include <timeline.cuh>
 
-// Calls body(i, round) for i = 0 … count - 1, each in one thread; neighbouring threads get
-// neighbouring i. Up to `together` rounds are unrolled, so that their loads are all in flight
+// Calls body(i, round) for i = 0 … count - 1, each in one thread; neighbouring threads receive
+// neighbouring i. Up to `together` rounds are unrolled, so that all of their loads are in flight
 // before the first value is needed.
 template <int threads, int count, int together, class Body>
 __device__ __forceinline__ void share_out(Body body) {
@@ -16,8 +16,8 @@ __device__ __forceinline__ void share_out(Body body) {
   }
 }
 
-// Copies `width` columns of a head's rows, coalesced, from a Tensor or a PagedTensor. Rows from
-// `rows` on are filled with zeros: a NaN left there would spoil sums.
+// Copies `width` columns of a head's rows, coalesced, from a Tensor or a PagedTensor. Fills rows
+// from `rows` on with zeros, because a NaN left there would spoil sums.
 template <int threads, int width, int height, int stride, class Rows>
 __device__ __forceinline__ void load_tile(scalar (&tile)[height][stride], Rows tensor, int batch,
                                           int head, int first_row, int rows) {

@@ -1,11 +1,11 @@
 #pragma once
-// Addresses of a lane's chunks of an operand that ldmatrix loads.
+// Shared-memory addresses of the chunks that a lane passes to ldmatrix.
 
 #include <ptx/mma.cuh>
 #include <tile/async_copy.cuh>
 
-// `first` is the address of chunk 0 or 1 of a row. The swizzle changes the same bits of every
-// address, so that a step of an unrolled product costs one exclusive or, and often nothing.
+// `first` is the address of chunk 0 or 1 of a row. The swizzle flips the same bits of every
+// address, so a step of an unrolled product costs at most one XOR.
 template <int columns>
 struct ChunkAddresses {
   SharedAddress first;
@@ -14,7 +14,7 @@ struct ChunkAddresses {
   __device__ __forceinline__ ChunkAddresses(operand (&tile)[height][columns], int row, int chunk)
       : first(at(tile, row, chunk)) {}
 
-  // The chunk `rows` rows below (a multiple of 8) and `chunks` to the right (a multiple of 2).
+  // Returns the address `rows` rows down (a multiple of 8) and `chunks` to the right (even).
   __device__ __forceinline__ SharedAddress operator()(int rows, int chunks) const {
     constexpr int span = swizzle_span(columns / in_chunk), bytes = in_chunk * sizeof(operand);
     const int whole = chunks / span * span;

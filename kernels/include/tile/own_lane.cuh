@@ -1,5 +1,5 @@
 #pragma once
-// The thread's lane, from which the compiler precomputes nothing.
+// Returns the thread's lane, hidden from the optimiser (opaque.cuh) so that nothing is precomputed.
 
 #include <ptx/opaque.cuh>
 #include <tile/warp.cuh>

@@ -1,11 +1,11 @@
 #pragma once
-// A ring of buffers in shared memory between a producer, one thread that starts copies by TMA, and
-// warpgroups of consumers. Each stage has barriers for "full" and "empty".
+// A multistage pipeline in shared memory between a producer, one thread that issues TMA copies, and
+// consumer warpgroups. Each stage has a "full" and an "empty" barrier.
 
 #include <tile/tma_tile.cuh>
 #include <tile/warp.cuh>
 
-// The next stage, and the phase of its barriers.
+// The next stage and the phase of its barriers.
 template <int stages>
 struct PipelineState {
   int stage = 0, phase = 0;
@@ -17,14 +17,15 @@ struct PipelineState {
   }
 };
 
-// The barriers of a ring; the buffers are members of a kernel's struct Shared. A stage that is
-// loaded in parts has a `full` barrier for each: consumers start with the first part.
+// The barriers of a pipeline; the buffers are members of a kernel's struct Shared. A stage that is
+// loaded in parts has a `full` barrier per part, so that consumers can start with the first part.
 template <int stages, int parts = 1>
 struct Pipeline {
   Barrier full[parts][stages], empty[stages];
 
-  // One thread calls this, and fence_barrier_init() after the last ring. A part is full after
-  // `loads` loads, a stage is empty when all consumers have released it.
+  // Initialises the barriers; one thread calls this, and fence_barrier_init() after the last
+  // pipeline. A part is full after `loads` loads; a stage is empty once all consumers have released
+  // it.
   __device__ __forceinline__ void init(int consumers, int loads = 1) {
     for (int stage = 0; stage < stages; ++stage) {
       for (int part = 0; part < parts; ++part) init_barrier(full[part][stage], loads);
@@ -32,19 +33,18 @@ struct Pipeline {
     }
   }
 
-  // The producer waits until the stage is empty, as all are at first, and gets the barrier for its
-  // load.
+  // Producer: waits until the stage is empty, as all are at first, and returns its `full` barrier.
   __device__ __forceinline__ Barrier& acquire(PipelineState<stages> state = {}) {
     ::wait(empty[state.stage], state.phase ^ 1);
     return full[0][state.stage];
   }
 
-  // Consumers wait until the stage, or a part of it, is full.
+  // Consumer: waits until the stage, or a part of it, is full.
   __device__ __forceinline__ void wait(PipelineState<stages> state = {}, int part = 0) {
     ::wait(full[part][state.stage], state.phase);
   }
 
-  // A thread has read the stage; release() says so for a warpgroup, which multiplies as one.
+  // Consumer: signals that this thread has read the stage; release() signals for a whole warpgroup.
   __device__ __forceinline__ void arrive(PipelineState<stages> state) {
     ::arrive(empty[state.stage]);
   }

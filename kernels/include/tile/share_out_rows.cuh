@@ -1,19 +1,19 @@
 #pragma once
-// The elements of a tile, shared out by rows among the threads of a block.
+// Distributes the elements of a tile by rows over the threads of a block.
 
 #include <tile/math.cuh>
 
-// The least power of two that is not below a number.
+// Returns the least power of two that is at least `least`.
 __host__ __device__ constexpr int power_of_two(int least) {
   return least <= 1 ? 1 : 2 * power_of_two(cdiv(least, 2));
 }
 
-// The distance between two rows of a thread.
+// The distance between two consecutive rows of a thread.
 template <int threads, int width>
 constexpr int rows_in_round = threads / power_of_two(width);
 
 // Calls body(row, col, round) for rows 0 … height - 1 and columns 0 … width - 1, each in one
-// thread. A thread keeps its column, so that its addresses advance by a constant.
+// thread. A thread stays in its column, so its addresses advance by a constant.
 template <int threads, int height, int width, class Body>
 __device__ __forceinline__ void share_out_rows(Body body) {
   constexpr int columns = power_of_two(width), rows = rows_in_round<threads, width>;

@@ -1,5 +1,5 @@
 #pragma once
-// The block's dynamic shared memory as one struct. TMA's swizzle needs multiples of 1024 bytes.
+// Returns the block's dynamic shared memory as one struct, aligned to 1024 bytes for TMA's swizzle.
 #include <timeline.cuh>
 
 template <class Shared>

@@ -1,20 +1,20 @@
 #pragma once
-// Stores rows of numbers from fragments of products: of each 8 columns, lane l of a quad has two,
-// 2 * (l % 4) and the next. Quads exchange pairs of 16-bit numbers: each lane then has 16 bytes.
+// Stores rows from fragments. Of every 8 columns, lane l of a quad holds columns 2 * (l % 4) and 2
+// * (l % 4) + 1. Quads exchange pairs of 16-bit numbers, so that each lane stores 16 bytes at once.
 
 #include <ptx/pack.cuh>
 #include <tile/math.cuh>
 #include <tile/warp.cuh>
 
-// Exchanges values of two lanes: the lower one keeps `first` and gets the other's `first` as
-// `second`; the upper one keeps `second` and gets the other's `second` as `first`.
+// Exchanges values between two lanes. The lower lane keeps `first` and receives the other's `first`
+// as `second`; the upper lane keeps `second` and receives the other's `second` as `first`.
 __device__ __forceinline__ void trade(unsigned& first, unsigned& second, int lane, int distance) {
   const bool upper = lane & distance;
   const unsigned other = __shfl_xor_sync(full_warp, upper ? first : second, distance);
   (upper ? first : second) = other;
 }
 
-// Transposes a quad: lane l gets number l of each of its lanes.
+// Transposes a quad: lane l receives the l-th word of each of its four lanes.
 __device__ __forceinline__ uint4 transpose_quad(uint4 x, int lane) {
   trade(x.x, x.y, lane, 1);
   trade(x.z, x.w, lane, 1);
@@ -23,7 +23,7 @@ __device__ __forceinline__ uint4 transpose_quad(uint4 x, int lane) {
   return x;
 }
 
-// Two floats as store_row() takes them: rounded to T, if it has 16 bits.
+// Converts two floats for store_row(): packed as T if it has 16 bits, else unchanged.
 template <class T>
 __device__ __forceinline__ auto stored_pair(float low, float high) {
   if constexpr (sizeof(T) == sizeof(float))
@@ -32,9 +32,9 @@ __device__ __forceinline__ auto stored_pair(float low, float high) {
     return pack<T>(low, high);
 }
 
-// Writes a row's numbers from column `first_col` on: those before `end`, a multiple of 8, and
-// before `cols`. `aligned` says that rows begin at multiples of 16 bytes. All lanes call this, also
-// for a row outside the tensor.
+// Stores a row's numbers from column `first_col` up to `end`, a multiple of 8, and `cols`.
+// `aligned`: rows start at multiples of 16 bytes. All lanes call this, also for rows outside the
+// tensor.
 template <int cols, class T, class Pair, int count>
 __device__ __forceinline__ void store_row(T* row, const Pair (&pairs)[count], int first_col,
                                           bool aligned, bool inside, int lane, int end = cols) {

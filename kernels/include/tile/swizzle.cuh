@@ -1,13 +1,13 @@
 #pragma once
-// A swizzle of 16-byte chunks in tiles without padding. ldmatrix reads one chunk from each of 8
-// rows: swizzled, these lie in 8 different groups of 4 banks.
+// A swizzle of 16-byte chunks for tiles without padding. ldmatrix reads one chunk from each of 8
+// rows; swizzled chunks fall into 8 different groups of 4 banks.
 
-// The number of neighbouring chunks of a row that are permuted among each other.
+// Returns how many neighbouring chunks of a row are permuted among each other.
 __host__ __device__ constexpr int swizzle_span(int chunks) {
   return chunks % 8 == 0 ? 8 : chunks % 4 == 0 ? 4 : chunks % 2 == 0 ? 2 : 1;
 }
 
-// Where a chunk lies in its row: XOR with the row, or with a group of rows that fills 128 bytes.
+// Returns a chunk's position: its index XOR the row, or XOR a group of rows that fills 128 bytes.
 template <int chunks>
 __device__ __forceinline__ int swizzled(int row, int chunk) {
   constexpr int span = swizzle_span(chunks);

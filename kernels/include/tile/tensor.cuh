@@ -1,14 +1,14 @@
 #pragma once
-// A tensor [batch, heads, rows, columns] in global memory. Columns lie side by side; every other
-// stride is free, so views, transposes and both layouts (BHSD, BSHD) are read in place. In a
-// launch that is `packed` (attention/batch.cuh), a batch element is a sequence of packed rows.
+// A tensor [batch, heads, rows, columns] in global memory. Columns are contiguous; all other
+// strides are arbitrary, so views, transposes and both layouts (BHSD, BSHD) are read in place. In a
+// `packed` launch (attention/batch.cuh) a batch element is a sequence of packed rows.
 
 template <class T>
 struct Tensor {
   T* data;
   long long batch_stride, head_stride, row_stride;  // in elements
 
-  // If packed, the batch stride is the address of an array: the first row of each sequence.
+  // In a packed launch, batch_stride is the address of an array: the first row of each sequence.
   __device__ __forceinline__ const int* first_rows() const {
     return reinterpret_cast<const int*>(batch_stride);
   }
@@ -19,7 +19,7 @@ struct Tensor {
   }
 };
 
-// Whether every row of a tensor begins at a multiple of 16 bytes.
+// Returns whether every row of a tensor starts at a multiple of 16 bytes.
 template <class T>
 __device__ __forceinline__ bool is_aligned(Tensor<T> tensor) {
   const long long of_batch = packed ? 0 : tensor.batch_stride;
@@ -27,7 +27,7 @@ __device__ __forceinline__ bool is_aligned(Tensor<T> tensor) {
   return (reinterpret_cast<unsigned long long>(tensor.data) | strides * sizeof(T)) % 16 == 0;
 }
 
-// Blocks form one axis: tiles vary fastest, then heads, then batch; there are at most 2^31 - 1.
+// Blocks form one axis of at most 2^31 - 1: tiles vary fastest, then heads, then batch elements.
 struct Place {
   int tile, head, batch;
 };

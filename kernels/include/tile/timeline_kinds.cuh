@@ -1,31 +1,31 @@
 #pragma once
-// The kinds of entries of a timeline, numbered as in cupyfa/lab/analysis/timeline_recorder.py:
-// phases, which begin and end, then momentary events.
+// Kinds of timeline entries, numbered as in cupyfa/lab/analysis/timeline_recorder.py: first phases,
+// which start and end, then events without duration.
 
 namespace timeline {
 enum Kind : unsigned {
-  in_block,        // from the kernel's first line to its end
-  barrier_wait,    // for a barrier in shared memory, by its address
-  named_wait,      // for a named barrier, by its number
-  block_wait,      // in __syncthreads
-  copy_wait,       // for groups of cp.async; the argument: how many may stay pending
-  product_wait,    // for groups of wgmma, with the same argument
-  store_wait,      // for bulk stores
-  products,        // mma.sync
-  issue,           // of a group of wgmma, to its commit
-  softmax,         // scores become P, or P and dP become dS
-  epilogue,        // results are divided, rounded and stored
-  loads,           // synchronous ones; the argument is how many bytes a warp loads
-  arithmetic,      // products without tensor cores; the argument is a thread's multiply-adds
-  marked,          // a phase that the kernel names; the argument is the hash of its name
-  barrier_arrive,  // at a barrier in shared memory; the amount is how many bytes it expects
-  named_arrive,    // at a named barrier, without waiting
-  copies_begun,    // a group of cp.async ends
-  shared_begins,   // the address of the block's dynamic shared memory
-  placed,          // the clock is the device's, in nanoseconds; the argument is the multiprocessor
-  worked_wgmma,    // counted by the simulator: columns of wgmma, of 64 rows and a depth of 16 each
-  worked_mma,      // products of mma.sync, as the 16x8x16 of 16-bit numbers
-  worked_copies,   // bytes of cp.async
-  ended = 0x80,    // added to the number of a phase that ends
+  in_block,        // the whole kernel, from its first line on
+  barrier_wait,    // waits for an mbarrier; argument: its address
+  named_wait,      // waits for a named barrier; argument: its number
+  block_wait,      // waits in __syncthreads
+  copy_wait,       // waits for cp.async groups; argument: how many may stay in flight
+  product_wait,    // waits for wgmma groups; argument: how many may stay in flight
+  store_wait,      // waits for TMA stores
+  products,        // products by mma.sync
+  issue,           // issues a wgmma group, up to its commit
+  softmax,         // computes P from scores, or dS from P and dP
+  epilogue,        // divides, rounds and stores results
+  loads,           // synchronous loads; argument: bytes per warp
+  arithmetic,      // scalar products; argument: multiply-adds per thread
+  marked,          // a phase named by mark(); argument: hash of its name
+  barrier_arrive,  // arrives at an mbarrier; amount: bytes that it expects
+  named_arrive,    // arrives at a named barrier without waiting
+  copies_begun,    // commits a cp.async group
+  shared_begins,   // argument: address of the block's dynamic shared memory
+  placed,          // global clock in nanoseconds; argument: the SM
+  worked_wgmma,    // simulator only: columns of wgmma, each 64 rows by a depth of 16
+  worked_mma,      // simulator only: mma.sync products, in units of m16n8k16
+  worked_copies,   // simulator only: bytes of cp.async
+  ended = 0x80,    // flag, added to the kind of a phase at its end
 };
 }  // namespace timeline

@@ -1,6 +1,6 @@
 #pragma once
-// Tiles in shared memory as TMA copies them and wgmma multiplies them: boxes of 128 bytes a row, 64
-// columns of 16-bit numbers, one after the other. Columns are padded to whole boxes.
+// Tiles in shared memory, as TMA copies them and wgmma reads them: a sequence of boxes with 128
+// bytes per row, 64 columns of 16-bit numbers. Columns are padded to whole boxes.
 
 #include <tile/math.cuh>
 #include <ptx/tma.cuh>
@@ -11,13 +11,13 @@ struct alignas(box_alignment) TmaTile {
   static constexpr int count = cdiv(columns, in_row);
   T box[count][rows][in_row];
 
-  // The 16 bytes of a row from byte 16 * chunk on; chunks are swizzled within a box.
+  // Returns the 16 bytes of a row from byte 16 * chunk on; chunks are swizzled within a box.
   __device__ __forceinline__ T* at(int row, int chunk) {
     return &box[chunk / 8][row][(chunk ^ row) % 8 * (in_row / 8)];
   }
 };
 
-// Starts to copy a tile from a row and column on; the barrier's phase completes on arrival.
+// Starts to copy a tile from a row and column on; `barrier` completes a phase when it has arrived.
 template <class T, int rows, int columns>
 __device__ __forceinline__ void load_async(TmaTile<T, rows, columns>& tile, const TensorMap& map,
                                            Barrier& barrier, int row, int head, int batch,

@@ -1,9 +1,9 @@
 #pragma once
-// Sums over a warp. Every lane gets the result.
+// Warp size, and a warp-wide sum that every lane receives.
 
 constexpr unsigned full_warp = 0xffffffffu;
 constexpr int warp_size = 32;
-constexpr int warpgroup_size = 128;  // four warps; the first one's number is a multiple of 4
+constexpr int warpgroup_size = 128;  // four warps, the first at a multiple of 4
 
 template <class T>
 __device__ __forceinline__ T warp_sum(T value) {

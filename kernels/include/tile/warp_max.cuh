@@ -1,5 +1,5 @@
 #pragma once
-// The maximum over a warp. Every lane gets it.
+// Returns the maximum over a warp in every lane.
 
 #include <tile/warp.cuh>
 

@@ -1,12 +1,12 @@
 #pragma once
 // Products of warpgroups (warpgroup.cuh). They are asynchronous: each function commits a group, and
-// wgmma_wait_group comes before a result is read or an operand overwritten.
+// callers run wgmma_wait_group() before they read a result or overwrite an operand.
 
 #include <ptx/wgmma.cuh>
 #include <tile/pipeline.cuh>
 #include <tile/warpgroup.cuh>
 
-// Starts S = A B^T for 64 rows of A, from `first_row` on, and rows of B, from `first` on.
+// Starts S = A B^T for 64 rows of A from `first_row` on, and rows of B from `first` on.
 template <class T, int A_rows, int B_rows, int columns, int count>
 __device__ __forceinline__ void begin_scores(const TmaTile<T, A_rows, columns>& A,
                                              const TmaTile<T, B_rows, columns>& B,
@@ -22,7 +22,7 @@ __device__ __forceinline__ void begin_scores(const TmaTile<T, A_rows, columns>& 
   wgmma_commit_group();
 }
 
-// Starts O += P V, or O = P V if it is not `added`; P is in registers, V from a row on.
+// Starts O += P V, or O = P V unless `added`. P is in registers; V starts at `row`.
 template <class T, int rows, int columns, int steps, int count>
 __device__ __forceinline__ void begin_output(const TmaTile<T, rows, columns>& V,
                                              const unsigned (&P)[steps][4], float (&O)[count],
@@ -34,7 +34,7 @@ __device__ __forceinline__ void begin_output(const TmaTile<T, rows, columns>& V,
   wgmma_commit_group();
 }
 
-// S as operands of the next product, rounded to T.
+// Packs S, rounded to T, into A operands of the next product.
 template <class T, int steps, int count>
 __device__ __forceinline__ void pack_operands(const float (&S)[count], unsigned (&P)[steps][4]) {
   static_assert(count == 8 * steps, "all of S");

@@ -1,32 +1,31 @@
 #pragma once
-// Batch elements of different lengths, and their tiles. Either only the first rows of each element
-// in arrays [batch, heads, rows, columns] are used, or sequences are packed, one after the other in
-// the rows of arrays [heads, rows, columns], and are the problem's batch elements.
+// Batch elements of different lengths, and their tiles. Either arrays [batch, heads, rows, columns]
+// are padded, and only the first rows of each element are used; or sequences are packed one after
+// the other along the rows of arrays [heads, rows, columns], and each sequence is a batch element.
 //
-// The host writes above every kernel `ragged`: whether lengths differ, and `packed`: whether
-// sequences are packed. If ragged, sizes.M and sizes.N are the rows of the arrays, and struct Mods
-// has, in every launch,
-//   is_packed                      whether it is packed, and
-//   cu_seqlens_q_, cu_seqlens_k_   then the first row of each sequence, and where the last one ends
-//   seqused_q_, seqused_k_         how many of its rows count, if has_seqused_q, has_seqused_k
-//   bottom_right                   whether the last query is at the position of the last key
-// The lengths may not have been checked. A sequence that is not inside the arrays has no rows, and
-// no element has more rows than its array, so that nothing outside is read or written.
+// The host defines above every kernel `ragged`, true if lengths differ, and `packed`, true if
+// sequences are packed. If ragged, sizes.M and sizes.N are the rows of the arrays, and Mods has
+//   is_packed                      true if sequences are packed; then it has
+//   cu_seqlens_q_, cu_seqlens_k_   the first row of each sequence, and the end of the last one
+//   seqused_q_, seqused_k_         used rows per sequence, if has_seqused_q, has_seqused_k
+//   bottom_right                   true if the last query is at the position of the last key
+// Lengths may be unchecked. A sequence that is not inside the arrays has no rows, and no element
+// has more rows than its array, so that accesses stay inside the arrays.
 
 #include <attention/pages.cuh>
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
 
-// The argument `sizes` of every launch, which the host passes.
+// The sizes of a problem, which the host passes to every launch.
 struct Sizes {
-  int M, N;           // queries and keys of a head
-  int causal_offset;  // key j is seen if j <= i + causal_offset: N - M (bottom-right) or 0
-                      // (top-left), plus a window's keys on the right
-  int window_offset;  // key j is seen if j >= i + window_offset: N - M or 0, minus a window's keys
-                      // on the left
-};  // In a ragged launch M and N count all rows, and the offsets are those from a query's position.
+  int M, N;  // queries and keys of a head
+  // Query i sees key j if i + window_offset <= j <= i + causal_offset. Both are N - M
+  // (bottom-right) or 0 (top-left), minus a window's left keys, plus its right keys.
+  int causal_offset;
+  int window_offset;
+};  // In a ragged launch M and N count all rows; offsets start from a query's position.
 
-// Maps rows of a sequence to rows of packed arrays. For other arrays it changes nothing.
+// Maps rows of a sequence to rows of packed arrays. Other arrays need no mapping.
 template <bool used>
 struct PackedOrigin {
   __device__ __forceinline__ void begin_at(int, int) {}
@@ -48,7 +47,7 @@ struct PackedRows {
   int first, count;
 };
 
-// Returns the rows of a sequence, within the `total` rows of the array.
+// Returns the rows of a sequence, clipped to the `total` rows of the array.
 template <class Offsets>
 __device__ __forceinline__ PackedRows packed_rows_of(const Offsets& offsets, int sequence,
                                                      int total) {
@@ -57,7 +56,7 @@ __device__ __forceinline__ PackedRows packed_rows_of(const Offsets& offsets, int
   return {first, end - first};
 }
 
-// Returns the used rows of a batch element. In padded arrays they begin at its row 0.
+// Returns the used rows of a batch element. In padded arrays the first row is 0.
 template <class Arrays>
 __device__ __forceinline__ PackedRows used_queries(const Arrays& mods, int sequence, int total) {
   PackedRows found = {0, total};
@@ -75,10 +74,10 @@ __device__ __forceinline__ PackedRows used_keys(const Arrays& mods, int sequence
   return found;
 }
 
-// A batch element: its queries, keys and offsets, and where its rows begin.
+// A batch element: its numbers of queries and keys, its mask offsets and its first rows.
 using Origin = PackedOrigin<packed>;
 struct BatchElement : Origin, Sizes {
-  // Whether a tile begins with this row: in ragged launches some tile indices have no tile.
+  // Returns whether a tile starts at this row. In ragged launches some tile indices are unused.
   __device__ __forceinline__ bool has_tile_of_rows(int first_row) const {
     return !ragged || (first_row >= 0 && first_row < M);
   }
@@ -87,7 +86,7 @@ struct BatchElement : Origin, Sizes {
   }
 };
 
-// Returns a batch element. Masks of a ragged batch are aligned for each element.
+// Returns a batch element. In a ragged batch, masks are aligned separately for each element.
 template <class Arrays>
 __device__ __forceinline__ BatchElement batch_element(const Sizes& sizes,
                                                       [[maybe_unused]] const Arrays& mods,
@@ -108,16 +107,15 @@ __device__ __forceinline__ BatchElement batch_element(const Sizes& sizes,
   }
 }
 
-// Returns the pages of a batch element's keys or values.
 template <class Table>
 __device__ __forceinline__ Pages pages_of(const Table& table, int count, int batch) {
   return {table.data + batch * table.stride[0], table.size[1], count};
 }
 
-// Keys or values of all batch elements, with the interface of a Tensor.
+// Paged keys or values of all batch elements, with the interface of a Tensor.
 template <class T, class Table>
 struct PagedTensor {
-  Tensor<T> tensor;  // its batch stride is that of pages
+  Tensor<T> tensor;  // its batch stride is the page stride
   Table table;
   int count;
 
@@ -127,7 +125,7 @@ struct PagedTensor {
   }
 };
 
-// Returns keys or values as rows of batch elements, whether they lie in pages or not.
+// Returns keys or values by row of a batch element, paged or not.
 template <bool in_pages = (page_size > 0), class T, class Arrays>
 __device__ __forceinline__ auto rows_of(Tensor<T> tensor, [[maybe_unused]] const Arrays& mods) {
   if constexpr (in_pages)

@@ -1,6 +1,6 @@
 #pragma once
-// A tile of a bias, or of another array of queries by keys, in shared memory: empty, or the tile of
-// staged_bias_tile.cuh, which the host includes if bias_bytes, an element's size, is not 0.
+// A shared-memory tile of a bias, or of another array indexed by query and key. It is empty unless
+// bias_bytes, an element's size, is nonzero; then the host includes staged_bias_tile.cuh.
 
 #include <attention/no_bias.cuh>
 
@@ -14,7 +14,7 @@ struct StagedBiasColumns;
 template <int n>
 struct StagedBiasColumns<0, n> : NoBias {};
 
-// A tile for each warp that computes.
+// One bias tile per consumer warp.
 template <class Staged, int warps, bool used = Staged::is_used>
 struct OfWarps;
 template <class Staged, int warps>

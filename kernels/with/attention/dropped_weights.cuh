@@ -3,18 +3,18 @@
 
 #include <attention/score.cuh>
 
-// dP must know which weights are dropped, but is computed after them. So PS, P times the slope of
-// the modification, is marked (dropout.cuh). row and key are the first of the lane's.
+// Marks dropped weights in PS, P times the slope of the score modification (dropout.cuh), because
+// dP needs the same decisions later. `row` and `key` are the lane's first row and key.
 template <class Weights, class Place>
 __device__ __forceinline__ void mark(Weights& PS, const Place& extent, int row, int key) {
   if constexpr (has_dropout) mark_weights(PS, extent, row, key);
 }
-// Sets P of marked weights to 0 where they are dropped.
+// Zeroes P where the mark in PS says that the weight is dropped.
 template <class Weights>
 __device__ __forceinline__ void drop_marked(Weights& P, const Weights& PS) {
   if constexpr (has_dropout) drop_unmarked(P, PS);
 }
-// dS of a pair, without the scale; `factor` is the extent's kept_factor().
+// Returns dS of a pair, without the scale; `factor` is the extent's kept_factor().
 template <class T>
 __device__ __forceinline__ T weighted_gradient(T PS, T dP, T delta, [[maybe_unused]] T factor) {
   if constexpr (has_dropout) {

@@ -1,14 +1,13 @@
 #pragma once
-// Asynchronous copies of keys and values that lie in pages, into the tiles of async_copy.cuh.
+// Asynchronous copies of paged keys and values into the tiles of async_copy.cuh.
 
 #include <attention/batch.cuh>
 #include <ptx/cp_async.cuh>
 #include <tile/async_copy.cuh>
 #include <tile/share_out_rows.cuh>
 
-// The rows of one head in pages.
 struct PagedHead {
-  const operand* data;  // of page 0
+  const operand* data;  // start of page 0
   long long stride, page_stride;
   Pages pages;
   int rows;
@@ -29,13 +28,13 @@ struct PagedHead {
   }
 };
 
-// Begins to copy all `cols` columns of rows of a head, like the function for a Head. The first row
-// is a multiple of the tile's height, so that a thread reads the table once for each of its pages.
+// Starts to copy all `cols` columns of a head's rows, like copy_rows() for a Head. The first row is
+// a multiple of the tile's height, so a thread reads the page table once per page.
 template <int threads, int cols, int height, int columns>
 __device__ __forceinline__ void copy_rows(operand (&tile)[height][columns], const PagedHead& head,
                                           int first_row) {
   constexpr int width = cdiv(cols, step) * step, chunks = width / in_chunk;
-  constexpr int distance = rows_in_round<threads, chunks>;  // of a thread's rows
+  constexpr int distance = rows_in_round<threads, chunks>;  // between two rows of a thread
   constexpr bool in_step = page_rows % height == 0 || height % page_rows == 0;
   constexpr bool keeps_pages = in_step && page_rows % distance == 0;
   if (head.aligned) {
@@ -60,7 +59,7 @@ __device__ __forceinline__ void copy_rows(operand (&tile)[height][columns], cons
   }
 }
 
-// The rows from which a kernel copies keys and values.
+// The head from which a kernel copies keys or values, paged or not.
 template <bool in_pages>
 struct KeyHeadOf : Head {
   template <class Arrays>

@@ -1,16 +1,16 @@
 #pragma once
-// The dtype in which keys and values are stored: that of operands, or e4m3 with a scale for each
-// head, or for each page and head.
+// The dtype of stored keys and values: the operands' dtype, or e4m3 with scales per head or page.
 //
-// The host writes `has_e4m3` above a kernel: whether they are e4m3. If so, struct Mods has
+// The host defines `has_e4m3` above a kernel: true if keys and values are e4m3. Mods then has
 //   k_scale_, v_scale_  float32 [batch or 1, kv_heads], or [pages, 1, kv_heads]
-// Rows of e4m3 have an even number of bytes and begin at even addresses, so copies take two
-// elements as one operand.
+// Rows of e4m3 have an even number of bytes and start at even addresses, so that copies can move
+// two elements as one operand.
 
 #include <attention/batch.cuh>
 #include <attention/scaled_row.cuh>
 
-// Arrays of e4m3, also as operands. Keys and values have different scales, which `rows_of` takes.
+// Arrays of e4m3, convertible to arrays of operands. Keys and values are separate types, so that
+// rows_of() selects the right scales.
 struct E4m3Tensor : Tensor<const E4m3> {
   __device__ __forceinline__ operator Tensor<const operand>() const {
     return {reinterpret_cast<const operand*>(data), batch_stride / 2, head_stride / 2,
@@ -37,12 +37,12 @@ struct StoredAs<true> {
 using Stored = StoredAs<has_e4m3>::Type;
 using StoredKeys = StoredAs<has_e4m3>::Keys;
 using StoredValues = StoredAs<has_e4m3>::Values;
-constexpr int in_operand = StoredAs<has_e4m3>::in_operand;  // stored numbers
+constexpr int in_operand = StoredAs<has_e4m3>::in_operand;  // stored numbers per operand
 
 template <class Array>
 constexpr bool is_of_pages = sizeof(Array::stride) == 3 * sizeof(long long);
 
-// Scales of all heads; one of the strides of batch elements and of pages is 0.
+// Scales of all heads. Either the batch stride or the page stride is 0.
 struct Scales {
   const float* data;
   long long batch_stride, page_stride, head_stride;
@@ -58,7 +58,6 @@ struct Scales {
   }
 };
 
-// The scales of one head.
 template <bool of_pages>
 struct HeadScales {
   static constexpr bool by_page = of_pages;
@@ -67,7 +66,7 @@ struct HeadScales {
 
   __device__ __forceinline__ HeadScales(const Scales& scales, int batch, int head)
       : data(scales.of(batch, 0, head)), page_stride(scales.page_stride) {}
-  // The scale of all rows, or of a row of a head in pages.
+  // of_all() returns the scale of all rows; of_row() that of one row, which may lie in a page.
   __device__ __forceinline__ float of_all() const { return *data; }
   template <class Keys>
   __device__ __forceinline__ float of_row(const Keys& keys, int row) const {
@@ -78,7 +77,7 @@ struct HeadScales {
   }
 };
 
-// The scales of a head's keys and values; unused if these are stored as operands.
+// The scales of a head's keys and values; unused if they are stored as operands.
 template <class Arrays, bool e4m3 = has_e4m3>
 struct Scaling {
   static constexpr bool used = false;

@@ -1,13 +1,13 @@
 #pragma once
-// The largest score of each row, which a call may request besides lse. It is not the maximum of the
-// softmax, which may begin with a sink, be rounded, or stay below scores that barely exceed it.
+// The largest score of each row, which a call may request besides lse. It differs from the
+// softmax's maximum, which may include a sink, be rounded, or lag behind slightly larger scores.
 
 #include <tile/math.cuh>
 
-// How many maxima of a row each split of the keys stores: the softmax's, and the largest score.
+// Number of maxima that a key split stores per row: the softmax's, and the largest score.
 constexpr int stored_maxima = has_row_max ? 2 : 1;
 
-// The largest scores so far of some rows. Unless the call requests them, nothing is kept.
+// The largest scores so far of some rows; empty unless the call requests them.
 template <int rows, bool kept = has_row_max>
 struct RowMaxima {
   __device__ __forceinline__ real row_max(int) const { return -infinity; }
@@ -28,8 +28,8 @@ struct RowMaxima<rows, true> {
   }
 };
 
-// Writes the largest score of a row, if the call requests it, or NaN if the row's sum of weights is
-// NaN. In a tile of several heads `more` is the head's distance from the first one.
+// Writes the largest score of a row if the call requests it, or NaN if the row's sum of weights is
+// NaN. With packed GQA, `more` is the head's distance from the first head of the tile.
 template <class Extent>
 __device__ __forceinline__ void write_row_max(const Extent& extent, int row, real score, real sum,
                                               int more = 0) {

@@ -1,19 +1,19 @@
 #pragma once
-// Turns a product of Q and K into the score that the softmax takes, and differentiates that step,
-// for all kernels, forward and backward. Without modifications only the scale remains.
+// Converts products q·k to scores, and differentiates this step, for all kernels, forward and
+// backward. Without modifications only the scale remains.
 //
 //   score = scale * q·k  ->  softcap, score_mod, ALiBi and bias, one after the other
 //                        ->  -infinity where the mask hides the key
 //
-// The host writes above a kernel positive_scale (whether the scale is known to be above 0) and the
-// options that score_context.cuh lists. Where an argument is __grid_constant__, the compiler makes
-// no copy of it.
+// The host defines positive_scale above a kernel, true if the scale is known to be above 0, and the
+// options that score_context.cuh lists. A Scorer holds a copy of Mods, which the compiler omits for
+// a __grid_constant__ argument.
 
 #include <attention/no_bias.cuh>
 #include <attention/extent.cuh>
 #include <attention/tile_pair.cuh>
 
-// Defined in score_mod.cuh, which the host includes if there are expressions.
+// Defined in score_mod.cuh, which the host includes for expressions.
 template <bool hides, class Scorer, class T, int m, int n, class Rows, class Bias>
 __device__ __forceinline__ void apply_expressions(const Scorer& scorer, T (&products)[m][n][4],
                                                   const Rows& rows, int first_key,
@@ -24,13 +24,13 @@ struct Scorer {
   T scale;
   Mods mods;
 
-  // The score of one product, -infinity where a mask expression hides the pair.
+  // Returns the score of one product, -infinity where a mask expression hides the pair.
   __device__ __forceinline__ T operator()(T product, const Extent& extent, int row, int key) const {
     const T score = modified(product, extent, index_of<true>(row, 0, extent.M),
                              index_of<true>(key, 0, extent.N));
     return extent.shown(row, key) ? score : T(-infinity);
   }
-  // Returns the score in kernels whose expressions do not depend on the index of a pair.
+  // Returns the score in kernels whose expressions do not depend on the pair's position.
   __device__ __forceinline__ T operator()(T product) const {
     HeadContext<has_score_mod> nowhere;
     nowhere.take(0, 0, 0, 0, mods);
@@ -46,7 +46,7 @@ struct Scorer {
   __device__ __forceinline__ T modified(T product, const Extent& extent, Index row, Key key) const {
     return extent.template modified<of_products>(product * scale, row, key, 0);
   }
-  // The score as an exponent of two, and its slope. is_capped: of a product after cap().
+  // Returns the score as an exponent of two, and its slope. is_capped: cap() has been applied.
   template <bool is_capped = false, class Key>
   __device__ __forceinline__ Scored<T> exponent_with_slope(T product, const Extent& extent,
                                                            Index row, Key key) const {
@@ -57,7 +57,7 @@ struct Scorer {
     return {score * T(log2e), slope};
   }
 
-  // The same for a pair in tiles of rows and keys; key + more may be past the end.
+  // Returns exponent and slope for a pair of a row tile and a key tile; key + more may exceed N.
   template <bool at_end, int rows, int keys>
   __device__ __forceinline__ Scored<T> exponent_with_slope(T product,
                                                            const TilePair<rows, keys>& pair,
@@ -66,19 +66,19 @@ struct Scorer {
                                            pair.template key<at_end>(key, more));
   }
 
-  // Kernels on tensor cores compute P = exp2(x * scale2 - maximum), with x from applied().
+  // Tensor-core kernels compute P = exp2(x * scale2 - maximum), with x from applied().
   //  - Without a modification x is the product, and scale2 = |scale| * log2e. A negative scale
-  //    turns the sign of x, so that the largest x is that of the largest score.
-  //  - With one x is the modified score, and scale2 = log2e; or, of products, the modified product
-  //    with the scale in scale2.
-  // If the scale is 0, x is 0, and scale2 is not: -infinity * 0, of a masked key, would be NaN.
+  //    flips the sign of x, so that the largest x belongs to the largest score.
+  //  - With a modification x is the modified score, and scale2 = log2e. For expressions of
+  //    products x is the modified product, and scale2 includes the scale.
+  // If the scale is 0, x is 0 but scale2 is not: -infinity * 0, for a masked key, would be NaN.
   __device__ __forceinline__ T scale2() const {
     return T(log2e) * (has_score_mod    ? (of_products ? scale : T(1))
                        : positive_scale ? scale
                        : scale == 0     ? T(1)
                                         : fabs(scale));
   }
-  // is_capped: the product has become a score, and the softcap has been applied.
+  // Returns the x of scale2() for a product. is_capped: the product has the softcap applied.
   template <bool is_capped = false, class Key>
   __device__ __forceinline__ T applied(T product, const Extent& extent, Index row, Key key,
                                        int more = 0) const {
@@ -87,7 +87,7 @@ struct Scorer {
           of_products || is_capped ? product : product * scale, row, key, more);
     return positive_scale ? product : product * T((scale > 0) - (scale < 0));
   }
-  // Applies applied() to the lane's products in a tile of keys; is_full: no pair is hidden.
+  // Replaces the lane's products in a key tile by applied(); is_full: the mask hides no pair.
   template <int m, int n, class Rows, class Bias = NoBias>
   __device__ __forceinline__ void apply(T (&products)[m][n][4], const Rows& rows, int first_key,
                                         [[maybe_unused]] bool is_full = false,
@@ -109,14 +109,14 @@ struct Scorer {
   }
 };
 
-// A score, or -infinity where the mask hides the key.
+// Returns the score, or -infinity where the mask hides the key.
 template <class T>
 __device__ __forceinline__ T masked(T score, const Extent& extent, int row, int key) {
   return extent.sees(row, key) ? score : T(-infinity);
 }
 
-// dS of a score, from P, dP - delta and the slope of the modification: 0 where P is 0, because a
-// slope may be infinite there.
+// Returns dS from P, dP - delta and the slope of the score modification: 0 where P is 0, because
+// the slope may be infinite there.
 template <class T>
 __device__ __forceinline__ T score_gradient(T p, T dP_minus_delta, [[maybe_unused]] T slope) {
   if constexpr (unit_slope) return p * dP_minus_delta;

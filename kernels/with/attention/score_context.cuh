@@ -1,14 +1,16 @@
 #pragma once
-// The context of a score: the batch element and head of expressions; the sink of the head, a score
-// that every row has besides those of its keys; and the weights that dropout keeps.
+// What a score depends on besides q·k and the scale: the batch element and head of expressions, the
+// head's attention sink (one extra score per row), and the weights that dropout keeps.
 //
-// The host writes above every kernel has_score_mod, has_mask_mod, has_sink, has_dropout and
-// has_row_max. reads_places says whether expressions read indices or arrays; unit_slope, whether
-// the derivative of the modified score is 1 wherever it is finite; caps_tiles, whether float tiles
-// of tensor cores get a softcap before other expressions, and approximates_softcap, whether that
-// softcap has an absolute error; of_products, whether expressions map q·k to score / scale, which
-// saves a product. struct Mods has the sinks, and the arrays and numbers of expressions and of
-// dropout. score_mod.cuh and dropout.cuh are included where they are needed.
+// The host defines these options above every kernel:
+//   has_score_mod, has_mask_mod, has_sink, has_dropout, has_row_max
+//   reads_places           expressions read indices or arrays
+//   unit_slope             the derivative of the modified score is 1 wherever it is finite
+//   caps_tiles             tensor-core kernels in float apply a softcap before other expressions
+//   approximates_softcap   that softcap has an absolute, not a relative, error bound
+//   of_products            expressions map q·k to score / scale, which saves a multiplication
+// Struct Mods has the sinks, and the arrays and numbers of expressions and dropout. The host
+// includes score_mod.cuh and dropout.cuh where needed.
 
 #include <attention/tile_map.cuh>
 #include <tile/math.cuh>
@@ -17,9 +19,9 @@ struct Mods;
 constexpr bool has_expressions = has_score_mod || has_mask_mod;
 constexpr bool has_context = has_expressions || has_sink || has_dropout || has_row_max;
 
-// The index of a query or key. `more` differs between the elements of a thread and is a constant of
-// an unrolled loop. So `base` is converted to a number once for a tile (a conversion has an eighth
-// of the throughput of an addition), and `more` becomes the immediate offset of a load.
+// The index of a query or key. `more` differs between a thread's elements and is a constant in an
+// unrolled loop. So `base` is converted to float once per tile (a conversion has an eighth of an
+// addition's throughput), and `more` becomes the immediate offset of a load.
 struct Index {
   int base, more;
 
@@ -27,11 +29,11 @@ struct Index {
   __device__ __forceinline__ operator int() const { return base + more; }
 };
 
-// The index of a key with an even base, so that keys 2 i and 2 i + 1 are known to be a pair.
+// The index of a key with an even base, so that keys 2 i and 2 i + 1 are known to form a pair.
 struct EvenIndex : Index {
   using Index::Index;
 };
-// The index of a key with its element of a copied array, the first or second of a pair.
+// The index of a key together with its element of a staged array, the first or second of a pair.
 struct HeldIndex : Index {
   unsigned pair;
   bool second;
@@ -40,19 +42,19 @@ struct HeldIndex : Index {
       : Index(key), pair(pair), second(second) {}
 };
 
-// Returns the index base + more; if a tile is `at_end`, kept below `count`, where arrays may end.
+// Returns the index base + more; for a tile `at_end`, clamped below `count`, where arrays may end.
 template <bool at_end>
 __device__ __forceinline__ Index index_of(int base, int more, [[maybe_unused]] int count) {
   return at_end ? Index(min(base + more, count - 1)) : Index(base, more);
 }
 
-// A score and d score / d (scale * q·k).
+// A score and its derivative with respect to scale * q·k.
 template <class T>
 struct Scored {
   T score, slope;
 };
 
-// The batch element and head of a score. Without expressions, sinks and dropout it is empty.
+// The batch element and head of a score; empty without expressions, sinks and dropout.
 template <bool used, class Arrays = Mods>
 struct HeadContext {
   __device__ __forceinline__ void take(int, int, int, int, const Arrays&) {}
@@ -84,7 +86,7 @@ struct HeadContext {
 using Context = HeadContext<has_context>;
 using KeyTiles = TileMap<has_key_tiles>;
 
-// Returns the extent of another head. Without expressions, sinks and dropout no copy is made.
+// Returns the extent of another head; without expressions, sinks and dropout it is not copied.
 template <class Extent>
 __device__ __forceinline__ auto extent_of_head(const Extent& extent, [[maybe_unused]] int head)
     -> decltype(auto) {

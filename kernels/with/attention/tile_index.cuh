@@ -1,19 +1,19 @@
 #pragma once
 // Tile indices over all heads and batch elements, which may be packed sequences.
 //
-// Tiles of rows are counted without a sum over lengths. In padded arrays each element has as many
-// indices as its array has tiles; in packed ones the indices of sequence b begin with cu_seqlens[b]
-// / size + b, which leaves room for its last tile. Some indices have no tile.
+// Tile indices are computed without summing lengths. In padded arrays each element has as many
+// indices as its array has tiles. In packed arrays the indices of sequence b start at cu_seqlens[b]
+// / size + b, which leaves room for a partial last tile. Some indices are unused.
 
 #include <attention/batch.cuh>
 
-// The index of a sequence's first tile of `size` rows; each row counts `together` times.
+// Returns the index of a sequence's first tile of `size` rows; each row counts `together` times.
 template <int size, int together, class Offsets>
 __device__ __forceinline__ int first_tile_number(const Offsets& offsets, int sequence, int total) {
   return max(0, min(offsets.data[sequence], total)) * together / size + sequence;
 }
 
-// The number of tile indices of a head.
+// Returns the number of tile indices per head.
 template <int size, int together, class Offsets>
 __device__ __forceinline__ int tile_numbers(const Offsets& offsets, int total) {
   return total * together / size + offsets.size[0] - 1;
@@ -36,8 +36,7 @@ __device__ __forceinline__ Place ragged_place(int index, const Offsets& offsets,
           sequence};
 }
 
-// Converts between a tile index over all heads and the tile, head and batch element; counts the
-// tiles of a head. A tile has `size` rows; `together` heads share it.
+// Converts a tile index over all heads to a place. A tile has `size` rows of `together` heads.
 template <int size, int together = 1, class Arrays>
 __device__ __forceinline__ Place place_of_rows(int index, const Sizes& sizes,
                                                [[maybe_unused]] const Arrays& mods, int heads) {
@@ -64,7 +63,7 @@ __device__ __forceinline__ int tiles_of_rows(const Sizes& sizes,
   else
     return cdiv(sizes.M, size);
 }
-// Converts an index of a tile of keys likewise.
+// Converts the index of a key tile to a tile, head and batch element.
 template <int size, class Arrays>
 __device__ __forceinline__ Place place_of_keys(int index, const Sizes& sizes,
                                                [[maybe_unused]] const Arrays& mods, int heads) {

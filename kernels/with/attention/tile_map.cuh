@@ -1,36 +1,36 @@
 #pragma once
-// With a block mask's map, a kernel visits only tiles that show a pair, and evaluates the mask
-// expression only in partial tiles, which also hide one. Without a map all tiles are visited.
+// A kernel visits only the tiles that a block mask's map lists as showing a pair. It evaluates the
+// mask expression only in partial tiles, which also hide a pair. Without a map it visits all tiles.
 //
-// The host writes above every kernel has_key_tiles and has_row_tiles: whether the launch has a map
-// of the tiles of keys for each tile of rows, or of the tiles of rows for each tile of keys.
+// The host defines has_key_tiles and has_row_tiles above every kernel: true if the launch has a map
+// of key tiles for each row tile, or of row tiles for each key tile.
 
 template <bool used>
 struct TileMap {
-  // Returns the first tile of `size` keys or rows to visit that does not lie before `first`.
+  // Returns where the first tile of `size` keys or rows to visit starts, not before `first`.
   template <int size>
   __device__ __forceinline__ int from(int first) const {
     return first;
   }
-  // Returns the next tile to visit after the one that begins with `first`.
+  // Returns where the next tile to visit starts, after the tile at `first`.
   template <int size>
   __device__ __forceinline__ int after(int first) const {
     return first + size;
   }
-  // Returns the distance to that tile.
+  // Returns the distance from `first` to the next tile.
   template <int size>
   __device__ __forceinline__ int stride(int) const {
     return size;
   }
-  // Whether the mask is known to show all pairs of a tile.
+  // Returns whether the mask is known to show all pairs of a tile.
   template <int size>
   __device__ __forceinline__ bool is_full(int) const {
     return false;
   }
 };
 
-// Element t of a line is 2 * n, or 2 * n + 1 if that tile is partial: n is the first tile from t on
-// that shows a pair, or the number of tiles.
+// Element t of a line is 2 * n, or 2 * n + 1 if tile n is partial. Tile n is the first tile from t
+// on that shows a pair; n is the number of tiles if there is none.
 template <>
 struct TileMap<true> {
   const int* line;

@@ -1,14 +1,14 @@
 #pragma once
-// __nv_bfloat16 for the CPU: the upper half of a float; arithmetic is done in float.
+// __nv_bfloat16 for the CPU: the upper half of a float, with arithmetic in float.
 //
-// Operations round to nearest, ties to even, as on the device.
+// Operations round to nearest even, as on a device.
 #include <cuda_fp16.h>
 
 namespace simulator {
 
 inline unsigned short bfloat16_bits(float value) {
   unsigned bits = bit_cast<unsigned>(value);
-  if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fff;  // the only NaN that the device makes
+  if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fff;  // the only NaN that a device returns
   return static_cast<unsigned short>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 

@@ -1,8 +1,8 @@
 #pragma once
-// __half for the CPU: 16 bits, converted by integer arithmetic; arithmetic is done in float.
+// __half for the CPU: 16 bits, converted by integer arithmetic, with arithmetic in float.
 //
-// Operations round to nearest, ties to even, as on the device. Rounding to float first does no
-// harm, because the 24 bits of a float are twice the 11 bits of a half plus two.
+// Operations round to nearest even, as on a device. Rounding to float first is harmless, because
+// the 24 bits of a float are twice the 11 bits of a half plus two.
 #include <simulator.h>
 
 namespace simulator {
@@ -11,12 +11,12 @@ inline unsigned short half_bits(float value) {
   unsigned bits = bit_cast<unsigned>(value);
   unsigned sign = bits >> 16 & 0x8000;
   unsigned magnitude = bits & 0x7fffffff;
-  if (magnitude > 0x7f800000) {  // NaN stays NaN, with the top of its payload
+  if (magnitude > 0x7f800000) {  // NaN keeps the top of its payload
     return static_cast<unsigned short>(sign | 0x7e00 | (magnitude >> 13 & 0x3ff));
   }
   if (magnitude >= 0x477ff000) return static_cast<unsigned short>(sign | 0x7c00);
   if (magnitude < 0x38800000) {
-    // Below the smallest normal: adding 0.5 leaves the subnormal's bits at the float's end.
+    // Subnormal results: adding 0.5 rounds to the bits of the subnormal in the float's low bits.
     float shifted = bit_cast<float>(magnitude) + 0.5f;
     return static_cast<unsigned short>(sign | (bit_cast<unsigned>(shifted) - 0x3f000000));
   }
@@ -29,13 +29,13 @@ inline float half_value(unsigned short bits) {
   unsigned sign = static_cast<unsigned>(bits & 0x8000) << 16;
   unsigned magnitude = bits & 0x7fff;
   if (magnitude >= 0x7c00) return bit_cast<float>(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
-  // Scaling up by 2^112 moves the exponent, and makes normal numbers of the subnormal ones.
+  // Scaling by 2^112 corrects the exponent and normalises subnormal numbers.
   float value = bit_cast<float>(magnitude << 13) * 0x1p112f;
   return bit_cast<float>(sign | bit_cast<unsigned>(value));
 }
 
-// Rounds to float so that a second rounding, to half or bfloat16, gives the same as a single one:
-// to the odd neighbour if inexact.
+// Rounds to float, inexact values to the neighbour whose last bit is odd. A second rounding, to
+// half or bfloat16, then equals a single one.
 inline float round_to_odd(double value) {
   float rounded = static_cast<float>(value);
   double back = rounded;

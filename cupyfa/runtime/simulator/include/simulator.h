@@ -1,9 +1,9 @@
 #pragma once
 // CUDA C++ for a host compiler: the declarations that a kernel needs to compile and run on the CPU.
 //
-// It is compiled with every kernel, so it includes nothing: a standard header would take longer to
-// compile than the kernel. The work is done in runtime.cpp. The simulator's headers in ptx/, which
-// replace those with inline PTX, build on the functions of namespace `simulator`.
+// This header is compiled with every kernel, so it includes nothing: a standard header would take
+// longer to compile than the kernel. runtime.cpp implements the functions declared here. The
+// simulator's versions of the headers in ptx/ use namespace `simulator` in place of inline PTX.
 
 typedef decltype(sizeof(0)) size_t;
 
@@ -17,8 +17,9 @@ typedef decltype(sizeof(0)) size_t;
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define SIMULATOR_INLINED inline __attribute__((always_inline))
-// Inlining all these functions would take half of the time of compiling the ladder's kernels. Other
-// kernels inline them, because a struct passed by value straight from memory is checked only then.
+// Inlining all of these functions would take half of the compile time of the ladder's kernels.
+// Other kernels inline them, since only then are structs checked that are passed by value from
+// memory.
 #if defined(SIMULATOR_CALLS_FUNCTIONS)
 #define __forceinline__ inline
 #else
@@ -26,9 +27,8 @@ typedef decltype(sizeof(0)) size_t;
 #endif
 #define __noinline__ __attribute__((noinline))
 #define __align__(bytes) __attribute__((aligned(bytes)))
-// A worker runs one block at a time, so its thread-local variables are that block's; they begin
-// filled with 0xff, whatever their initial values. Without __constinit gcc would check whether a
-// variable next to an array of halves is initialized.
+// A worker runs one block at a time, so __shared__ variables can be thread-local. Each block starts
+// with all bytes 0xff. Without __constinit gcc would add initialisation checks to some variables.
 #if defined(__clang__)
 #define __shared__ thread_local
 #else
@@ -36,8 +36,7 @@ typedef decltype(sizeof(0)) size_t;
 #endif
 
 // ---------------------------------------------------------------------------------------------
-// The runtime. `operation` is the name of the function in the kernel, for messages; file and line
-// are those of the call.
+// The runtime. `operation` is the function's name in the kernel; file and line locate the call.
 
 namespace simulator {
 struct Coordinates;
@@ -101,7 +100,7 @@ void simulator_set_registers(int count, bool increases, const char* file, int li
 [[noreturn]] void simulator_fault(const char* text, const char* file, int line);
 
 int printf(const char* format, ...) __attribute__((format(printf, 1, 2)));
-// The compiler does not instrument these two; the runtime checks their accesses.
+// memcpy and memset are not instrumented by the compiler; the runtime checks their accesses.
 void* memcpy(void* to, const void* from, size_t bytes) noexcept __asm__("simulator_memcpy");
 void* memset(void* to, int value, size_t bytes) noexcept __asm__("simulator_memset");
 
@@ -289,7 +288,7 @@ struct Coordinates {
   uint3 grid_dim;
 };
 
-// The source location of a call in the kernel. As a default argument it is the caller's.
+// The source location of a call in the kernel; a default argument captures the caller's location.
 struct Here {
   const char* file;
   int line;
@@ -305,7 +304,7 @@ inline To bit_cast(const From& from) {
   return to;
 }
 
-// Returns the bytes of a small value in one word, padded with zeros.
+// Returns the bytes of a small value, padded with zeros to one word.
 template <class T>
 inline unsigned long to_word(const T& value) {
   static_assert(sizeof(T) <= sizeof(unsigned long), "one value of a warp has at most 8 bytes");
@@ -318,14 +317,13 @@ inline int lane() {
   return simulator_lane();
 }
 
-// A barrier of the lanes in `mask`; it is the only warp collective that orders their memory
-// accesses.
+// A barrier of the lanes in `mask`, the only warp collective that orders memory accesses.
 inline void warp_barrier(unsigned mask, const char* operation, Here here = Here()) {
   simulator_warp_barrier(mask, operation, here.file, here.line);
 }
 
-// A collective of the lanes in `mask`: returns the values of all of them, indexed by lane, valid
-// until this lane's next collective.
+// Gathers the values of the lanes in `mask`, indexed by lane. The result is valid until this lane's
+// next collective.
 template <class T>
 inline const T* warp_gather(unsigned mask, const T& mine, const char* operation = "warp_gather",
                             Here here = Here()) {
@@ -340,13 +338,13 @@ inline const T* warp_gather(const T& mine, const char* operation = "warp_gather"
   return warp_gather(0xffffffffu, mine, operation, here);
 }
 
-// Barrier `id` of the block, for `threads` threads. A thread that does not wait only arrives. The
-// barrier orders memory between all threads that arrive and those that wait.
+// Arrives at barrier `id` of the block, and waits there for `threads` threads if `waits`. Orders
+// memory between all arriving threads and those that wait.
 inline void barrier(int id, int threads, bool waits, const char* operation, Here here = Here()) {
   simulator_named_barrier(id, threads, waits, operation, here.file, here.line);
 }
 
-// Lets other threads run until `condition()` holds. Another thread of this block must make it so.
+// Runs other threads of the block until one of them makes `condition()` true.
 template <class Condition>
 inline void wait_until(Condition condition, const char* operation, Here here = Here()) {
   for (bool again = false; !condition(); again = true) {
@@ -378,7 +376,7 @@ inline bool is_shared(const void* pointer) {
   simulator_fault(text, here.file, here.line);
 }
 
-// Atomically replaces *address by change(*address), and returns the old value.
+// Atomically replaces *address by change(*address); returns the old value.
 template <class T, class Change>
 inline T atomic_update(T* address, Change change) {
   for (;;) {
@@ -404,7 +402,7 @@ inline void call_with(void (*kernel)(A...), void** arguments, Indices<I...>) {
   kernel(*static_cast<A*>(arguments[I])...);
 }
 
-// Calls a kernel with the arguments these pointers point to.
+// Calls a kernel with the arguments that `arguments` points to.
 template <class... A>
 inline void call(void (*kernel)(A...), void** arguments) {
   call_with(kernel, arguments, typename CountTo<sizeof...(A)>::type());
@@ -453,8 +451,7 @@ inline int __syncthreads_and(int predicate, simulator::Here here = {}) {
 inline void __syncwarp(unsigned mask = 0xffffffffu, simulator::Here here = {}) {
   simulator::warp_barrier(mask, "__syncwarp", here);
 }
-// A worker runs one thread at a time; its stores reach other workers at the end of the grid at the
-// latest.
+// A worker runs one thread at a time. Other workers see its stores when the grid ends or earlier.
 inline void __threadfence() {
   simulator_fence();
 }
@@ -470,8 +467,7 @@ inline void __threadfence_system() {
 
 namespace simulator {
 
-// `source` counts from the first lane of a segment of `width` lanes; a lane whose source is outside
-// its segment gets its own value.
+// Returns the value of lane `source`, or the lane's own value unless `inside` (its segment).
 template <class T>
 inline T shuffle(unsigned mask, const T& value, int source, bool inside, const char* operation,
                  Here here) {
@@ -521,7 +517,7 @@ inline int __any_sync(unsigned mask, int predicate, simulator::Here here = {}) {
 inline int __all_sync(unsigned mask, int predicate, simulator::Here here = {}) {
   return simulator_ballot(mask, predicate == 0, "__all_sync", here.file, here.line) == 0;
 }
-// Every lane that exists counts as active.
+// Counts every existing lane as active.
 inline unsigned __activemask() {
   return simulator_lanes();
 }
@@ -626,7 +622,7 @@ inline unsigned atomicDec(unsigned* address, unsigned limit) {
 // ---------------------------------------------------------------------------------------------
 // Arithmetic
 
-// The common type of two arguments is the type of a + b in C++.
+// As in C++, the common type of two arguments is the type of a + b.
 template <class A, class B>
 constexpr auto min(A a, B b) -> decltype(a + b) {
   using T = decltype(a + b);
@@ -637,7 +633,7 @@ constexpr auto max(A a, B b) -> decltype(a + b) {
   using T = decltype(a + b);
   return static_cast<T>(a) < static_cast<T>(b) ? static_cast<T>(b) : static_cast<T>(a);
 }
-// If one operand is NaN the result is the other one, as on the device.
+// If one operand is NaN, returns the other, as on a device.
 inline float min(float a, float b) {
   return fminf(a, b);
 }

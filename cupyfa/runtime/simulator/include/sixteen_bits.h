@@ -1,12 +1,12 @@
-// The code that __half and __nv_bfloat16 share. The header of each includes this once and defines
-// its types NUMBER, RAW and PAIR, BITS of a float and the VALUE of bits.
+// Code that __half and __nv_bfloat16 share. The header of each type includes this file once and
+// defines NUMBER, RAW and PAIR (types), BITS (float to bits) and VALUE (bits to float).
 
 struct NUMBER {
   unsigned short bits;
 
   NUMBER() = default;
-  // The compiler instruments an argument passed by value from memory only if a constructor copies
-  // it, and names the location of a function unless that is inlined.
+  // A copy constructor makes the compiler instrument an argument that is passed by value from
+  // memory. Inlining makes reports name the caller's location.
   SIMULATOR_INLINED NUMBER(const NUMBER& other) : bits(other.bits) {}
   NUMBER& operator=(const NUMBER& other) = default;
   NUMBER(RAW raw) : bits(raw.x) {}
@@ -48,7 +48,7 @@ inline NUMBER __hneg(NUMBER a) {
 inline NUMBER __habs(NUMBER a) {
   return NUMBER(RAW{static_cast<unsigned short>(a.bits & 0x7fff)});
 }
-// The product is exact in double; the sum is rounded to odd, so that rounding it again is correct.
+// The product is exact in double. The sum is rounded to odd, so that rounding it again is correct.
 inline NUMBER __hfma(NUMBER a, NUMBER b, NUMBER c) {
   double product = double(float(a)) * double(float(b));
   return NUMBER(simulator::add_to_odd(product, double(float(c))));

@@ -1,10 +1,10 @@
 #pragma once
-// The tile scheduler of a persistent block, and that of ragged batches.
+// The tile scheduler of persistent blocks, with a variant for ragged batches.
 
 #include <attention/tile_index.cuh>
 #include <forward/parts/static_schedule.cuh>
 
-// Schedules tiles in batch order. A tile index may be past the end of its sequence.
+// Schedules tiles of ragged batches in batch order. Skips tile indices past the end of a sequence.
 template <int Br, int Bc>
 struct RaggedSchedule {
   Sizes sizes;
@@ -31,7 +31,7 @@ struct RaggedSchedule {
   __device__ __forceinline__ RowTile task() const {
     const Extent extent = extent_of(sizes, *mods, found.batch);
     RowTile task = row_tile<Br, Bc>(extent, found.tile * Br, found.head, found.batch);
-    if (extent.N == 0) task.kv_begin = Bc;  // copies of pairs begin at whole chunks
+    if (extent.N == 0) task.kv_begin = Bc;  // a hidden tile; bias copies start at whole chunks
     task.kv_end = max(task.kv_end, task.kv_begin + 1);
     return task;
   }

@@ -1,11 +1,11 @@
 #pragma once
-// The products of mma_products.cuh with keys and values in e4m3, which become operands in
-// registers. Tiles hold two of them in place of an operand, in rows of whole 32 bytes.
+// The products of mma_products.cuh for keys and values in e4m3, which are unpacked to operands in
+// registers. A tile holds two e4m3 numbers in place of an operand; rows are padded to 32 bytes.
 //
-// In place of two operands a lane of ldmatrix gets four bytes. For keys these are columns 4 c … 4 c
-// + 3, c = l % 4. Products take columns in any order, so Q is read in the same order. For values
-// the bytes of a pair of columns belong to two keys, and O has the even ones of each 16 columns in
-// one fragment, the odd ones in the next.
+// ldmatrix gives a lane four bytes in place of two operands. For keys these are columns 4 c … 4 c +
+// 3, c = l % 4. Products sum columns in any order, so Q is read in the same order. For values the
+// bytes of a column pair belong to two keys; of every 16 columns, O has the even ones in one
+// fragment and the odd ones in the next.
 
 #include <attention/kv_dtype.cuh>
 #include <attention/key_head.cuh>
@@ -13,7 +13,7 @@
 #include <ptx/unpack_e4m3.cuh>
 #include <timeline.cuh>
 
-// S = Q K^T for the warp's rows and the tile's keys, times factor(key) for each 8 keys.
+// Computes S = Q K^T for the warp's rows and the tile's keys, times factor(key) per 16 keys.
 template <int Br, int columns, int Bc, int pairs, int m, int n, class Factor>
 __device__ __forceinline__ void multiply_scores_e4m3(operand (&Q)[Br][columns],
                                                      operand (&K)[Bc][pairs], float (&S)[m][n][4],
@@ -24,7 +24,7 @@ __device__ __forceinline__ void multiply_scores_e4m3(operand (&Q)[Br][columns],
     return *reinterpret_cast<const uint2*>(chunk + lane % 2 * 4);
   };
 #pragma unroll
-  for (int k = 0; k < pairs / in_chunk; k += 2) {  // of 16 columns of K
+  for (int k = 0; k < pairs / in_chunk; k += 2) {  // 16 columns of K per chunk
     unsigned a[2][m][4];
 #pragma unroll
     for (int i = 0; i < 2 * m; ++i) {
@@ -35,7 +35,7 @@ __device__ __forceinline__ void multiply_scores_e4m3(operand (&Q)[Br][columns],
     }
 #pragma unroll
     for (int j = 0; j < n; j += 2) {
-      unsigned four[4], b[2];  // two of 16 columns for 8 keys, then for 8 more
+      unsigned four[4], b[2];  // two of 16 columns for 8 keys, then for the next 8
       ldmatrix(four, at(K, j * 8 + lane / 16 * 8 + lane % 8, k + lane / 8 % 2));
 #pragma unroll
       for (int x = 0; x < 4; ++x) {
@@ -53,8 +53,8 @@ __device__ __forceinline__ void multiply_scores_e4m3(operand (&Q)[Br][columns],
   }
 }
 
-// P = exp(S - maximum) and O += P V. If values have `factors`, each sum over 16 keys is multiplied
-// by factor(key) before it joins the others.
+// Computes P = exp(S - maximum) and O += P V. If values have `factors`, each sum over 16 keys is
+// multiplied by factor(key) before it is added to O.
 template <bool factors, int Bc, int pairs, int m, int keys, int cols, int pack_gqa, class Factor>
 __device__ __forceinline__ void multiply_output_e4m3(operand (&V)[Bc][pairs],
                                                      float (&S)[m][keys][4], float (&O)[m][cols][4],
@@ -75,7 +75,7 @@ __device__ __forceinline__ void multiply_output_e4m3(operand (&V)[Bc][pairs],
     }
 #pragma unroll
     for (int n = 0; n < cols; n += 4) {
-      unsigned four[4];  // 16 keys of 16 columns, then of 16 more
+      unsigned four[4];  // 16 keys of 16 columns, then of the next 16
       ldmatrix_trans(four, at(V, k * step + lane % 16, n / 2 + lane / 16));
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -102,15 +102,16 @@ __device__ __forceinline__ void multiply_output_e4m3(operand (&V)[Bc][pairs],
   rows.add(sum);
 }
 
-// Restores the order of mma.cuh in the columns of O, and multiplies them by a factor.
+// Restores the column order of mma.cuh in O, and multiplies O by a factor.
 template <int m, int n>
 __device__ __forceinline__ void restore_columns(float (&O)[m][n][4], float factor, int lane) {
-  const int from = lane / 4 * 4 + lane % 4 / 2;  // lane with the first two; 2 lanes on, the others
+  const int from =
+      lane / 4 * 4 + lane % 4 / 2;  // lane of the first two columns; the last two are 2 lanes on
 #pragma unroll
   for (int i = 0; i < m * n / 2; ++i) {
     float (&even)[4] = O[i * 2 / n][i * 2 % n], (&odd)[4] = O[i * 2 / n][i * 2 % n + 1];
 #pragma unroll
-    for (int e = 0; e < 4; e += 2) {  // of two rows
+    for (int e = 0; e < 4; e += 2) {  // two rows
       float found[4];
 #pragma unroll
       for (int x = 0; x < 4; ++x) {
@@ -124,7 +125,7 @@ __device__ __forceinline__ void restore_columns(float (&O)[m][n][4], float facto
   }
 }
 
-// The steps of mma_split_kv with keys and values as they are stored.
+// Steps of mma_split_kv for keys and values in their stored dtype.
 template <class Scales, int Br, int columns, int Bc, int stored, int m, int n>
 __device__ __forceinline__ void multiply_stored_scores(operand (&Q)[Br][columns],
                                                        operand (&K)[Bc][stored],

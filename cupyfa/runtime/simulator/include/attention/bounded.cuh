@@ -1,5 +1,5 @@
 #pragma once
-// An index that a user's expression computes; outside its axis it is a fault.
+// An index computed by a user's expression. If it lies outside its axis, the simulator reports it.
 
 #include <simulator.h>
 
@@ -8,7 +8,7 @@ extern "C" int snprintf(char* text, size_t bytes, const char* format, ...);
 template <class T>
 struct Bounded {
   T index;
-  const char* array;  // and its text
+  const char* array;  // the array's name and the expression
   simulator::Here here;
 
   T within(int size) const {

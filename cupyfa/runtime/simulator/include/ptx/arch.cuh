@@ -1,4 +1,4 @@
 #pragma once
-// The simulator compiles the code that kernels have for Hopper.
+// The simulator compiles the Hopper code paths of kernels.
 
 constexpr bool on_hopper = true;

@@ -1,18 +1,18 @@
 #pragma once
-// Additions of the tensor memory accelerator to global memory, and waits for its stores.
+// TMA reduce-adds to global memory, and waits for TMA stores.
 //
-// A store reads shared memory in the wait for it; a write before that is reported as a race. Floats
-// are added later: with a seed in any such wait, without one in bulk_wait_group or at the block's
-// end.
+// The simulator reads shared memory for a store only when the thread waits for that store; it
+// reports a write before the wait as a race. Floats are added later: with a seed in a random wait,
+// without a seed in bulk_wait_group or at the end of the block.
 #include <ptx/tma.cuh>
 
-// Starts to add `count` floats, a multiple of 4, to floats in global memory, each atomically, in
-// any order. It counts as a store.
+// Starts an atomic add of `count` floats, a multiple of 4, from shared to global memory. The order
+// of additions is unspecified. Commits and waits treat it as a store.
 inline void bulk_add(float* memory, const float* shared, int count, simulator::Here here = {}) {
   simulator_add_floats(memory, shared, count, here.file, here.line);
 }
 
-// Ends a group of this thread's stores.
+// Commits this thread's stores as a group.
 inline void bulk_commit_group() {
   simulator_commit_stores();
 }
@@ -30,8 +30,8 @@ inline void bulk_wait_group(simulator::Here here = {}) {
   simulator_make_additions();
 }
 
-// Makes this thread's writes to shared memory visible to copies and tensor cores; after a barrier
-// another thread may start these.
+// Makes this thread's writes to shared memory visible to TMA and wgmma. Another thread may start
+// these after a barrier that follows the fence.
 inline void fence_proxy_async() {
   simulator_fence_for_copies();
 }

@@ -1,6 +1,6 @@
 #pragma once
-// The simulator has no clocks, and one multiprocessor. Each call counts as one cycle, so that times
-// have the order of calls.
+// The simulator models a single SM and no clock. Each call advances a counter by one cycle, so
+// times follow the order of calls.
 
 namespace simulator {
 

@@ -1,25 +1,25 @@
 #pragma once
 // Asynchronous copies from global to shared memory.
 //
-// Data arrive as late as a device allows: in the wait that requires them. An earlier use is
-// reported as a race.
+// The simulator writes the data in the wait for the copy, and reports an earlier use as a race.
 #include <simulator.h>
 #include <timeline.cuh>
 
-// Copies 0 to 16 `bytes`, and fills up 16 bytes with zeros; both addresses are multiples of 16.
+// Copies 0 to 16 `bytes` and fills up the 16-byte chunk with zeros; both addresses are multiples of
+// 16.
 inline void cp_async(void* shared, const void* global, int bytes, simulator::Here here = {}) {
   timeline::event(timeline::worked_copies, 0, 16);
   simulator_begin_copy(shared, global, bytes, here.file, here.line);
 }
 
-// Ends a group of this thread's copies.
+// Commits this thread's copies as a group.
 inline void cp_async_commit_group() {
   timeline::event(timeline::copies_begun);
   simulator_commit_copies();
 }
 
-// Waits until at most `pending` groups of this thread's copies are in flight; a barrier makes the
-// arrived data visible to other threads.
+// Waits until at most `pending` groups of this thread's copies are in flight. Other threads see the
+// data after a barrier.
 template <int pending>
 inline void cp_async_wait_group() {
   static_assert(pending >= 0, "a number of groups");

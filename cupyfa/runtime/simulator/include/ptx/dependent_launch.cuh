@@ -1,6 +1,6 @@
 #pragma once
-// Programmatic dependent launch. Here a launch begins after the previous one has ended; accesses
-// that lack the wait for its end are faults.
+// Programmatic dependent launch. The simulator starts each launch after the previous one has ended,
+// and reports accesses that need a wait_for_launch_before() and lack it.
 #include <simulator.h>
 
 // Waits until the previous launch has ended; all of its writes are then visible.
@@ -8,7 +8,7 @@ inline void wait_for_launch_before() {
   simulator_wait_for_launch_before();
 }
 
-// The next launch may begin when all blocks have called this or ended.
+// Allows the next launch to start once all blocks have called this or ended.
 inline void launch_dependents(simulator::Here here = {}) {
   simulator_launch_dependents(here.file, here.line);
 }

@@ -1,6 +1,6 @@
 #pragma once
-// e4m3, numbers of 8 bits for the tensor cores: four of exponent, three of mantissa. The largest is
-// 448, the smallest normal one 2^-6, the smallest of all 2^-9. There is NaN, but no infinity.
+// e4m3: 8-bit floating point with 4 exponent and 3 mantissa bits. The largest value is 448, the
+// smallest normal 2^-6, the smallest subnormal 2^-9. The format has NaN but no infinity.
 #include <simulator.h>
 
 struct E4m3 {
@@ -12,9 +12,9 @@ namespace simulator {
 inline unsigned e4m3_bits(float value) {
   unsigned bits = bit_cast<unsigned>(value);
   unsigned sign = bits >> 24 & 0x80, magnitude = bits & 0x7fffffff;
-  if (magnitude > 0x7f800000) return 0x7f;          // NaN has no sign
+  if (magnitude > 0x7f800000) return 0x7f;          // NaN loses its sign
   if (magnitude >= 0x43e00000) return sign | 0x7e;  // 448
-  // Below the smallest normal: adding 2^14 leaves a multiple of 2^-9 at the float's end.
+  // Subnormal results: adding 2^14 rounds to a multiple of 2^-9 in the float's low bits.
   if (magnitude < 0x3c800000)
     return sign | (bit_cast<unsigned>(bit_cast<float>(magnitude) + 0x1p14f) - 0x46800000);
   unsigned odd = magnitude >> 20 & 1;
@@ -23,8 +23,8 @@ inline unsigned e4m3_bits(float value) {
 
 }  // namespace simulator
 
-// Rounds four floats to nearest, ties to even; the first is in the lowest bits. Numbers above 448
-// and infinity become 448; NaN stays.
+// Rounds four floats to nearest even and packs them, `a` in the lowest bits. Values above 448 and
+// infinity become 448; NaN stays NaN.
 inline unsigned pack_e4m3(float a, float b, float c, float d) {
   return simulator::e4m3_bits(a) | simulator::e4m3_bits(b) << 8 | simulator::e4m3_bits(c) << 16 |
          simulator::e4m3_bits(d) << 24;

@@ -1,8 +1,8 @@
 #pragma once
 // Barriers in shared memory. A phase completes when `arrivals` threads have arrived and all
-// expected bytes were copied. Phases are numbered 0 1 0 1 …; a wait names one of them.
+// expected bytes have been copied. Phases alternate between 0 and 1.
 //
-// Bytes arrive as late as a device allows: in a wait. A wait that never ends is a fault.
+// The simulator copies bytes as late as a device may: in a wait. It reports a wait that never ends.
 #include <simulator.h>
 #include <timeline.cuh>
 
@@ -14,12 +14,12 @@ inline unsigned shared_address(const void* shared) {
   return static_cast<unsigned>(__cvta_generic_to_shared(shared));
 }
 
-// One thread calls this.
+// Initialises a barrier; one thread calls this.
 inline void init_barrier(Barrier& barrier, int arrivals, simulator::Here here = {}) {
   simulator_make_barrier(&barrier, arrivals, here.file, here.line);
 }
 
-// Makes initialised barriers visible to copies; __syncthreads does so for threads.
+// Makes initialised barriers visible to TMA; __syncthreads makes them visible to threads.
 inline void fence_barrier_init() {
   simulator_publish_barriers();
 }
@@ -29,13 +29,13 @@ inline void arrive(Barrier& barrier, simulator::Here here = {}) {
   simulator_arrive(&barrier, 0, "arrive", here.file, here.line);
 }
 
-// Arrives, and adds `bytes` to the bytes that the phase expects.
+// Arrives and adds `bytes` to the bytes that the phase expects.
 inline void arrive_expect_tx(Barrier& barrier, int bytes, simulator::Here here = {}) {
   timeline::event(timeline::barrier_arrive, shared_address(&barrier), bytes);
   simulator_arrive(&barrier, bytes, "arrive_expect_tx", here.file, here.line);
 }
 
-// Waits until a phase is complete; a new barrier has completed phase 1.
+// Waits for the end of a phase; on a new barrier, phase 1 has ended.
 inline void wait(Barrier& barrier, int phase, simulator::Here here = {}) {
   const timeline::Phase waiting(timeline::barrier_wait, shared_address(&barrier));
   simulator_wait(&barrier, phase, here.file, here.line);

@@ -1,12 +1,12 @@
 #pragma once
-// Tensor-core products of one warp: 16-bit numbers in, float out. All 32 lanes call each function
-// together. With r = l / 4 and c = 2 * (l % 4), lane l holds:
+// Tensor-core products of one warp: 16-bit inputs, float accumulators. All 32 lanes call each
+// function together. With r = l / 4 and c = 2 * (l % 4), lane l holds:
 //
-//   A [16][16]  a[0] = A[r][c, c+1], a[1] = A[r+8][c, c+1], a[2] and a[3] the same, columns + 8
+//   A [16][16]  a[0] = A[r][c, c+1], a[1] = A[r+8][c, c+1], a[2], a[3] = columns + 8
 //   B [16][8]   b0 = B[c, c+1][r], b1 = B[c+8, c+9][r]
 //   D [16][8]   d[0], d[1] = D[r][c, c+1]; d[2], d[3] = D[r+8][c, c+1]
 //
-// So two neighbouring D, packed in pairs, are an A: P stays in registers between the two products.
+// Two neighbouring D fragments, packed in pairs, form an A fragment: P stays in registers.
 #include <ptx/pack.cuh>
 #include <timeline.cuh>
 
@@ -25,8 +25,8 @@ inline void check_whole_warp(const char* text, Here here) {
   if (simulator_lanes() != 0xffffffffu) fault(text, here);
 }
 
-// The compiler does not instrument this: `check_read` checks reads and names the call; values
-// passed by lanes need no check.
+// Reads pairs without instrumentation by the compiler: check_read() checks each read and names the
+// call in its report. Values passed by lanes need no check.
 __attribute__((no_sanitize("thread"), noinline)) inline void read_pairs(unsigned* r,
                                                                         const void* const* rows,
                                                                         Here here) {
@@ -57,10 +57,10 @@ inline const void* const* gather_rows(const void* row, const char* operation, He
   return warp_gather(row, operation, here);
 }
 
-// A lane's part of A and B, as floats: they hold every 16-bit number exactly.
+// A lane's elements of A and B as floats, which represent every 16-bit number exactly.
 struct Operands {
   float upper[4];  // A[r][c, c+1, c+8, c+9]
-  float lower[4];  // of row r + 8
+  float lower[4];  // the same columns of A[r+8]
   float b[4];      // B[c, c+1, c+8, c+9][r]
 };
 
@@ -84,7 +84,7 @@ __attribute__((no_sanitize("thread"), noinline)) inline Operands widen_operands(
   return mine;
 }
 
-// Reads only values passed by the lanes, so there is nothing to check.
+// Not instrumented: reads only values that lanes have passed.
 __attribute__((no_sanitize("thread"), noinline)) inline void multiply_operands(
     float* d, const Operands* all) {
   const Operands* row = all + lane() / 4 * 4;
@@ -106,26 +106,26 @@ __attribute__((no_sanitize("thread"), noinline)) inline void multiply_operands(
 
 }  // namespace simulator
 
-// An address in shared memory that supports arithmetic.
+// A shared-memory address that supports arithmetic.
 struct SharedAddress {
   unsigned long bytes;
   inline SharedAddress(const void* shared) : bytes(reinterpret_cast<unsigned long>(shared)) {}
   const void* pointer() const { return reinterpret_cast<const void*>(bytes); }
 };
 
-// Loads four 8x8 matrices of 16-bit numbers. Lane l passes the address of row l % 8 of matrix
-// l / 8, a multiple of 16 bytes, and gets elements 2 * (l % 4) and 2 * (l % 4) + 1 of row l / 4 of
-// each matrix. (Read as floats: 8x4 matrices, of which it gets element l % 4 of row l / 4.)
+// Loads four 8x8 matrices of 16-bit numbers. Lane l passes the address of row l % 8 of matrix l /
+// 8, a multiple of 16 bytes, and receives elements 2 * (l % 4) and 2 * (l % 4) + 1 of row l / 4 of
+// each matrix. (As floats the matrices are 8x4, and the lane receives element l % 4 of row l / 4.)
 inline void ldmatrix(unsigned (&r)[4], SharedAddress row, simulator::Here here = {}) {
   simulator::read_pairs(r, simulator::gather_rows(row.pointer(), "ldmatrix", here), here);
 }
 
-// Loads four matrices like ldmatrix, each transposed.
+// Loads four transposed matrices.
 inline void ldmatrix_trans(unsigned (&r)[4], SharedAddress row, simulator::Here here = {}) {
   simulator::read_columns(r, simulator::gather_rows(row.pointer(), "ldmatrix_trans", here), here);
 }
 
-// D += A B, operands of type T.
+// Computes D += A B.
 template <class T>
 inline void multiply_add(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1,
                          simulator::Here here = {}) {

@@ -1,19 +1,19 @@
 #pragma once
-// Tensor-core products of one warp on doubles, 16x8x16. Lane l holds, with r = l / 4 and c = l % 4:
+// Tensor-core products of one warp on doubles, 16x8x16. All 32 lanes call this together. With r = l
+// / 4 and c = l % 4, lane l holds:
 //
 //   A [16][16]  a[2 * i], a[2 * i + 1] = A[r, r+8][c + 4 * i]
 //   B [16][8]   b[i] = B[c + 4 * i][r]
-//   D [16][8]   d[0], d[1] = D[r][2 * c, 2 * c + 1]; d[2], d[3] the same of row r + 8
+//   D [16][8]   d[0], d[1] = D[r][2 * c, 2 * c + 1]; d[2], d[3] = the same columns of D[r+8]
 #include <ptx/mma.cuh>
 
 namespace simulator {
 
-// A lane's part of A and B.
 struct DoubleOperands {
   double a[8], b[4];
 };
 
-// Each sum is a chain of fused products in the order of the depth.
+// Accumulates each element by fused multiply-adds in order of k.
 __attribute__((no_sanitize("thread"), noinline)) inline void multiply_operands(
     double* d, const DoubleOperands* all) {
   const DoubleOperands* row = all + lane() / 4 * 4;
@@ -36,7 +36,7 @@ __attribute__((no_sanitize("thread"), noinline)) inline DoubleOperands both_oper
 
 }  // namespace simulator
 
-// D += A B.
+// Computes D += A B.
 inline void multiply_add_f64(double (&d)[4], const double (&a)[8], const double (&b)[4],
                              simulator::Here here = {}) {
   simulator::check_whole_warp("multiplies matrices in a warp of less than 32 threads", here);

@@ -1,17 +1,17 @@
 #pragma once
 // Tensor-core products of one warp on tf32: floats whose last 13 bits are ignored. A product is
-// 16x8x8, its sum D is that of mma.cuh. Lane l holds, with r = l / 4 and c = l % 4:
+// 16x8x8; D has the layout of mma.cuh. With r = l / 4 and c = l % 4, lane l holds:
 //
-//   A [16][8]   a[0] = A[r][c], a[1] = A[r+8][c], a[2] and a[3] the same in column c + 4
+//   A [16][8]   a[0] = A[r][c], a[1] = A[r+8][c], a[2], a[3] = column c + 4
 //   B [8][8]    b0 = B[c][r], b1 = B[c+4][r]
 #include <ptx/mma.cuh>
 
 namespace simulator {
 
-// A lane's part of A and B of a tf32 product, as floats without the ignored bits.
+// A lane's elements of A and B as floats without the ignored bits.
 struct Tf32Operands {
   float upper[2];  // A[r][c, c+4]
-  float lower[2];  // of row r + 8
+  float lower[2];  // the same columns of A[r+8]
   float b[2];      // B[c, c+4][r]
 };
 
@@ -52,7 +52,7 @@ inline unsigned round_to_tf32(float x) {
   return (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
 }
 
-// D += A B, operands of tf32.
+// Computes D += A B.
 inline void multiply_add_tf32(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1,
                               simulator::Here here = {}) {
   simulator::check_whole_warp("multiplies matrices in a warp of less than 32 threads", here);

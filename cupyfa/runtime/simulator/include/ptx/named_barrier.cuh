@@ -1,9 +1,9 @@
 #pragma once
-// The block's sixteen barriers. Barrier 0 is that of __syncthreads; `threads` counts whole warps.
+// The named barriers of a block, 0 to 15; __syncthreads uses 0. `threads` is a multiple of 32.
 #include <simulator.h>
 #include <timeline.cuh>
 
-// Waits until `threads` threads have arrived at the barrier.
+// Arrives and waits until `threads` threads have arrived at the barrier.
 inline void barrier_sync(int id, int threads, simulator::Here here = {}) {
   const timeline::Phase waiting(timeline::named_wait, id, threads);
   simulator::barrier(id, threads, true, "barrier_sync", here);

@@ -1,8 +1,6 @@
 #pragma once
-// Keeps the compiler from holding rarely needed values in registers. The simulator has no need for
-// that.
+// Hides a value from the optimiser on a device; the simulator returns it unchanged.
 
-// Returns the same number.
 template <class T>
 inline T opaque(T value) {
   return value;

@@ -1,9 +1,9 @@
 #pragma once
-// The 16-bit operands of tensor-core products: a register holds two of them.
+// Packs 16-bit operands of tensor-core products, two per register.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-constexpr int step = 16;  // rows of A, keys and depth that two mma.sync of 16-bit numbers take
+constexpr int step = 16;  // M and K of a 16-bit mma.sync; two products cover 16 keys
 
 template <class T>
 constexpr bool is_half = false;
@@ -23,7 +23,7 @@ inline unsigned short narrow(float value) {
 
 }  // namespace simulator
 
-// Rounds two floats to T; the first is in the lower bits.
+// Rounds two floats to T, the first to the lower bits.
 template <class T>
 inline unsigned pack(float low, float high) {
   return simulator::narrow<T>(low) | static_cast<unsigned>(simulator::narrow<T>(high)) << 16;

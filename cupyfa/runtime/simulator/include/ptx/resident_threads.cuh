@@ -1,4 +1,4 @@
 #pragma once
-// The simulator has the limit of Hopper.
+// The maximum number of resident threads per SM, as on Hopper.
 
 constexpr int resident_threads = 2048;

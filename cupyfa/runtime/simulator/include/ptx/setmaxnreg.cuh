@@ -1,10 +1,10 @@
 #pragma once
-// Warp specialization: registers and roles. Here no thread waits for registers: at its end a block
-// is checked not to hold more than it has.
+// Warp specialization: register reallocation, and election of one thread per warp. No simulated
+// thread waits for registers; the simulator checks the block's total when the block ends.
 #include <simulator.h>
 
-// Sets the registers of each thread of the warpgroup to `count`, a multiple of 8 from 24 to 256. An
-// increase waits until others have decreased.
+// Sets the registers per thread of the warpgroup, a multiple of 8 from 24 to 256. On a device an
+// increase waits until other warpgroups have released registers.
 template <int count>
 inline void decrease_registers(simulator::Here here = {}) {
   static_assert(count % 8 == 0 && count >= 24 && count <= 256, "a number of registers");
@@ -16,12 +16,12 @@ inline void increase_registers(simulator::Here here = {}) {
   simulator_set_registers(count, true, here.file, here.line);
 }
 
-// Returns a value that is equal in all lanes; the compiler may then keep it in uniform registers.
+// Broadcasts lane 0's value; a compiler for a device then keeps the result in a uniform register.
 inline int warp_uniform(int value, simulator::Here here = {}) {
   return __shfl_sync(0xffffffffu, value, 0, 32, here);
 }
 
-// True in one lane of the warp. All lanes call it.
+// Returns true in one lane of the warp; all lanes must call this.
 inline bool elect_one(simulator::Here here = {}) {
   simulator_ballot(0xffffffffu, true, "elect_one", here.file, here.line);
   return simulator::lane() == simulator_elected_lane();

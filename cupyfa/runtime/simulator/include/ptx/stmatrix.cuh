@@ -1,5 +1,5 @@
 #pragma once
-// Stores of 8x8 matrices of 16-bit numbers by one warp.
+// Stores 8x8 matrices of 16-bit numbers from the registers of one warp.
 #include <ptx/mma.cuh>
 
 namespace simulator {
@@ -8,7 +8,7 @@ struct Registers {
   unsigned r[4];
 };
 
-// Each lane writes the pairs of a matrix that ldmatrix would give it.
+// Each lane writes the pair that ldmatrix would return to it.
 __attribute__((no_sanitize("thread"), noinline)) inline void write_columns(void* const* rows,
                                                                            const Registers* all,
                                                                            Here here) {
@@ -23,8 +23,8 @@ __attribute__((no_sanitize("thread"), noinline)) inline void write_columns(void*
 
 }  // namespace simulator
 
-// Stores four matrices to shared memory, each transposed. Lane l passes the address of row l % 8 of
-// the stored matrix l / 8, and elements [2 * (l % 4)][l / 4] and [2 * (l % 4) + 1][l / 4] of each.
+// Stores four matrices to shared memory and transposes each. Lane l passes the address of row l % 8
+// of stored matrix l / 8, and elements [2 * (l % 4)][l / 4] and [2 * (l % 4) + 1][l / 4] of each.
 inline void store_matrices_transposed(void* row, const unsigned (&r)[4],
                                       simulator::Here here = {}) {
   const char* name = "store_matrices_transposed";

@@ -1,11 +1,12 @@
 #pragma once
-// Copies by the tensor memory accelerator (TMA), which one thread starts.
+// Copies by the tensor memory accelerator (TMA); one thread issues each copy.
 //
-// A box is loaded in the first wait for its barrier's phase; an earlier use is reported as a race.
+// The simulator loads a box in the wait for its barrier phase; an earlier use is reported as a
+// race.
 #include <ptx/mbarrier.cuh>
 
-// An array [batch, heads, rows, columns] of numbers of 16 bits, or of 8, and a box of it. On a
-// device only the driver knows the layout of its 128 bytes; here it is this one.
+// Describes an array [batch, heads, rows, columns] of 16-bit or 8-bit numbers, and a box of it. A
+// device keeps the 128 bytes opaque; the simulator uses this layout.
 struct alignas(64) TensorMap {
   unsigned long long address;
   long long row_stride, head_stride, batch_stride;  // bytes
@@ -15,11 +16,11 @@ struct alignas(64) TensorMap {
 };
 static_assert(sizeof(TensorMap) == 128, "as large as on a device");
 
-constexpr int box_columns = 64;  // of 16 bits; 128 of 8
+constexpr int box_columns = 64;  // for 16-bit numbers; 128 for 8-bit numbers
 constexpr int box_row_bytes = 128;
 constexpr int box_alignment = 1024;
 
-// Starts to copy a box to shared memory; the barrier counts its bytes.
+// Starts a copy of a box to shared memory; the copy signals `barrier` with the bytes transferred.
 inline void tma_load(void* shared, const TensorMap& map, Barrier& barrier, int column, int row,
                      int head, int batch, simulator::Here here = {}) {
   const int coordinates[] = {column, row, head, batch};

@@ -1,8 +1,7 @@
 #pragma once
-// Stores of boxes by the tensor memory accelerator.
+// Starts a copy of a box from shared to global memory.
 #include <ptx/bulk_store.cuh>
 
-// Starts to copy a box from shared memory.
 inline void tma_store(const TensorMap& map, const void* shared, int column, int row, int head,
                       int batch, simulator::Here here = {}) {
   const int coordinates[] = {column, row, head, batch};

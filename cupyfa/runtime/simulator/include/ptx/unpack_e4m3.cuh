@@ -1,5 +1,5 @@
 #pragma once
-// Converts e4m3 to operands of 16-bit tensor-core products.
+// Unpacks e4m3 into operands of 16-bit tensor-core products.
 
 #include <ptx/e4m3.cuh>
 #include <ptx/pack.cuh>
@@ -13,7 +13,7 @@ inline float e4m3_value(E4m3 x) {
   return x.bits & 0x80 ? -value : value;
 }
 
-// Converts four e4m3 numbers to pairs of 16-bit ones, exactly; the first is in the lower bits.
+// Converts four e4m3 numbers exactly to two pairs of 16-bit numbers, the first in the lower bits.
 template <class T>
 inline void unpack_e4m3(unsigned four, unsigned& first, unsigned& second) {
   float value[4];
@@ -22,7 +22,7 @@ inline void unpack_e4m3(unsigned four, unsigned& first, unsigned& second) {
   first = pack<T>(value[0], value[1]), second = pack<T>(value[2], value[3]);
 }
 
-// Swaps the middle two of four bytes.
+// Swaps the two middle bytes.
 inline unsigned swap_middle(unsigned four) {
   return (four & 0xff0000ff) | (four & 0xff00) << 8 | (four & 0xff0000) >> 8;
 }

@@ -1,61 +1,61 @@
 #pragma once
-// Tensor-core products of a warpgroup, four warps in a row of which the first is a multiple of
-// four: D [64][n] += A [64][16] B [16][n], 16-bit numbers in, float out. All 128 threads begin each
-// product together and go on; a product reads shared memory and writes D until it was waited for.
+// Tensor-core products of a warpgroup (four warps, the first at a multiple of 4): D [64][n] += A
+// [64][16] B [16][n], 16-bit inputs, float accumulators. All 128 threads issue each product
+// together and continue. Until the wait for it, the product reads shared memory and writes D.
 //
 // Warp w owns rows 16 * w … 16 * w + 15. Lane l holds, with r = l / 4 and c = 2 * (l % 4),
 //
-//   D    d[4 * j], d[4 * j + 1] = D[r][8 * j + c, + 1]; d[4 * j + 2], d[4 * j + 3] of row r + 8
-//   A    a[0] = A[r][c, c+1], a[1] = A[r+8][c, c+1], a[2] and a[3] the same, columns + 8
+//   D    d[4 * j], d[4 * j + 1] = D[r][8 * j + c, + 1]; d[4 * j + 2], d[4 * j + 3] = row r + 8
+//   A    a[0] = A[r][c, c+1], a[1] = A[r+8][c, c+1], a[2], a[3] = columns + 8
 //
-// So two columns of D, packed in pairs, are an A, as with the products of one warp.
+// Two neighbouring column blocks of D, packed in pairs, form an A operand, as with mma.cuh.
 //
-// With e4m3, numbers of 8 bits (e4m3.cuh), a product takes the same number of bytes: A [64][32] B
-// [32][n].
+// With e4m3 a product covers twice the depth, A [64][32] B [32][n]:
 //
-//   A    a[0] = A[r][4 * (l % 4) … + 3], a[1] of row r + 8, a[2] and a[3] the same 16 columns on
+//   A    a[0] = A[r][4 * (l % 4) … + 3], a[1] = row r + 8; a[2], a[3] = columns + 16
 //
-// A product is made in the first wait for its group; until then D is NaN. Not as on a device:
+// The simulator computes a product in the first wait for its group; until then D is NaN. It differs
+// from a device in three points:
 //
-// - A in registers is read when the product begins, so its registers may be written at once.
-// - Sums are rounded after each of the 16 products; a device adds these together first. Those of
-//   e4m3 have the 14 bits that an H100 keeps.
-// - Of the registers written without wgmma_fence, only those written after a wait are noticed.
+// - It reads A from registers when the product is issued, so these may be overwritten at once.
+// - It rounds the sum after each of the 16 terms, where a device adds the terms first. Sums of e4m3
+//   keep 14 bits, as on an H100.
+// - It detects a missing wgmma_fence only for registers that were written after a wait.
 #include <ptx/mbarrier.cuh>
 #include <ptx/pack.cuh>
 
-constexpr int wgmma_bytes = 32;  // of each row of A and B that one product takes
+constexpr int wgmma_bytes = 32;  // bytes of each row of A and B that one product reads
 
-// A tile of boxes (tma.cuh) in shared memory, as the operand of a product.
+// A wgmma operand: a tile of boxes (tma.cuh) in shared memory.
 struct Matrix {
   const unsigned char* address;
-  int rows;  // of its boxes, if it is by columns
+  int rows;  // rows per box of an operand by_columns, else 0
 };
 
-// Returns the operand that begins `bytes` bytes further on.
+// Returns the operand that starts `bytes` bytes further on.
 inline Matrix operator+(Matrix matrix, int bytes) {
   return {matrix.address + bytes, matrix.rows};
 }
 
-// For A [64][16] as its own rows, and for B [16][n] as those of its transpose: sums go along rows.
-// The next 16 columns (32 of e4m3) are 32 bytes further, up to the end of the box.
+// Returns a K-major operand: A [64][16] stored by rows, or B [16][n] stored as its transpose. The
+// next 16 columns (32 of e4m3) follow 32 bytes further in the same box.
 inline Matrix by_rows(const void* box) {
   return {static_cast<const unsigned char*>(box), 0};
 }
 
-// For B [16][n] as its own rows, whose n columns are in boxes of `rows` rows: sums go across rows.
-// The next 16 rows are 2048 bytes further.
+// Returns an N-major operand: B [16][n] stored by rows, with n columns in boxes of `rows` rows. The
+// next 16 rows follow 2048 bytes further.
 inline Matrix by_columns(const void* box, int rows) {
   return {static_cast<const unsigned char*>(box), rows};
 }
 
-// Comes before the first product, and before a product that uses registers written since.
+// Must precede the first product, and any product whose registers were written since.
 inline void wgmma_fence(simulator::Here here = {}) {
   timeline::event(timeline::issue);
   simulator_fence_registers(here.file, here.line);
 }
 
-// Ends a group of products.
+// Commits the issued products as a group.
 inline void wgmma_commit_group(simulator::Here here = {}) {
   simulator_commit_products(here.file, here.line);
   timeline::end(timeline::issue);
@@ -65,7 +65,7 @@ inline void wgmma_commit_group(simulator::Here here = {}) {
 template <int count>
 inline void read_after_here(float (&)[count]) {}
 
-// Waits until at most `pending` groups of products are in flight; D may be read then.
+// Waits until at most `pending` groups of products are in flight; D may then be read.
 template <int pending, int count>
 inline void wgmma_wait_group(float (&d)[count], simulator::Here here = {}) {
   static_assert(pending >= 0, "a number of groups");
@@ -73,7 +73,7 @@ inline void wgmma_wait_group(float (&d)[count], simulator::Here here = {}) {
   simulator_wait_for_products(pending, d, here.file, here.line);
 }
 
-// Waits like the above, without reading D: operands of completed groups may be overwritten.
+// Waits without reading D; operands of completed groups may then be overwritten.
 template <int pending>
 inline void wgmma_wait_group(simulator::Here here = {}) {
   static_assert(pending >= 0, "a number of groups");
@@ -83,7 +83,7 @@ inline void wgmma_wait_group(simulator::Here here = {}) {
 
 namespace simulator {
 
-// The runtime's Format.
+// Numbered as the runtime's enum Format.
 template <class T>
 constexpr int format = sizeof(T) == 1 ? 2 : is_half<T>;
 
@@ -94,7 +94,7 @@ constexpr void check_columns() {
 
 }  // namespace simulator
 
-// Computes D = A B, or D += A B if `added`; A and B by_rows.
+// Computes D = A B, or D += A B if `added`; A and B are by_rows.
 template <class T, int count>
 inline void multiply(float (&d)[count], Matrix a, Matrix b, bool added, simulator::Here here = {}) {
   simulator::check_columns<2 * count>();
@@ -104,7 +104,7 @@ inline void multiply(float (&d)[count], Matrix a, Matrix b, bool added, simulato
                      here.file, here.line);
 }
 
-// Multiplies likewise with A in registers and B by_columns, or by_rows for e4m3.
+// Computes D = A B, or D += A B if `added`; A is in registers, B by_columns (by_rows for e4m3).
 template <class T, int count>
 inline void multiply(float (&d)[count], const unsigned (&a)[4], Matrix b, bool added,
                      simulator::Here here = {}) {

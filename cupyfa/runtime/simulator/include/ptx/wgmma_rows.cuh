@@ -1,5 +1,5 @@
 #pragma once
-// The products of wgmma.cuh with A in registers and B by_rows.
+// Products like those of wgmma.cuh, with A in registers and B by_rows.
 #include <ptx/wgmma.cuh>
 
 template <class T, int count>

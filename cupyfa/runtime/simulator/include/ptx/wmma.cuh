@@ -1,7 +1,7 @@
 #pragma once
-// 16x16x16 tensor-core tiles of one warp: half in, float out. All 32 lanes call each function.
+// 16x16x16 tensor-core products of one warp: half in, float out. All 32 lanes call each function.
 //
-// A lane holds half a row of a tile: row lane / 2, columns 8 * (lane % 2) and up.
+// In the simulator lane l holds half a row of a tile: row l / 2, from column 8 * (l % 2) on.
 #include <cuda_fp16.h>
 #include <timeline.cuh>
 
@@ -17,7 +17,7 @@ inline int tile_column() {
   return lane() % 2 * lane_elements;
 }
 
-// A lane's part of a tile, as floats: they hold every half exactly.
+// A lane's elements of a tile as floats, which represent every half exactly.
 struct TilePart {
   float r[lane_elements];
 };
@@ -27,7 +27,7 @@ inline void check_tile(const void* tile, int stride, size_t element, const char*
   if (!aligned || stride * element % 16 != 0) fault(text);
 }
 
-// Acts like the instruction: all lanes meet, and each reads its part.
+// Loads a tile like the instruction: all lanes synchronise, then each reads its elements.
 inline TilePart load_tile(const __half* tile, int stride, bool transposed, const char* operation,
                           Here here) {
   check_tile(tile, stride, sizeof(__half),
@@ -43,7 +43,7 @@ inline TilePart load_tile(const __half* tile, int stride, bool transposed, const
   return part;
 }
 
-// Reads only values passed by the lanes, so there is nothing to check.
+// Not instrumented: reads only values that lanes have passed.
 __attribute__((no_sanitize("thread"), noinline)) inline void multiply_parts(float* d,
                                                                             const float* a_row,
                                                                             const TilePart* b) {
@@ -65,22 +65,22 @@ struct MatrixBColumns {
   simulator::TilePart part;
 };
 
-// Starts at zero when written `Accumulator d{}`.
+// Zero-initialised by `Accumulator d{}`.
 struct Accumulator {
   float r[8];
 };
 
-// A[m][k] = tile[m * stride + k].
+// Loads A[m][k] = tile[m * stride + k].
 inline MatrixA load_a(const __half* tile, int stride, simulator::Here here = {}) {
   return {simulator::load_tile(tile, stride, false, "load_a", here)};
 }
 
-// B[k][n] = tile[k * stride + n].
+// Loads B[k][n] = tile[k * stride + n].
 inline MatrixBRows load_b_rows(const __half* tile, int stride, simulator::Here here = {}) {
   return {simulator::load_tile(tile, stride, false, "load_b_rows", here)};
 }
 
-// B[k][n] = tile[n * stride + k]: a row-major tile, transposed.
+// Loads B[k][n] = tile[n * stride + k]: a row-major tile, transposed.
 inline MatrixBColumns load_b_columns(const __half* tile, int stride, simulator::Here here = {}) {
   return {simulator::load_tile(tile, stride, true, "load_b_columns", here)};
 }
@@ -99,7 +99,6 @@ inline void multiply_tiles(Accumulator& d, const TilePart& a, const TilePart& b,
 
 }  // namespace simulator
 
-// D += A B.
 inline void multiply_add(Accumulator& d, const MatrixA& a, const MatrixBRows& b,
                          simulator::Here here = {}) {
   simulator::multiply_tiles(d, a.part, b.part, here);
@@ -109,7 +108,7 @@ inline void multiply_add(Accumulator& d, const MatrixA& a, const MatrixBColumns&
   simulator::multiply_tiles(d, a.part, b.part, here);
 }
 
-// tile[m * stride + n] = D[m][n].
+// Stores D: tile[m * stride + n] = D[m][n].
 inline void store(float* tile, int stride, const Accumulator& d, simulator::Here here = {}) {
   simulator::check_tile(tile, stride, sizeof(float),
                         "stores a tensor-core tile that does not begin at a multiple of 32 bytes,"

@@ -1,7 +1,6 @@
 #pragma once
-// The block's dynamic shared memory, seen as one struct.
-//
-// The runtime allocates exactly the bytes that the launch requests, and checks every access.
+// The block's dynamic shared memory as one struct. The runtime allocates exactly the bytes that the
+// launch requests, and checks every access.
 #include <simulator.h>
 
 template <class Shared>

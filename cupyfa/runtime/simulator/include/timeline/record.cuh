@@ -1,7 +1,6 @@
 #pragma once
-// Writes entries of a recording (log.cuh). There are no clocks: the host computes times by a model
-// from the order of a block's entries. Products and copies count their work here, and the warp's
-// next entry contains it, so that the host knows it.
+// Writes timeline entries (log.cuh). The simulator has no clock: the host models times from the
+// order of a block's entries. Products and copies add up their work for the warp's next entry.
 #include <ptx/clock.cuh>
 #include <simulator.h>
 #include <tile/timeline_kinds.cuh>
@@ -14,10 +13,10 @@ __attribute__((visibility("default"))) extern int timeline_members[];
 
 namespace timeline {
 
-constexpr int works = 3;  // kinds of work, which are the last ones
-inline unsigned work_done[timeline_blocks * timeline_warps][works];  // since the last entry
+constexpr int works = 3;  // number of kinds that count work; they are the last ones of the enum
+inline unsigned work_done[timeline_blocks * timeline_warps][works];  // since its last entry
 
-// The warp's number if its first lane is in a block that is recorded, else -1.
+// Returns the warp's number if this is its first lane and its block is recorded, else -1.
 inline int recorded_warp() {
   const simulator::Coordinates& here = *simulator_coordinates();
   const uint3 &block = here.block, &grid = here.grid_dim;
@@ -51,7 +50,7 @@ __attribute__((no_sanitize("thread"), noinline)) inline void record(unsigned kin
   }
   append(warp, kind, argument);
 }
-// Blocks have no multiprocessor.
+// Does nothing: simulated blocks have no SM.
 inline void record_place(unsigned) {}
 
 }  // namespace timeline
