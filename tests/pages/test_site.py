@@ -100,8 +100,16 @@ def anchors(command, path):
 
 @pytest.mark.slow
 def test_every_command_is_described_with_its_options(site):
+    """On a page of its own; options that it shares with cupyfa run, on that page."""
     main = runpy.run_path(str(ROOT / "cli.py"))["main"]
-    assert {*anchors(main, "cupyfa")} <= site["reference/commands.html"].anchors
+    shared = {
+        x.replace("cupyfa-run", "{}") for x in site["reference/commands/run.html"].anchors if x
+    }
+    for name, command in main.commands.items():
+        path = f"cupyfa-{name}"
+        described = site[f"reference/commands/{name}.html"].anchors
+        missing = {*anchors(command, path)} - described
+        assert {x.replace(path, "{}") for x in missing} <= shared, name
 
 
 @pytest.mark.slow
@@ -138,3 +146,10 @@ def test_search_finds_words_of_pages(folder):
             pages = pages if isinstance(pages, list) else [pages]
             found[word] |= {index["docnames"][page] for page in pages}
     assert "semantics" in found["softcap"] and "rungs/mma_swizzled" in found["swizzl"]
+
+
+@pytest.mark.slow
+def test_headers_are_pages_and_includes_link_to_them(site):
+    assert "source/kernels/include/tile/swizzle.cuh.html" in site
+    kernel = site["source/kernels/forward/fa2.cu.html"]
+    assert "../include/attention/online_softmax.cuh.html" in kernel.links
