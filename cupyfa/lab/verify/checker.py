@@ -399,9 +399,7 @@ def _require_room(folder: Path) -> None:
     """Raises ValueError if a folder cannot be written to; does not create it."""
     there = next((x for x in (folder, *folder.parents) if os.path.exists(x)), folder)
     if not cache_folder.can_write(there):
-        raise ValueError(
-            f"failures is {folder}, but {there} is not writable; name another folder"
-        )
+        raise ValueError(f"failures is {folder}, but {there} is not writable; name another folder")
 
 
 def _require_pickling(tasks: Sequence[Task], given: str, remedy: str) -> None:

@@ -116,7 +116,7 @@ def test_nothing_is_copied_for_torch(simulator, name):
     [
         ("cudnn", {}, "torch cudnn cannot do batch=2 heads=4 M=24 .*: ."),
         ("cudnn", {"causal": True}, "its causal mask is aligned to the top left"),
-        ("fa2", {"causal": True, "M": 50}, "its rows without a key are NaN"),
+        ("fa2", {"causal": True, "M": 50}, "it returns NaN for rows without visible keys"),
         ("cudnn-frontend", {}, "cudnn-frontend cannot do .*: it needs a GPU"),
     ],
 )
