@@ -82,7 +82,7 @@ def bench(
     problems that it lists as done are skipped.
 
     Returns a row for each kernel, peer and problem; a note explains why a row was not measured.
-    Warns of peers that cannot be measured. Raises ValueError or TypeError for invalid arguments,
+    Warns about peers that cannot be measured. Raises ValueError or TypeError for invalid arguments,
     and the first kernel's error if none of the named kernels can run.
     """
     backend = backend_to_measure(backend)
@@ -165,7 +165,7 @@ def _check(
 def _labels(
     names: Sequence[str | Kernel], chosen: Sequence[str | Kernel], alone: bool
 ) -> list[tuple[Kernel, str]]:
-    """Labels each kernel by its name, or by the name it was given where two kernels share one."""
+    """Labels each kernel by its own name, or by the caller's name for it if two names clash."""
     known: list[tuple[Kernel, str]] = []
     for name, kernel in zip(names, chosen):
         if isinstance(kernel, Kernel):

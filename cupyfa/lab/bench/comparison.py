@@ -140,7 +140,7 @@ def _loaded(source: str | Path | Results | Sequence[Measurement]) -> Results:
 
 
 def _keyed(rows: Sequence[Measurement]) -> dict[tuple[Any, ...], Measurement]:
-    """Maps kernel, operation, problem, constants and an index among duplicates to each row."""
+    """Indexes rows by kernel, operation, problem, constants and a count of earlier duplicates."""
     found: dict[tuple[Any, ...], Measurement] = {}
     counts: Counter[tuple[Any, ...]] = Counter()
     for row in rows:

@@ -96,7 +96,7 @@ def named(name: str) -> Device:
     if name not in DEVICES:
         known = ", ".join(DEVICES)
         raise ValueError(
-            f"device {name!r} is unknown{nearest(name, DEVICES)}; there are {known}, and this"
+            f"device {name!r} is unknown{nearest(name, DEVICES)}; use one of {known}, or this"
         )
     return DEVICES[name]
 
@@ -108,10 +108,7 @@ def known_as(name: str) -> Device | None:
 
 
 def product_rate(backend: Backend, precision: str) -> float | None:
-    """Measures the TFLOP/s of a large matrix product; returns None if no BLAS library is found.
-
-    precision: a dtype or "tf32".
-    """
+    """Measures the TFLOP/s of a matrix product in a dtype or "tf32"; None without a BLAS library."""
     if backend.limits.no_matmul or precision not in (*DTYPES, "tf32"):
         return None
     tf32 = precision == "tf32"

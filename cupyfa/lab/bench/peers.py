@@ -69,13 +69,13 @@ def peer(
         if others:
             raise Unsupported(f"it does not support {', '.join(others)} here")
         if p.wrt:
-            raise Unsupported(f"its gradients of {', '.join(p.wrt)} are not timed here")
+            raise Unsupported(f"bench does not time its gradients of {', '.join(p.wrt)}")
         if name in _OF_TORCH:
             more = {x: y for x, y in arrays.items() if x.startswith("mods.")}
             gradient = arrays["dO"] if operation == "backward" else None
             return _torch(name, backend, p, inputs, more, gradient)
         if operation != "forward":
-            raise Unsupported("its gradients are not timed here")
+            raise Unsupported("bench does not time its gradients")
         return _cudnn_frontend(name, backend, p, inputs)
 
 
@@ -339,7 +339,7 @@ def _cudnn_frontend(name: str, backend: Backend, p: Problem, arrays: Sequence[An
         raise Unsupported("it needs a GPU")
     kinds = {"float16": cudnn.data_type.HALF, "bfloat16": cudnn.data_type.BFLOAT16}
     if p.dtype.name not in kinds:
-        raise Unsupported(f"its dtypes are {', '.join(kinds)}")
+        raise Unsupported(f"it supports only {', '.join(kinds)}")
     kind, single = kinds[p.dtype.name], cudnn.data_type.FLOAT
     out = backend.empty((p.batch, p.heads, p.M, p.dv), p.dtype.numpy)
 

@@ -56,7 +56,7 @@ def parsed(text: str) -> tuple[str, list[Any]]:
     if name in (shape_language.BLOCK_MASK, shape_language.DLSE, shape_language.RETURN_MAX):
         return name, [_truth(name, value.strip()) for value in values.split(",")]
     if name == shape_language.CAPTURED:
-        raise ValueError(f"captured has one value for all cases; give --captured {values.strip()}")
+        raise ValueError(f"captured cannot have several values; use --captured {values.strip()}")
     if name in OWN_ARRAYS:
         return name, [value.strip() for value in values.split(",")]
     if ":" in values:
@@ -70,34 +70,34 @@ def parsed(text: str) -> tuple[str, list[Any]]:
 def problems(
     operation: str, sizes: Mapping[str, Any], *kernels: Kernel, small: bool = False
 ) -> list[Problem]:
-    """Returns a problem for each combination of sizes; a size has one value or several.
+    """Returns a problem for each combination of sizes; each size has one value or several.
 
-    Sizes are those of ``Problem.of_sizes``. Unless given, N is M, dv is d, kv_heads is heads, and
-    the dtype is one that the kernels support. ``tokens`` is batch * M, ``width`` is heads * d.
-    Several values are a list or a tuple. Since windows, shapes and ``wrt`` may themselves be
-    tuples, several values of them must be a list. ``options`` is an AttentionOptions.
-    Score-modifying arrays are given as forms of ``shape_language``:
-    ``bias="1hmn", captured={"slope": "f32[heads]"}, wrt="bias,slope"``; ``block_mask=True`` turns
-    masks into a block mask. ``lengths``, as in ``Problem.of_sizes``, replaces batch, M and N;
-    several values of it are a list. A softmax has M rows of N elements.
+    Sizes are those of ``Problem.of_sizes``. N defaults to M, dv to d, kv_heads to heads, and the
+    dtype to one that the kernels support. ``tokens`` is batch * M, ``width`` is heads * d. Several
+    values form a list or a tuple; windows, shapes and values of ``wrt``, which may themselves be
+    tuples, must form a list. ``options`` is an AttentionOptions. Score-modifying arrays are given
+    as forms of ``shape_language``: ``bias="1hmn", captured={"slope": "f32[heads]"},
+    wrt="bias,slope"``; ``block_mask=True`` turns masks into a block mask. ``lengths``, as in
+    ``Problem.of_sizes``, replaces batch, M and N; several of them must form a list. A softmax has M
+    rows of N elements.
 
     ``cache``, "contiguous" or "paged", selects decoding: each sequence has M new tokens (1 by
     default) and ``lengths`` or N keys, including the new ones; with ``lengths``, N is the capacity.
-    ``page`` is the number of keys per page (16 by default). Other sizes default to USUAL, or, if
-    ``small``, to the smaller ones for the simulator.
+    ``page`` is the number of keys per page (16 by default). Other sizes default to USUAL, or to
+    SMALL for the simulator if ``small``.
     """
-    # An unknown operation gets default sizes: the planner rejects its record with a message.
+    # Unknown operations get default sizes; the planner rejects their records later.
     usual = {**USUAL.get(operation, _ATTENTION), **(SMALL.get(operation, _FEW) if small else {})}
     usual["dtype"] = usual_dtype(*kernels, precision=sizes.get("precision"))
     several: dict[str, Sequence[Any]] = {}
-    has_options = sizes.get("options") is not None  # excludes single options, even if None
+    has_options = sizes.get("options") is not None  # conflicts with single options, even None
     for name, value in sizes.items():
         if value is not None or (has_options and name in OPTIONS):
             several[name] = value if _is_several(name, value) else [value]
             if not several[name]:
                 raise ValueError(f"{name} is {value}; give at least one value")
     if (count := prod(map(len, several.values()))) > MOST:
-        raise ValueError(f"these are {count:,} combinations of sizes; give at most {MOST:,}")
+        raise ValueError(f"sizes have {count:,} combinations; give at most {MOST:,}")
     combined = (dict(zip(several, values)) for values in product(*several.values()))
     return list(dict.fromkeys(_problem(operation, usual, one) for one in combined))
 
@@ -160,7 +160,7 @@ def _of_cache(
     if cache not in CACHES:
         raise ValueError(f"cache is {described(cache)}; use one of {', '.join(CACHES)}")
     if operation != "forward":
-        raise ValueError(f"decoding has no {operation} kernels; leave out cache, or name others")
+        raise ValueError(f"decoding has no {operation} kernels; name forward ones, or omit cache")
     if cache == "contiguous" and page is not None:
         raise ValueError(f"page is {page}, but the cache is contiguous; give cache='paged'")
     if (size := sizes.get(shape_language.PAGE_SIZE)) is not None:

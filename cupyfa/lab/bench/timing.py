@@ -168,7 +168,7 @@ def placed(
     """Places inputs on the backend, or reuses those that ``memory`` already holds."""
     arrays = {}
     for name, array in inputs.items():
-        content = array.tobytes() if name.removeprefix("mods.") in MAPS else None  # per kernel
+        content = array.tobytes() if name.removeprefix("mods.") in MAPS else None  # maps differ
         key = (name, array.shape, array.strides, array.dtype, content)
         if key not in memory:
             memory[key] = _placed(backend, array)

@@ -190,7 +190,7 @@ class _Tuning:
 
     @property
     def ranked(self) -> list[str]:
-        """All keys: finalists, then other right candidates, both by speed, then untried, failed."""
+        """All keys in order: finalists and other right ones, each by speed, untried, failed."""
 
         def rank(key: str) -> tuple[int, float]:
             if key in self.right:

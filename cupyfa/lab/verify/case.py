@@ -80,8 +80,8 @@ TOKENS = {
 WRITTEN = ("appended", "rotated", "interleaved")  # kinds of TOKENS that write to the cache
 FINITE = ("normal", "uniform", "integers", "equal", "one_hot", "tiny")  # no NaN or infinity
 E4M3_MOST = 448.0  # largest finite e4m3 number
-_NEAR_THE_END = 1e38  # multiplied by two normal numbers, it is close to the float32 maximum
-_MOST_OF_LOWEST = 1.8  # these normal numbers are clipped to it, so that scores do not overflow
+_NEAR_THE_END = 1e38  # scale of q·k products near the float32 maximum, 3.4e38
+_MOST_OF_LOWEST = 1.8  # clips normal numbers before scaling: 1.8² · 1e38 does not overflow
 _FAR = 2**31 + 64  # stride in elements
 _SEEN = 0.8  # fraction of a mask's elements that are True
 _GROUPS = 4  # number of distinct integers in a captured array
@@ -128,7 +128,7 @@ class Case:
             self.require_reach(backend)
         p, rng = self.problem, np.random.default_rng(self.seed)
         inputs = OPERATIONS[self.operation].inputs_of(p)
-        # The sum of extreme products of q and k and an extreme bias would overflow.
+        # Extreme products of q and k would overflow when added to an extreme bias.
         values = "normal" if self.values == "lowest" and p.modifiers.score else self.values
         arrays = {
             name: _drawn(name, x.shape(p), values, x.dtype(p), rng)
@@ -184,7 +184,7 @@ class Case:
         may_share = p.batch > 1 and self.tokens not in WRITTEN
         for i in np.flatnonzero(rng.random(p.batch) < 0.5)[:1] if may_share else ():
             table[i, 0] = table[i - 1, 0]
-        users = np.zeros((p.batch, p.pages, size), bool)  # by element, page and row
+        users = np.zeros((p.batch, p.pages, size), bool)  # [element, page, row]
         for b, length in enumerate(lengths):
             keys = np.arange(length)
             users[b, table[b, keys // size], keys % size] = True
@@ -213,7 +213,7 @@ class Case:
     ) -> dict[str, np.ndarray]:
         """Returns the inputs that a kernel reads; draws its own inputs where they are missing.
 
-        A kernel of gradients with a ``forward`` gets O and lse from it, unless ``keep``.
+        A gradient kernel's ``forward``, if any, computes the inputs O and lse, unless ``keep``.
         """
         p, layout = self.problem, "bshd" if self.layout == "packed" else self.layout
         own = {
@@ -261,7 +261,7 @@ class Case:
             return _in_tiles(x.shape, rng)
         if x.captured.kind == "bool":
             drawn = rng.random(x.shape) < _SEEN
-            if x.name == MASK and drawn.size and not drawn.any():  # not all masked
+            if x.name == MASK and drawn.size and not drawn.any():  # show one pair
                 drawn.flat[0] = True
             return drawn
         if x.captured.kind == "int":
@@ -347,7 +347,6 @@ def _largest_index(x: Operand, found: Iterable[Operand], texts: Iterable[Express
 def _drawn(
     name: str, shape: tuple[int, ...], values: str, dtype: np.dtype, rng: np.random.Generator
 ) -> np.ndarray:
-    """Draws the elements of one contiguous array."""
     if dtype == np.bool_:
         return rng.random(shape) < 0.5
     if dtype.kind in "iu":

@@ -99,12 +99,12 @@ class Checked:
 
     @property
     def runs(self) -> int:
-        """Number of runs: one for each kernel and each case that it ran on."""
+        """Number of (kernel, case) pairs that ran."""
         return sum(tally.runs for tally in self.tallies)
 
     @property
     def right(self) -> int:
-        """Number of runs with right results."""
+        """Number of (kernel, case) pairs that ran with right results."""
         return sum(tally.right for tally in self.tallies)
 
     def __repr__(self) -> str:
@@ -257,7 +257,7 @@ def tasks_of(
     )  # raises for invalid names and values before anything runs
     rows: dict[str, Any] = {} if LENGTHS_OF in arrays else {"M": 1}
     of_rows = {name: arrays[name] for name in (LENGTHS_OF, PAGE_SIZE) if name in arrays}
-    Problem.of_sizes(d=1, **rows, **of_rows)  # raises for invalid values, and if both are given
+    Problem.of_sizes(d=1, **rows, **of_rows)  # raises for invalid or conflicting lengths, page_size
     if "precision" in given and not dtypes:
         dtypes = ("float32",)
     if (out_dtype := given.get("out_dtype")) is not None and not dtypes:
@@ -377,7 +377,7 @@ def _named(
     found: dict[str, tuple[KernelOrName, Kernel | None]] = {}
     for kernel in chosen:
         if not isinstance(kernel, KernelOrName):
-            raise TypeError(f"a kernel is {kernel!r}; give names, or records")
+            raise TypeError(f"kernels contains {kernel!r}; give names or records")
         name = name_of(kernel)
         record: Kernel | None = None  # stays None for AUTO
         if isinstance(kernel, Kernel):
@@ -431,7 +431,7 @@ def _refuse_foreign(
             together = _together(name, given)
             rows: dict[str, Any] = {} if LENGTHS_OF in together else {"M": 16}
             p = Problem.of_sizes(**rows, d=16, dtype=dtype, **together)
-            choose_kernel.plan(lacking[0], p, backend.limits)  # raises the reason
+            choose_kernel.plan(lacking[0], p, backend.limits)  # raises Unsupported with the reason
     if softmaxes and given:
         are = "is" if len(softmaxes) == 1 else "are"
         names = ", ".join(given)
@@ -544,7 +544,7 @@ class _Sheet:
 
 
 def _run(workers: Sequence[Worker], tasks: Mapping[int, Task], sheet: _Sheet) -> None:
-    """Runs numbered tasks; reruns in one worker the failures that others may have caused."""
+    """Runs numbered tasks; a single worker reruns failures that other workers may have caused."""
     alone = len(workers) == 1
     lost = Counter[str]()  # outcomes without a result, by kernel
     later: dict[int, Task] = {}
@@ -596,7 +596,7 @@ def _examined(
         if folder:
             try:
                 found[i] = replace(closer, file=_written(folder, backend, failed[i][0], closer))
-            except OSError as error:  # the check's results must not be lost with a file
+            except OSError as error:  # keep the results of the check
                 why = f"{folder} cannot be written to ({error.strerror})"
                 warnings.warn(f"{why}; repeat failures by their commands instead", stacklevel=2)
                 folder = None
@@ -606,7 +606,6 @@ def _examined(
 
 
 def _written(folder: Path, backend: Backend, task: Task, failure: Failure) -> Path | None:
-    """Writes a failure to a file for ``replay``, and returns its path."""
     named, about = has_name(task.kernels[0]), environment.describe(backend)
     how = task.reruns, _schedule(backend, task), named, about, task.multiprocessors
     return write(folder, Stored(failure.case, failure.outcome, *how), failure.command)

@@ -38,7 +38,7 @@ COMPILE_ERROR = "compile error"
 ERROR = "error"
 NO_ANSWER = "no answer"
 DIED = "the process died"
-STEPS = PREPARING, RUNNING = "preparing", "running"  # before the outcome
+STEPS = PREPARING, RUNNING = "preparing", "running"  # steps that precede an outcome
 FAILED = (
     *(WRONG_RESULT, WROTE_OUTSIDE, DIFFERS, FAULT, DEVICE_ERROR, DEVICE_LOST, COMPILE_ERROR),
     *(ERROR, NO_ANSWER, DIED),
@@ -129,7 +129,7 @@ class Stored(Shown):
 
     @property
     def environment(self) -> str:
-        """Describes the device and the cupyfa version on which the failure was found."""
+        """The device and the cupyfa version on which the failure was found, in words."""
         device, version = (self.made_with.get(x) for x in ("device", "cupyfa"))
         return f"{device or 'an unknown device'} with cupyfa {version or 'of unknown version'}"
 
@@ -257,7 +257,7 @@ def _members(path: str | Path) -> dict[str, np.ndarray]:
         with zipfile.ZipFile(file) as archive:
             found = archive.infolist()
             if any(x.compress_type != zipfile.ZIP_STORED for x in found):
-                raise ValueError("its arrays are compressed")
+                raise ValueError("its arrays are compressed; they must be stored uncompressed")
             if size > _MOST_BYTES or sum(x.file_size for x in found) > size:
                 raise ValueError("its arrays are too large")
             if len({x.filename for x in found}) < len(found) or len(found) > _MOST_ARRAYS:
@@ -278,7 +278,7 @@ def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
         raise ValueError(f"{member.filename} uses version {version} of NumPy's format")
     shape, in_columns, dtype = read_header[version](content)
     if dtype.hasobject or dtype.kind not in "biufU" or dtype.subdtype:
-        raise ValueError(f"{member.filename} has dtype {dtype}")
+        raise ValueError(f"{member.filename} has dtype {dtype}; only numbers and strings are read")
     left = content.getbuffer()[content.tell() :]
     if math.prod(shape) * dtype.itemsize != len(left):
         raise ValueError(f"{member.filename} holds {len(left):,} bytes for {dtype} {shape}")
@@ -330,7 +330,7 @@ def _check_lengths(inputs: Arrays, p: Problem) -> None:
         if starts in given:
             offsets = given[starts]
             if offsets[0] < 0 or offsets[-1] > rows or (np.diff(offsets) < 0).any():
-                raise ValueError(f"{starts} must ascend from 0 or more to at most {rows}")
+                raise ValueError(f"{starts} must not decrease and must lie between 0 and {rows}")
             most = np.diff(offsets)
         for name in (used, padded):
             if name in given and ((given[name] < 0) | (given[name] > most)).any():

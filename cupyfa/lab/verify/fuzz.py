@@ -67,7 +67,7 @@ _GROUPS = (
     *(*("plain",) * 4, "arrays", "texts", "expressions", "sequences of texts"),
     *("pages", "new tokens"),
 )
-# Replacements for some subjects: for kernels without pages, and for gradients.
+# Subjects that replace others: for kernels without pages, and for gradients.
 _INSTEAD = {"pages": "padded", "new tokens": "arrays"}
 _OF_GRADIENTS = {"pages": "padded", "new tokens": "gradient of a bias"}
 _MODIFIED = {"texts", "sequences of texts", "arrays", "expressions", "gradient of a bias"}
@@ -76,7 +76,7 @@ SAMPLES = {"simulator": 40, "cuda": 160}  # default number of samples per kernel
 _ONE_IS_LOWEST = 7  # one in this many samples has scores near the limits of float32
 TOGETHER = 4  # number of successive samples that share one compilation
 _MOST_WORK = {"simulator": 3 * 2**24, "cuda": 2**29}  # maximum multiply-adds per case
-_MOST_REPAIRED = 512  # maximum rows and keys per case that need repair, each by a whole block
+_MOST_REPAIRED = 512  # maximum rows and keys per case to repair; each takes a whole block
 _ATTEMPTS = 8  # attempts to draw a sample that kernel and backend support
 # Kinds of (query, key) lengths; "many" exceeds what the kernel processes at once.
 _LENGTHS = (("below", "edge"), ("edge", "beyond"), ("beyond", "below"), ("many", "many"))
@@ -154,7 +154,6 @@ class Fuzz:
         return self._plain(i)
 
     def _kind(self, turns: "_Turns") -> str:
-        """Returns the subject of the current group."""
         if self._lengths:
             return "sequences of texts" if turns.i % 8 >= 6 or turns.i % 2 else "sequences"
         kind, has = _GROUPS[turns.i % len(_GROUPS)], self._has
@@ -223,7 +222,7 @@ class Fuzz:
         return None if given is None else lengths_of(given)
 
     def _is_in_blocks(self, turns: "_Turns") -> bool:
-        """Returns whether the group must have a block mask, like the first group of arrays."""
+        """Returns whether the group is the first one about arrays, which has a block mask."""
         return turns.i % len(_GROUPS) == _GROUPS.index("arrays")
 
     def _is_narrow(self, turns: "_Turns") -> bool:
@@ -292,7 +291,7 @@ class Fuzz:
     def _crowd(
         self, p: Problem, plan: Plan, turns: "_Turns", each: "_Turns", lengths: tuple[str, str]
     ) -> Crowd | None:
-        """Returns sizes that trigger a special schedule, for some plain samples, or None."""
+        """Returns sizes that trigger a special schedule, or None, as for most samples."""
         is_free = isinstance(self.backend, Simulator) and self.backend.multiprocessors is None
         can = is_free and not (self.arrays or p.is_softmax) and self._kind(turns) == "plain"
         if lengths[0] != "many" or not can or self.kernel is None:
@@ -416,7 +415,7 @@ class Fuzz:
     def _dim(self, turns: "_Turns", name: str) -> int:
         """Draws a head dimension: small and odd, near a multiple of 16, common in models, or large.
 
-        Groups of pages avoid odd dimensions, whose rows are copied one element at a time.
+        Groups about pages avoid odd dimensions, whose rows are copied one element at a time.
         """
         kind, pick = turns.choose(name, _DIMS), turns.random(f"{name} itself")
         kind = "usual" if self._kind(turns) == "pages" else kind
@@ -587,7 +586,7 @@ class Fuzz:
                 p = transforms.resize(p, heads=2)
             elif self._lengths:
                 break
-            elif p.M > _FEW_ROWS and not (p.lengths and p.N > p.M):  # keeps the last sequences
+            elif p.M > _FEW_ROWS and not (p.lengths and p.N > p.M):  # cut the longer side
                 p = transforms.resize(p, M=p.M // 2)
             else:
                 p = transforms.resize(p, N=p.N // 2)

@@ -50,7 +50,7 @@ def cases(
     dtypes, options (of attention), arrays (their forms): replace the grid's own. samples: number of
     cases to draw, by default all. seed: seed of the sample and of the inputs. can: one predicate
     per kernel, which tells whether the kernel can run a case. Samples alternate between kernels so
-    that each kernel gets cases; cases that no kernel can run are drawn only if all cases are such.
+    that each kernel gets cases; cases that no kernel can run are drawn only if no case can run.
     """
     chosen = _choices(grid, operation == "softmax", dtypes)
     if operation == "backward":
@@ -69,7 +69,7 @@ def cases(
 def _takes(p: Problem, options: Choice, arrays: Choice) -> bool:
     """Returns whether a problem can be combined with these options and arrays.
 
-    A ragged batch has no bias, mask or wrt. A mask's offset is valid only for this mask.
+    A ragged batch has no bias, mask or wrt. An offset requires a dense batch and its own mask.
     """
     if not can_give(options.get("out_dtype"), p.dtype):
         return False
@@ -157,7 +157,7 @@ _ODD: Axes = {
 }
 _OFFSETS = (-200, -5, 0, 7, 64, 1000)
 _OF_RESULTS = 8  # number of cases with float32 results
-_OF_ODD = 200  # number of odd cases; a quarter as many have windows, all options or sequences
+_OF_ODD = 200  # number of cases; a quarter as many with windows, all options, or sequences
 # Query and key lengths: 0, 1, near a tile's edge, several tiles; some with unused rows or with rows
 # outside sequences.
 _SEQUENCES = (

@@ -11,12 +11,12 @@ from cupyfa.problem.optional_inputs import DESCALES, OWN_ARRAYS, PADDED, PAGE_TA
 from cupyfa.problem.structured_arrays import wrap
 from cupyfa.runtime.backend import Backend
 
-# Inputs that mixed calls are not tested with: not arguments of attention(), or also its options.
+# Inputs excluded from mixed calls: not arguments of attention(), or also passed as options.
 _OTHERS = {*SEEDS, PAGE_TABLE, *SCALES}
 
 
 def may_be_mixed(plan: Plan) -> bool:
-    """Returns whether the plan's problem can be passed with its arrays in two memories."""
+    """Returns whether the plan's problem can be passed as arrays in two memories."""
     p, read = plan.problem, {x.name for x in plan.problem.modifiers.arrays}
     is_plain = plan.kernel.is_plain and plan.kernel.operation == "forward"
     is_dense = not (p.pages or p.block_mask or p.sequences is not None)

@@ -66,7 +66,7 @@ class _Drawer:
         self.has_score = has_score
 
     def score(self) -> str:
-        """Draws an expression of the score that keeps it moderate."""
+        """Draws an expression of the score whose values stay moderate."""
         a = self.number(_DEEPEST)
         whole = f"max(min({self.number(_DEEPEST)}, 20), -20)"
         return self._any(

@@ -1,4 +1,4 @@
-"""Judges results by the reference: all rows, or a sample of rows where all would take too long."""
+"""Compares results with the reference: on all rows or, if that is too slow, on a sample."""
 
 from __future__ import annotations
 

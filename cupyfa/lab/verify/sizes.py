@@ -17,7 +17,7 @@ from cupyfa.problem.problem import Problem
 _STAGES = ("stages", "Qs")  # names of constants that hold a number of stages
 _MANY_BLOCKS, _ODD_BLOCKS = 44, 33  # numbers of multiprocessors to simulate
 _COUNTED = 64  # largest d for which many short heads are processed by persistent blocks
-_BOX = 64  # columns per slice of d where TMA boxes copy slices
+_BOX = 64  # columns per slice of d that TMA copies
 _EMPTY = 0.03  # probability of a length of 0
 _ROWS_OF_SEQUENCES = (  # kinds of (query, key) lengths; the first pair is always drawn
     *(("edge", "beyond"), ("beyond", "edge"), ("below", "edge"), ("none", "below")),
@@ -26,7 +26,7 @@ _ROWS_OF_SEQUENCES = (  # kinds of (query, key) lengths; the first pair is alway
 
 
 class Tile:
-    """The tile sizes and stages of a plan, to which drawn lengths relate."""
+    """The tile sizes and stages of a plan, relative to which lengths are drawn."""
 
     def __init__(self, plan: Plan) -> None:
         constants = plan.constants
@@ -128,7 +128,7 @@ def work_of(p: Problem, operation: str = "forward") -> int:
 
 
 def repaired_of(p: Problem, operation: str = "forward") -> int:
-    """Returns the number of rows of O, or of the three gradients."""
+    """Returns the number of rows that may need repair: of O, or of dQ, dK and dV."""
     rows, keys = p.batch * p.heads * p.M, p.batch * p.kv_heads * p.N
     return rows + 2 * keys if operation == "backward" else rows
 

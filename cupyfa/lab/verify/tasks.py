@@ -27,7 +27,7 @@ from cupyfa.runtime.simulator import Simulator
 
 KernelOrName = str | Kernel
 LARGEST_FILE = 250 * 2**20  # maximum bytes of a failure's arrays, not counting results
-# Most multiply-adds, scores and rows that every kernel can simulate within a minute.
+# Maximum multiply-adds, scores and rows that every kernel can simulate within a minute.
 _SIMULATED = (2**29, 2**20, 2**16)
 
 

@@ -78,7 +78,6 @@ def add_descales(p: Problem, names: Collection[str]) -> Problem:
 
 
 def _replace_operands(p: Problem, names: Collection[str], new: Iterable[Operand]) -> Problem:
-    """Returns the problem with ``new`` in place of all operands with these names."""
     return replace(p, operands=(*(x for x in p.operands if x.name not in names), *new))
 
 
@@ -89,7 +88,7 @@ def _refuse_others(what: str, names: Collection[str], known: str) -> None:
 
 
 def make_ragged(p: Problem, lengths: Any, **heads: int) -> Problem:
-    """Returns the problem as a ragged batch of these lengths; ``heads`` replaces head counts."""
+    """Returns the problem as a ragged batch of these lengths; ``heads`` sets numbers of heads."""
     q, k = packed = lengths_of(lengths)
     after = len(q.rows), heads.get("heads", p.heads), q.total, k.total
     others = [x for x in p.operands if x.name not in LENGTHS]

@@ -83,7 +83,7 @@ class Process:
         self._variables = _ONE_THREAD | _one_of(backend.devices, number)
         cache_folder.warn_unless_kept()  # here, because workers' output is not shown
         if isinstance(backend, Simulator):
-            machine.compiler()  # warns and raises here, too
+            machine.compiler()  # here, so that its warnings and errors are shown
         self._backend = backend.like(workers=1) if isinstance(backend, Simulator) else backend.name
         self._process: _Started | None = None
         self._is_stopped = False
@@ -162,7 +162,6 @@ def _one_of(devices: int, number: int) -> dict[str, str]:
 
 
 def _left(task: Task, done: Sequence[Outcome]) -> tuple[KernelOrName, ...]:
-    """Returns the task's kernels that have no outcome yet."""
     have = {outcome.kernel for outcome in done}
     return tuple(kernel for kernel in task.kernels if name_of(kernel) not in have)
 

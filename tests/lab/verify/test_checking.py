@@ -179,7 +179,7 @@ def test_a_users_record_is_not_confused_with_a_rung(tmp_path, name):
     kernel = replace(record_named(script), name=name)
     failure = the_failure(check(["softmax_online", kernel], failures=tmp_path))
     assert failure.command.startswith(f"cupyfa run SCRIPT.py:{name} ")
-    with pytest.raises(ValueError, match=f"a failure of {name}, a record from a script; give it"):
+    with pytest.raises(ValueError, match=f"a failure of {name}, a record from a script; pass it"):
         cupyfa.lab.replay(failure.file, backend="simulator")
     again = cupyfa.lab.replay(failure.file, kernel, backend="simulator")
     assert again.now.kind == failures.WRONG_RESULT
