@@ -108,7 +108,7 @@ def known_as(name: str) -> Device | None:
 
 
 def product_rate(backend: Backend, precision: str) -> float | None:
-    """Measures the TFLOP/s of a matrix product in a dtype or "tf32"; None without a BLAS library."""
+    """Measures the TFLOP/s of a matrix product in a dtype or "tf32"; None without a library."""
     if backend.limits.no_matmul or precision not in (*DTYPES, "tf32"):
         return None
     tf32 = precision == "tf32"

@@ -89,7 +89,7 @@ def _foreign(name: str, p: Problem) -> list[str]:
     if name == "efficient" and p.window != (None, None):
         others.append("window")
     if any(x.before or x.after for x in p.lengths):
-        others.append("rows of no sequence")
+        others.append("rows outside sequences")
     return others
 
 

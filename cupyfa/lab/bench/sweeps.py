@@ -32,7 +32,7 @@ _OF_SOFTMAX = ("M", "N", "dtype")
 
 
 def usual_dtype(*kernels: Kernel, precision: Any = None) -> str:
-    """Returns float32 if a precision requires it or all kernels support it, else another dtype."""
+    """Returns float32 if a precision requires it or all kernels support it, else a common dtype."""
     able = [x for x in DTYPES if all(x in kernel.dtypes for kernel in kernels)]
     return "float32" if precision or not able or "float32" in able else able[0]
 
@@ -165,7 +165,7 @@ def _of_cache(
         raise ValueError(f"page is {page}, but the cache is contiguous; give cache='paged'")
     if (size := sizes.get(shape_language.PAGE_SIZE)) is not None:
         raise ValueError(
-            f"page_size is {size}, which cannot be combined with cache; give page={size} instead"
+            f"page_size is {size}, which cannot be combined with cache; use page= instead"
         )
     _refuse_in_decoding(sizes)
     if cache == "paged" and page is None:

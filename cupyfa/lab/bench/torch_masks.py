@@ -24,7 +24,7 @@ _PLACE = ("batch", "head", "query", "key")
 def one_array(torch: Any, p: Problem, arrays: Mapping[str, Any], device: Any) -> Any:
     """Returns the bias and all masks as attn_mask: a float bias, or booleans, True if visible.
 
-    Returns None if the only mask is causal or there is none. Raises Unsupported for any other
+    Returns None if the problem has at most a causal mask. Raises Unsupported for any other
     modification of scores.
     """
     if others := [x.name for x in p.operands if x.name not in (BIAS, MASK)]:

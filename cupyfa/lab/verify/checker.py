@@ -198,7 +198,7 @@ def check(
     if folder:
         _require_room(folder)
     if jobs:
-        _require_pickling(drawn, f"jobs is {jobs}", "jobs=0")
+        _require_pickling(drawn, f"jobs is {jobs}", "give jobs=0")
     tasks = [replace(task, reruns=reruns, timeout=timeout) for task in drawn]
     sheet = _Sheet(tasks, backend, progress)
     workers: list[Worker] = [Process(backend, i) for i in range(jobs)] or [Here(backend)]
@@ -345,7 +345,7 @@ def replay(
     task = replace(task, case=case, reruns=stored.reruns, inputs=stored.inputs, constants=constants)
     if timeout is not None:
         task = replace(task, timeout=_checked_timeout(timeout))
-        _require_pickling([task], f"timeout is {timeout}", "none")
+        _require_pickling([task], f"timeout is {timeout}", "leave out timeout")
     worker = Here(backend) if timeout is None else Process(backend)
     try:
         (now,) = worker.run(task)
@@ -407,7 +407,7 @@ def _require_pickling(tasks: Sequence[Task], given: str, remedy: str) -> None:
     try:
         pickle.dumps([task.kernels for task in tasks])
     except pickle.PicklingError as error:
-        raise ValueError(f"{given}: {error}; or give {remedy}") from None
+        raise ValueError(f"{given}, which needs a worker, but {error}; or {remedy}") from None
 
 
 def _refuse_foreign(
@@ -423,7 +423,7 @@ def _refuse_foreign(
     softmaxes = [x.name for x in records if x and x.operation == "softmax"]
     others = [x for x in records if x is None or x.operation != "softmax"]
     if softmaxes and given and not others:
-        raise ValueError(f"softmax has no {', '.join(given)}; leave it out")
+        raise ValueError(f"softmax does not support {', '.join(given)}; leave it out")
     for name, value in given.items():
         lacking = [x for x in others if x and not _takes(x, dtypes, name, value)]
         if lacking and len(lacking) == len(others):

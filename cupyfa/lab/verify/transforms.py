@@ -84,7 +84,7 @@ def _replace_operands(p: Problem, names: Collection[str], new: Iterable[Operand]
 def _refuse_others(what: str, names: Collection[str], known: str) -> None:
     """Raises ValueError for names that are not letters of ``known``."""
     if unknown := ", ".join(x for x in names if x not in known):
-        raise ValueError(f"{what} names {unknown}; it can name {', '.join(known)}")
+        raise ValueError(f"{what} contains {unknown}; use only {', '.join(known)}")
 
 
 def make_ragged(p: Problem, lengths: Any, **heads: int) -> Problem:
