@@ -68,14 +68,14 @@ def bench(
     """Checks kernels and times them in alternation, on one problem or on many.
 
     ``kernels`` are names, ``script.py:name``, "auto" or records. A single kernel is compared with
-    the operation's baseline and with the previous rung, unless ``alone``. ``sizes`` are those of
+    the operation's baseline and with the previous rung, unless ``alone``. ``sizes`` are passed to
     ``sweeps.problems``. Each size, and each of the kernels' ``tiles``, may be a list; every
-    combination is measured. ``against`` names peers of ``peers.NAMES``.
+    combination is measured. ``against`` names peers in ``peers.NAMES``.
 
     Every kernel is first compared with the float64 reference on the same inputs (``values``,
     ``layout`` and ``seed`` as in ``Case``), or on a sample of rows if the reference is too slow.
     Kernels with wrong results are not timed. Kernels and peers then alternate in rounds, each for
-    ``budget`` seconds or until its median is known to half a percent. ``cold`` overwrites the
+    ``budget`` seconds or until its median is accurate to half a percent. ``cold`` overwrites the
     caches before each launch; ``graph`` replays the launches of a call as a CUDA graph. A kernel
     that, judging by an earlier problem, would take longer than ``patience`` seconds is skipped.
     ``so_far`` is called with all rows after each problem. ``watch`` tracks the running call;
@@ -385,7 +385,7 @@ class _Measuring:
         return is_hung
 
     def check_patience(self, row: Measurement, earlier: Sequence[Measurement]) -> None:
-        """Raises Unsupported if the previous problem's time predicts too long a launch."""
+        """Raises Unsupported if a launch would take too long, judging by the previous problem."""
 
         def kind(x: Measurement) -> tuple[Any, ...]:
             return x.kernel, x.constants, x.problem.arithmetic

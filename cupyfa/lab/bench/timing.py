@@ -1,4 +1,4 @@
-"""Times calls in alternating rounds until each call's median is known.
+"""Times calls in alternating rounds until each call's median is accurate enough.
 
 A device's speed drifts by several percent within seconds. Calls therefore alternate (A B C, A B C,
 …), and ratios compare times of the same round.
@@ -23,7 +23,7 @@ from cupyfa.runtime.workspace import allocate
 
 Call = Callable[[], Any]
 
-_ACCURACY = 0.005  # relative standard error below which a median counts as known
+_ACCURACY = 0.005  # relative standard error below which a median is accurate enough
 _FEWEST = 20  # minimum number of rounds for a meaningful standard error
 _WARM_UP = 0.05  # fraction of the budget spent on warming up
 _SEVERAL = 3  # a call that takes longer than this many budgets is timed once
@@ -49,7 +49,7 @@ def measure(
     """Times calls in rounds, and returns the milliseconds of each call by round.
 
     A call drops out when its ``budget`` of seconds is spent or after ``most`` rounds; timing stops
-    when every median is known to half a percent. A call is timed at least twice, or once if it
+    when every median is accurate to half a percent. A call is timed at least twice, or once if it
     takes longer than three budgets. ``cold`` overwrites the device's caches before each call.
     ``begins`` receives the index of each call before the call is made.
     """
@@ -165,7 +165,7 @@ def arrays_of(
 def placed(
     backend: Backend, inputs: Mapping[str, np.ndarray], memory: dict[Any, Any]
 ) -> dict[str, Any]:
-    """Places inputs on the backend, or reuses those that ``memory`` already holds."""
+    """Places inputs on the backend; reuses arrays that ``memory`` already holds."""
     arrays = {}
     for name, array in inputs.items():
         content = array.tobytes() if name.removeprefix("mods.") in MAPS else None  # maps differ

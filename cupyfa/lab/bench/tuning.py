@@ -46,7 +46,7 @@ _COLUMNS = (
     *("state", "first_ms", "ms", "x_own", "spread_%", "TFLOP/s", "rounds", "registers"),
     *("spilled_bytes", "shared_bytes", "blocks_per_sm", "note"),
 )
-_ALIKE = 0.002  # two candidates count as equal once their ratio is known this accurately
+_ALIKE = 0.002  # two candidates count as equal below this standard error of their ratio
 
 
 @dataclass(frozen=True, repr=False)
@@ -95,8 +95,8 @@ def tune(
 
     ``kernel`` is a name, ``script.py:name``, a record, or "auto" for the kernel that "auto" chooses
     for each problem. All combinations of its ``candidates`` that its rules and the device allow are
-    tried, its default constants first. ``sizes`` are those of ``sweeps.problems``. Each size may be
-    a list; every combination is tuned for ``budget`` seconds.
+    tried, its default constants first. ``sizes`` are passed to ``sweeps.problems``. Each size may
+    be a list; every combination is tuned for ``budget`` seconds.
 
     Each candidate is compared with the float64 reference on a smaller problem with guard zones,
     then timed briefly. The fastest are timed in alternation until their order is known. Results are

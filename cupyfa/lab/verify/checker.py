@@ -250,7 +250,7 @@ def tasks_of(
         )
     given: dict[str, Any] = {name: x for name, x in options.items() if x is not None}
     if remedy := tile_remedy(given, None):
-        raise TypeError(f"check() takes no tile sizes; {remedy}")
+        raise TypeError(f"check() does not take tile sizes; {remedy}")
     arrays = {name: given.pop(name) for name in NAMES if name in given}
     AttentionOptions.of(
         None, given | dict.fromkeys(seeds_in_memory(given), 0)

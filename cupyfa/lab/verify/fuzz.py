@@ -502,7 +502,7 @@ class Fuzz:
         is_packed = any("pack_gqa" in x.constants for x in plan.launches)
         how = {"shares": bool(p.operands), "is_packed": is_packed}
         batch, kv_heads, group = self._heads(turns, each, values, are_few, **how)
-        if p.operands or p.options.changed.keys() & {*TEXTS}:  # code differs for 0 and 1
+        if p.operands or p.options.changed.keys() & {*TEXTS}:  # 0 and 1 compile differently
             M, N = max(M, 2), max(N, 2)
         if crowd:
             (batch, kv_heads, group), M, N = crowd.heads, crowd.M, crowd.N
