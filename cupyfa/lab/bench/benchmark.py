@@ -194,7 +194,6 @@ def rivals(kernel: Kernel) -> dict[str, Kernel]:
 
 
 def _compared_with(kernel: Kernel) -> list[Kernel]:
-    """Returns the kernels that are measured together with a single named kernel."""
     return list({x.name: x for x in rivals(kernel).values() if x is not kernel}.values())
 
 

@@ -96,7 +96,8 @@ def named(name: str) -> Device:
     if name not in DEVICES:
         known = ", ".join(DEVICES)
         raise ValueError(
-            f"device {name!r} is unknown{nearest(name, DEVICES)}; use one of {known}, or this"
+            f"device {name!r} is unknown{nearest(name, DEVICES)}; use one of {known}, or "
+            "'this' for the local GPU"
         )
     return DEVICES[name]
 
