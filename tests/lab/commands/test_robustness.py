@@ -882,7 +882,7 @@ def test_arrays_without_a_usable_interface(monkeypatch, error):
     monkeypatch.setattr(Elsewhere, "adopt", adopt, raising=False)
     with pytest.raises(TypeError) as raised:
         cupyfa.attention(Foreign(), Foreign(), Foreign(), backend=Elsewhere())
-    says(str(raised.value), "q, a Foreign, cannot be seen as an array", "pass it as")
+    says(str(raised.value), "q, a Foreign, cannot be viewed as an array", "pass it as")
 
 
 CUDA = ("--backend", "cuda", *SMALL)
@@ -999,7 +999,7 @@ def test_broken_interfaces_of_arrays_on_the_gpu(cuda, interface):
     broken = Foreign(**interface)
     with pytest.raises(TypeError) as raised:
         cupyfa.attention(broken, broken, broken)
-    says(str(raised.value), "q, a Foreign, cannot be seen as an array", "pass it as")
+    says(str(raised.value), "q, a Foreign, cannot be viewed as an array", "pass it as")
     works_on(cuda)
 
 
