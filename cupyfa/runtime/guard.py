@@ -43,7 +43,7 @@ def run_guarded(
     *,
     left: int = _ONES,
 ) -> dict[str, np.ndarray]:
-    """Runs a plan on guarded copies of its inputs, and on guarded outputs laid out like ``outputs``.
+    """Runs a plan on guarded copies of its inputs, with guarded outputs laid out like ``outputs``.
 
     left: the initial byte of scratch memory: 0xFF (NaN) by default, or FINITE. NaN reveals reads of
     elements that were never written, unless the kernel recomputes rows that come out as NaN.

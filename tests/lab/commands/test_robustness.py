@@ -950,7 +950,7 @@ def test_a_check_survives_a_kernel_that_traps(cuda, tmp_path):
             (BODY, f"{device_code.code('registers')}  {BODY}"),
             (": 64,\n        ),", ": 1024,\n        ),"),
             3,
-            (r"mine takes \d+ registers a thread", "1024 threads", "smaller tiles"),
+            (r"mine uses \d+ registers per thread", "1024 threads", "smaller tiles"),
         ),
         (("void mine", "void yours"), None, 2, (r"mine\.cu has no kernel mine", "write there")),
     ],
