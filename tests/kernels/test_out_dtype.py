@@ -144,7 +144,7 @@ def test_arrays_of_another_dtype_are_refused():
     with pytest.raises(ValueError, match="out is float64 .*, but the result is float16"):
         cupyfa.attention(q, k, v, out=out.astype(np.float64), **how)
     prepared = cupyfa.compile(q, k, v, out="float32", **how)
-    with pytest.raises(ValueError, match=r"out is float16 .*, but the result is float32 .*; give an"):
+    with pytest.raises(ValueError, match=r"out is float16 .*, but the result is float32 .*; give"):
         prepared(q, k, v, out=narrow)
     of_narrow = cupyfa.backward(narrow, q, k, v, narrow, lse, **how)
     of_wide = cupyfa.backward(narrow, q, k, v, out, lse, **how)
