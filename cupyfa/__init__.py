@@ -85,7 +85,7 @@ __all__ = [
     "vjp",
 ]
 
-# Imported on first use, since not every process needs checks, the simulator, caches or merging.
+# Imported on first use, because few processes need checks, the simulator, caches and merging.
 _LATER = {
     "KVCache": "arrays.kv_cache",
     "Rotary": "arrays.kv_cache",

@@ -302,7 +302,7 @@ WRONG = {
     "no tiles": ({"tiles": 16}, TypeError, "tiles is 16; give tile sizes by name"),
     "causal": ({"causal": 1}, ValueError, "causal is 1; use False, True"),
     "offset": ({"offset": 3}, ValueError, "nothing depends on the positions of queries"),
-    "bias": ({"bias": X}, Unsupported, "bias is of type ndarray, and parts read no arrays besides"),
+    "bias": ({"bias": X}, Unsupported, "bias is of type ndarray, but parts read only the arrays"),
     "mask": ({"mask": A}, Unsupported, "give causal=, window= or an expression"),
     "sink": ({"sink": [1.0]}, Unsupported, r"sink is \[1.0\], and parts .*; leave it out"),
     "lengths": ({"q": Padded(A, [3])}, TypeError, "q is of type Padded; give a Dask array"),
