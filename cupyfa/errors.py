@@ -1,7 +1,4 @@
-"""Exceptions of the library, and helpers for messages and warnings.
-
-Wrong arguments raise ValueError or TypeError instead.
-"""
+"""Exceptions other than ValueError and TypeError, and helpers for messages and warnings."""
 
 import numbers
 import os

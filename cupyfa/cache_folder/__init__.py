@@ -56,13 +56,13 @@ def chosen_folder() -> Path | None:
 
 
 def folder() -> Path:
-    """Returns the chosen directory, links resolved; a temporary one if the chosen is refused."""
+    """Returns the chosen directory with links resolved, or a temporary one if it is refused."""
     path = chosen_folder()
     return Path(os.path.realpath(path) if path and not refusal(path) else _temporary().name)
 
 
 def refusal(path: Path | None) -> str | None:
-    """Returns why a directory is not used, as a phrase that follows its name, or None if it is.
+    """Returns why a directory is not used, as a phrase that follows its name; None if it is used.
 
     A missing directory is created. The directory must be writable and belong to this user, and no
     other user may be able to write to it or replace it: its parent directories must belong to this
@@ -137,7 +137,7 @@ def _make_folder(path: Path) -> None:
 
 
 def facts_file(kind: str, about: str) -> Path:
-    """Returns the path of the file of a kind ("peaks", "tuned", …) about a device or subject."""
+    """Returns the path of a JSON file: its kind is "peaks", "tuned", …, its subject ``about``."""
     return folder() / kind / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', about)}.json"
 
 
@@ -239,8 +239,7 @@ def trim(folder: Path) -> None:
     """Removes the least recently used compiled kernels until the rest is within the limit.
 
     Kernels used in the last hour are kept, because another process may be about to load them. A
-    process whose kernel was removed nevertheless compiles it again. Processes may trim at the same
-    time.
+    process whose kernel was removed nevertheless compiles it again. Processes may trim in parallel.
     """
     found = []
     with suppress(OSError), os.scandir(folder) as entries:

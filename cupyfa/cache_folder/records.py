@@ -142,7 +142,7 @@ def _value(is_right: Callable[[Any], bool], rule: str) -> Reader:
 
 
 def text(most: int = MOST_TEXT) -> Reader:
-    rule = f"a text of at most {most:,} characters"
+    rule = f"a string of at most {most:,} characters"
     return _value(lambda x: isinstance(x, str) and len(x) <= most, rule)
 
 

@@ -203,7 +203,6 @@ def _is_plain(plan: Plan, name: str, array: Any) -> bool:
 
 
 def _zeros_like(array: Any, shape: tuple[int, ...]) -> Any:
-    """Returns zeros of this shape, with the dtype and library of ``array``."""
     zeros = np.empty_like(_as_bytes(array), order="C", shape=shape)
     zeros[...] = 0
     return _with_dtype(zeros, array.dtype)

@@ -250,7 +250,7 @@ class Backend(ABC):
         raise NotImplementedError
 
     def pinned(self, size: int) -> np.ndarray:
-        """Allocates `size` bytes of page-locked host memory."""
+        """Allocates page-locked host memory of this many bytes."""
         return np.empty(size, np.uint8)
 
     def is_pinned(self, array: np.ndarray) -> bool:

@@ -265,7 +265,6 @@ def _launch(
 
 
 def _named(step: PlannedLaunch) -> set[str]:
-    """Returns the names of a launch's arrays."""
     names = {x.name for x in step.arguments if x.value is None}
     return names | {name for x in step.arguments for name, _ in x.arrays}
 

@@ -244,7 +244,6 @@ class _Parts:
         return seen[..., 0] if "lse" in name else seen
 
     def _require_merged(self, out: Any, lse: Any) -> None:
-        """Raises WrongResult if the merged out or lse differ from the reference."""
         parts = self._on_host("out", *self.outs), self._on_host("lse", *self.lses)
         right = merge_bounds.expected_merge(*parts, dtype=self.dtype.name)
         found = {"out": self._on_host("out", out)[0], "lse": self._on_host("lse", lse)[0]}

@@ -330,7 +330,7 @@ class Prepared(OfThisProcess):
     def _by_name(
         self, arrays: tuple[Any, ...], out: Any, named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], Any]:
-        """Returns all inputs in order, including those passed by name, and a result's ``out``."""
+        """Returns the inputs in order, also those passed by name, and an ``out`` for the result."""
         at = ("q" in self._names) and self._names.index("q")
         if any(isinstance(x, Structured) for x in arrays):
             qkv, structure = unwrap(*arrays[at : at + 3])
@@ -417,19 +417,19 @@ class Prepared(OfThisProcess):
         return by_name | ragged.padded_lengths(seen, p.batch, (p.M, p.N))
 
     def _adopted(self, arrays: Sequence[Any]) -> list[Any]:
-        """Converts arrays to the backend's type; raises ValueError if they differ from the plan."""
+        """Converts arrays to the backend's type; raises ValueError for other shapes or dtypes."""
         _, adopted = adopt(self._backend, **dict(zip(map(name_of, self._names), arrays)))
         forms = self._backend.forms(adopted)
         for name, given, wanted in zip(self._names, forms, self._forms):
             if given != wanted:
                 raise ValueError(
                     f"{_listed([name])} is {_described(given)}, but this was compiled for "
-                    f"{_described(wanted)}; compile it again, or call the function"
+                    f"{_described(wanted)}; compile it again, or call the function itself"
                 )
         return adopted
 
     def _takes(self, targets: Sequence[Any], addresses: tuple[int, ...]) -> bool:
-        """Whether kernels can write directly to the caller's arrays; see ``_closely`` if not."""
+        """Whether kernels can write directly to the caller's arrays; else ``_closely`` runs."""
         backend, extents = self._backend, self._extents
         if not backend.writes_in_place:
             return False

@@ -67,7 +67,6 @@ class Workspace:
         return bool(self._names)
 
     def new(self) -> dict[str, Any]:
-        """Allocates arrays for all temporaries."""
         return {name: allocate(self._backend, self._plan, name) for name in self._names}
 
     def forget(self) -> None:

@@ -134,8 +134,6 @@ class _Mark:
 
 
 class _Lane:
-    """A stream of a device."""
-
     def __init__(self) -> None:
         self._device = runtime.getDevice()
         # The context is the Stream itself, whose __enter__ is written in C: a signal inside a
@@ -552,7 +550,7 @@ def _early_starter(
 ) -> Start:
     """Returns the function that starts a launch as a programmatic dependent launch.
 
-    Plans of several launches are queued under a lock, so only one thread at a time calls this
+    Plans of several launches are queued under a lock, so only one thread at a time calls the
     function. It therefore reuses its ctypes objects, and writes only values that have changed.
     """
     attribute = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION)

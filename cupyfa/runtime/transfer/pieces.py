@@ -252,11 +252,11 @@ class _Cutting:
         def rows(count: int) -> int:
             return min(round_up(cdiv(p.M, count), size), p.M)
 
-        counts = range(1, max(p.M // least, 1))  # numbers of pieces, without the largest one
+        counts = range(1, max(p.M // least, 1))  # numbers of pieces to try before the largest one
         return rows(1 + bisect_left(counts, True, key=lambda x: self._fits(b, h, rows(x), n)))
 
     def _busy_heads(self, b: int, h: int) -> int:
-        """Returns the key heads per piece: more than ``h`` if those would leave the device idle.
+        """Returns the key heads per piece: more than ``h`` if ``h`` heads leave the device idle.
 
         The last tiles under a causal mask have the most work, and with one tile per multiprocessor
         the device waits for them. That matters if kernels are not much faster than the copies.
@@ -278,7 +278,7 @@ class _Cutting:
         return max(h, min(cdiv(p.kv_heads, enough), _largest(p.kv_heads, is_moderate)))
 
     def shared_by(self, axis: str) -> int:
-        """Returns the bytes of arrays that have one of the axes batch and heads, but not this."""
+        """Returns the bytes of arrays with one of the axes batch and heads, but without ``axis``."""
         (other,) = {"batch", "heads"} - {axis}
         found = (x for x, axes in self.axes.items() if other in axes and axis not in axes)
         return sum(map(self.plan.stored_bytes, found))
@@ -299,7 +299,7 @@ class _Cutting:
         return m, n
 
     def _by_keys(self) -> bool:
-        """Whether results over some keys can be merged; each of them would count a sink."""
+        """Whether the keys can be split: not with a sink, which every partial result would add."""
         p, plan = self.plan.problem, self.plan
         gives_lse = "O" in plan.operation.outputs and "lse" in plan.outputs
         is_able = "causal" in plan.kernel.features or not p.is_masked
@@ -429,7 +429,7 @@ class Pieces:
         self.plan = plan
         self.plan_of = lru_cache(_MOST_PARTS)(lambda p: plan if p == plan.problem else plan_of(p))
         self.bytes = needed(plan)  # device memory for the problem in one piece
-        self._cut: tuple[Any, Cut] | None = None  # the last cut, after its key (wanted, *starts)
+        self._cut: tuple[Any, Cut] | None = None  # the last cut, with the arguments that it is for
 
     def cut(self, wanted: int, most: int, starts: Starts = ()) -> Cut:
         """Cuts the problem with ``cut``, or reuses the last cut if it still applies."""
@@ -543,7 +543,7 @@ class Place(NamedTuple):
 
 
 def _strided_axes(array: np.ndarray) -> int:
-    """Counts the outer axes that have to be iterated: the inner axes are contiguous in memory."""
+    """Counts the outer axes to iterate over; the remaining inner axes are contiguous in memory."""
     step = array.itemsize
     for axis in reversed(range(array.ndim)):
         if array.shape[axis] > 1 and array.strides[axis] != step:

@@ -88,9 +88,8 @@ def _rows_of(piece: Piece) -> tuple[range, range, range]:
 class _Work:
     """The work of pieces: FLOPs, or bytes to send if the bus takes longer than the kernels.
 
-    Arrays without a row axis, such as K, count in proportion to a piece's rows, although every
-    piece needs them: so the work of all pieces adds up to the work of the whole. Packed sequences
-    are an exception, since each has its own keys.
+    Arrays without a row axis, such as K, count in proportion to a piece's rows, so that the work of
+    all pieces adds up to the work of the whole. Packed sequences have their own keys.
     """
 
     def __init__(self, plan: Plan, pieces: Sequence[Piece], starts: Starts) -> None:

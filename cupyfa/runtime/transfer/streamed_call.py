@@ -18,7 +18,7 @@ _BITS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 _BYTE = np.dtype(np.uint8)
 Merged = tuple[np.ndarray, ...]  # O, lse and optionally the row maxima over some of the keys
 _STARTS = [f"mods.{name}" for name in STARTS]
-_INLINE = 1 << 18  # bytes; the calling thread copies less than this before others would wake up
+_INLINE = 1 << 18  # bytes; the calling thread copies smaller calls faster than others wake up
 _CHUNK_COST = 1 << 20  # bytes that a thread could copy while a chunk waits for the GIL
 _SPARE = 0.9  # fraction of the free memory that a call may use
 _CATCH_UP = 2  # most pieces sent after each kernel, until the device holds the allowed number
@@ -92,12 +92,12 @@ class Call:
         return f"{self.plan.kernel.name} on {self.plan.problem}"
 
     def steps(self) -> Generator[int]:
-        """Does part of the work per item; yields the number of pieces that have been computed.
+        """Does the work step by step; yields the number of pieces that have been computed.
 
         When the generator ends or is closed, no copy or kernel is in flight.
         """
         pieces, count = self.cut.pieces, self.count
-        later = int(count > 1)  # sends wait for an earlier kernel, so that the bus rarely idles
+        later = int(count > 1)  # sends wait for the last but one kernel, so the bus rarely idles
         memory = self.memory()
         places: list[dict[str, Place]] = []
         sent: list[Copies] = []
@@ -114,7 +114,7 @@ class Call:
         try:
             send_next()
             yield 0
-            # Copies by threads precede a kernel by far, so threads get all first pieces at once.
+            # Threads take long to copy, so they get all first pieces before the first kernel.
             for _ in range(count - 1 if sent[0].end is None else 0):
                 send_next()
                 yield 0
@@ -278,13 +278,13 @@ def _merged(a: Merged, b: Merged) -> Merged:
 
 
 def _filled(memory: tuple[int, ...], host: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of the leading part of memory that a smaller host array fills."""
+    """Returns the shape of the prefix of ``memory`` that a smaller host array fills."""
     axis = next((i for i, n in enumerate(memory[:-1]) if n > 1), len(memory) - 1)
     return tuple(min(n, m) if i == axis else n for i, (n, m) in enumerate(zip(memory, host)))
 
 
 def _packed_order(array: np.ndarray | None, axes: int) -> tuple[int, ...]:
-    """Returns the axis order of a packed array: rows outermost, so that few rows come first."""
+    """Returns a packed array's axis order: rows outermost, so that few rows fill a prefix."""
     return tuple(range(axes)) if array is None or axes != 4 else (0, 2, 1, 3)
 
 
