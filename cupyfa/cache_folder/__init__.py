@@ -137,12 +137,12 @@ def _make_folder(path: Path) -> None:
 
 
 def facts_file(kind: str, about: str) -> Path:
-    """Returns the path of a JSON file: its kind is "peaks", "tuned", …, its subject ``about``."""
+    """Returns the path of the JSON file of this kind (such as "peaks") on a subject."""
     return folder() / kind / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', about)}.json"
 
 
 def recall(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file; {} if it is missing, {} and a warning if damaged."""
+    """Returns the JSON object in a file, or {} if it is missing, or damaged (with a warning)."""
     try:
         facts = records.parsed(_read_own(path, _MOST_FACTS))
         if isinstance(facts, dict):
@@ -199,7 +199,7 @@ def limit() -> int:
 def compiled(path: Path) -> bytes | None:
     """Returns a compiled kernel without its digest, or None; updates its time of last use.
 
-    Raises ValueError if the limit is invalid, so that the error does not depend on the cache.
+    Raises ValueError for an invalid limit, even if nothing has to be compiled.
     """
     limit()
     place = place_of(path)
@@ -219,7 +219,7 @@ def keep_compiled(path: Path, content: bytes) -> None:
     warn_unless_kept()
     try:
         _replace(path, sealed(content), is_own=True)
-    except OSError as error:  # such as a full disk, or a directory of this name
+    except OSError as error:  # for example, the disk is full, or a directory has this name
         other = Path(_temporary().name) / path.name
         if other == path:
             raise

@@ -47,8 +47,8 @@ def read_problem(
     options = AttentionOptions.of(None, read_out(out, None, asked)[1])
     if options.dropout:
         raise Unsupported(
-            f"dropout is {options.dropout}, but it depends on query and key indices in the whole "
-            "problem, and parts count from 0; leave it out"
+            f"dropout is {options.dropout}, which depends on query and key indices in the whole "
+            "problem, but parts count from 0; leave it out"
         )
     operands = _captured_numbers(keywords.get("captured"))
     problem = Problem.of(*arrays, options=options, operands=operands)

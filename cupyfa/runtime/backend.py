@@ -43,7 +43,7 @@ class Mapped(NamedTuple):
     address: int  # 0 for an array without elements
     dtype: str
     sizes: tuple[int, int, int, int]  # columns, rows, heads, batch
-    strides: tuple[int, int, int]  # of rows, heads, batch
+    strides: tuple[int, int, int]  # rows, heads, batch
     box_rows: int
 
     @property
@@ -66,7 +66,7 @@ class Mark(Protocol):
 class Lane(Protocol):
     """A stream, which runs its work in order and concurrently with other lanes."""
 
-    context: AbstractContextManager  # to allocate memory and launch kernels in this lane
+    context: AbstractContextManager  # in it, memory is allocated and kernels launch in this lane
 
     def enter(self) -> None:
         """Prepares the calling thread to queue work."""
@@ -262,11 +262,11 @@ class Backend(ABC):
         raise NotImplementedError
 
     def trim_pinned(self) -> None:
-        """Returns unused page-locked memory of the pool to the system."""
+        """Frees unused page-locked memory of the pool."""
         return
 
     def trim(self) -> None:
-        """Returns unused memory of the pool to the device, for other libraries."""
+        """Frees unused memory of the pool, so that other libraries can allocate it."""
         return
 
     @abstractmethod

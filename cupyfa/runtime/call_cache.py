@@ -152,7 +152,7 @@ class Repeat:
         if spare.allocator is allocator and spare.is_free():
             self.misses = 0
             return spare
-        if self.spares:  # all spares are in use
+        if self.spares:  # the oldest of several spares is in use: drop it
             self.misses += 1
         else:
             self.spares.append(spare)

@@ -57,7 +57,7 @@ def run_guarded(
         guarded[name].bits[...] = original[name]
     for name, (shape, dtype) in {**plan.outputs, **plan.scratch}.items():
         strides = contiguous_strides(plan.stored_shape(name), dtype)
-        new = as_strided(np.empty(0, dtype), shape, strides)  # only shape and strides; no memory
+        new = as_strided(np.empty(0, dtype), shape, strides)  # shape and strides, without memory
         guarded[name] = _guarded(backend, outputs.get(name, new))
         if name in plan.scratch:
             guarded[name].bits[...] = int.from_bytes(bytes([left]) * dtype.itemsize)

@@ -64,7 +64,7 @@ def replay(backend: Backend, plan: Plan, arrays: Mapping[str, Any]) -> Callable[
 def find_launcher(
     backend: Backend, key: tuple[Any, ...], arrays: Mapping[str, Any], make_plan: Callable[[], Plan]
 ) -> Launcher:
-    """Returns a cached launcher of a helper plan (no rung) for arrays like these.
+    """Returns a cached launcher of a helper plan (not a rung) for arrays like these.
 
     key: identifies the plan together with the arrays' names, order, shapes, strides and dtypes.
     """
@@ -312,7 +312,7 @@ class _Arguments:
         self._table = (ctypes.c_uint64 * max(len(starts), 1))(*(base + _WORD * x for x in starts))
         self.start, self.pointers = launch.start, ctypes.addressof(self._table)
         self._slots = [(starts[at] + x // _WORD, array) for at, x, array in launch.addresses]
-        # The last element of each tuple maps an array's address to its encoded map's address.
+        # The last element caches encoded maps: array address -> address of the encoded map.
         self._maps = [(*x, dict[int, int]()) for x in launch.maps]
         self._backend, self._encoded = backend, list[Any]()
 

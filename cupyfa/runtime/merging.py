@@ -26,7 +26,7 @@ Arrays = dict[str, Any]  # arrays by the names that launches use
 Pullback = Callable[..., list[tuple[Any, Any]]]
 
 _THREADS, _WARP = 128, 32
-# The arguments of a launch are limited to 4 KB: this many parts, or half as many with gradients.
+# A launch has at most 4 KB of arguments, enough for this many parts (half as many with gradients).
 MOST_PARTS = 60
 MERGE = Launch(
     "merge_parts",

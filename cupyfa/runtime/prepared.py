@@ -129,7 +129,7 @@ class Prepared(OfThisProcess):
         self._results = tuple(results)
         self._labelled = sum(x.label is not None for x in results)
         self._is_forward = operation.name != "backward"
-        self._is_one = self._is_forward and len(results) == 1  # gradients are a tuple
+        self._is_one = self._is_forward and len(results) == 1  # gradients are always a tuple
         self._all_new: tuple[Any, ...] = (None,) * len(results)
         self._others = self._all_new[1:]
         self._new = [(x.shape, plan.outputs[x.name][1]) for x in results]
@@ -330,7 +330,7 @@ class Prepared(OfThisProcess):
     def _by_name(
         self, arrays: tuple[Any, ...], out: Any, named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], Any]:
-        """Returns the inputs in order, also those passed by name, and an ``out`` for the result."""
+        """Returns the inputs in order, including inputs by name, and ``out`` if it is a result."""
         at = ("q" in self._names) and self._names.index("q")
         if any(isinstance(x, Structured) for x in arrays):
             qkv, structure = unwrap(*arrays[at : at + 3])
@@ -429,7 +429,7 @@ class Prepared(OfThisProcess):
         return adopted
 
     def _takes(self, targets: Sequence[Any], addresses: tuple[int, ...]) -> bool:
-        """Whether kernels can write directly to the caller's arrays; else ``_closely`` runs."""
+        """Whether kernels can write directly to the caller's arrays; else use ``_closely``."""
         backend, extents = self._backend, self._extents
         if not backend.writes_in_place:
             return False

@@ -45,7 +45,7 @@ MAP = Launch(
 
 
 def states_of(p: Problem, arrays: Mapping[str, Any], rows: int, keys: int) -> np.ndarray:
-    """Classifies all tiles: by intervals, and pair by pair where intervals leave it undecided."""
+    """Classifies all tiles by intervals, and pair by pair where intervals are inconclusive."""
     names = p.modifiers.numbers | {x.name: arrays[x.name] for x in p.modifiers.arrays}
     states = np.empty(_shape(p, rows, keys), np.uint8)
     if not states.size:

@@ -53,7 +53,7 @@ def load(launch: PlannedLaunch, text: str, capability: str) -> Kernel:
         if binary is None:
             name, folders = f"{launch.entry}.cu", sources.include_folders(launch)
             binary, _ = compile_text(text, name, arch, folders, to_ptx=to_ptx, log=False)
-            with suppress(OSError):  # such as a full disk
+            with suppress(OSError):  # for example, the disk is full
                 cache_folder.keep_compiled(path, binary)
         return Kernel(binary, launch.entry)
     except driver.CUDADriverError as error:
@@ -63,7 +63,7 @@ def load(launch: PlannedLaunch, text: str, capability: str) -> Kernel:
 
 
 def _target(arch: str) -> tuple[str, bool]:
-    """Returns the target architecture, and whether to emit PTX: for devices newer than NVRTC."""
+    """Returns the target architecture, and whether to emit PTX, for devices newer than NVRTC."""
     known = nvrtc.getSupportedArchs()
     if not arch.isdigit() or int(arch) in known:
         return arch, False

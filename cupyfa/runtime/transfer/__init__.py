@@ -12,8 +12,8 @@ that are already page-locked are copied directly.
 The device holds a few pieces at a time, so a problem may be larger than device memory. A single
 head that does not fit is cut along its rows and keys; partial results are merged by their lse.
 
-Several devices get shares of equal work: consecutive pieces, with pieces on the boundary between
-two shares cut in two. One thread starts the pieces of all devices in turn.
+Several devices get shares of equal work. A share consists of consecutive pieces; a piece on the
+boundary between two shares is cut. One thread starts the pieces of all devices in turn.
 """
 
 from cupyfa.runtime.transfer.devices import spread

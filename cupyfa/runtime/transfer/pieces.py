@@ -278,7 +278,7 @@ class _Cutting:
         return max(h, min(cdiv(p.kv_heads, enough), _largest(p.kv_heads, is_moderate)))
 
     def shared_by(self, axis: str) -> int:
-        """Returns the bytes of arrays with one of the axes batch and heads, but without ``axis``."""
+        """Returns the bytes of arrays with one of the axes batch and heads, but not ``axis``."""
         (other,) = {"batch", "heads"} - {axis}
         found = (x for x, axes in self.axes.items() if other in axes and axis not in axes)
         return sum(map(self.plan.stored_bytes, found))

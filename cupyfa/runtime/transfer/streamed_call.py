@@ -71,8 +71,8 @@ class Call:
         self.count = self.cut.count(chosen.pieces, free)
         moved = sum(x.nbytes for x in there.values())
         self.threaded = moved > _INLINE
-        # The bus idles until the first chunk is copied, and every chunk hands over the GIL several
-        # times, for which threads (also of other devices' calls) wait. This chunk size minimises
+        # The bus idles until the first chunk is copied, and every chunk makes threads, also those
+        # of calls on other devices, wait for the GIL several times. The best size minimises
         # grain + moved / grain * _CHUNK_COST.
         self.grain = min(chosen.chunk_bytes, math.isqrt(moved * _CHUNK_COST))
         self.started: list[Copies] = []
@@ -97,7 +97,7 @@ class Call:
         When the generator ends or is closed, no copy or kernel is in flight.
         """
         pieces, count = self.cut.pieces, self.count
-        later = int(count > 1)  # sends wait for the last but one kernel, so the bus rarely idles
+        later = int(count > 1)  # sends wait for the last kernel but one, so the bus rarely idles
         memory = self.memory()
         places: list[dict[str, Place]] = []
         sent: list[Copies] = []
@@ -178,7 +178,7 @@ class Call:
         return {name: parts[numbers[name] % len(parts)] for name, parts in memory.items()}
 
     def new_in(self, i: int) -> list[str]:
-        """Returns the inputs of which this piece needs another part than the previous piece."""
+        """Returns the inputs whose part differs from that of the previous piece."""
         numbers = self.cut.numbers
         return [x for x in self.given if i == 0 or numbers[i][x] != numbers[i - 1][x]]
 
