@@ -98,7 +98,7 @@ _LATER = {
 _MODULES = {"lab": "cupyfa.lab", "transfer": "cupyfa.runtime.transfer"}
 _SUBPACKAGES = {"dask", "distributed"}  # imported explicitly by users
 _RAGGED = "Packed(q, cu_seqlens_q), Packed(k, cu_seqlens_k), Packed(v, cu_seqlens_k)"
-# Replacements of removed names, for error messages.
+# Replacements for removed names, for error messages.
 _FORMER = {
     "AttentionOptions": "the options as keyword arguments, **options of a dictionary",
     "attention_backward": "cupyfa.backward(dout, q, k, v, out, lse, …)",

@@ -137,7 +137,7 @@ def _make_folder(path: Path) -> None:
 
 
 def facts_file(kind: str, about: str) -> Path:
-    """Returns the path of the JSON file of this kind (such as "peaks") on a subject."""
+    """Returns the path of a JSON file of a kind such as "peaks" about, for example, a device."""
     return folder() / kind / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', about)}.json"
 
 
@@ -309,7 +309,7 @@ def _opened(folder: Path, flags: int = 0) -> Iterator[int]:
 
 
 def _replace(path: Path, content: bytes, *, is_own: bool = False) -> None:
-    """Writes a file atomically. is_own: whether it is a cache file, which others cannot read."""
+    """Writes a file atomically. is_own: whether it is a cache file, readable by this user only."""
     if not is_own:
         path.parent.mkdir(parents=True, exist_ok=True)
     with _opened(path.parent, os.O_NOFOLLOW if is_own else 0) as folder:

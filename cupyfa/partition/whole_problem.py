@@ -26,14 +26,14 @@ def read_problem(
     keywords: Mapping[str, Any],
     out: Any = None,
 ) -> Problem:
-    """Returns the problem of whole arrays q, k and v. Raises for arguments unsupported in parts.
+    """Returns the problem of whole arrays q, k and v. Raises if parts do not support an argument.
 
     keywords: the function's arguments without its kernel choice. out: the output's dtype or None.
     """
     for name, remedy in _REMEDIES.items():
         if keywords.get(name) is not None:
             raise Unsupported(
-                f"{name} is {described(keywords[name])}, which calls on parts reject; {remedy}"
+                f"{name} is {described(keywords[name])}, which partitioned calls reject; {remedy}"
             )
     if out is not None and not isinstance(out, DTYPES):
         raise Unsupported(f"out is {described(out)}, but results are new arrays; give its dtype")
@@ -54,7 +54,7 @@ def read_problem(
     problem = Problem.of(*arrays, options=options, operands=operands)
     if problem.dtype.result:
         raise Unsupported(
-            f"q, k and v are {problem.dtype.name}, which calls on parts reject; convert them "
+            f"q, k and v are {problem.dtype.name}, which partitioned calls reject; convert them "
             "to float16 or bfloat16"
         )
     return problem

@@ -69,7 +69,7 @@ def share_memory(a: Any, b: Any) -> bool:
 
 
 def is_masked(array: Any) -> bool:
-    """Whether an array is a MaskedArray. Does not import numpy.ma, which takes long."""
+    """Whether an array is a MaskedArray. Does not import numpy.ma, which would be slow."""
     kind = getattr(sys.modules.get("numpy.ma"), "MaskedArray", ())
     return isinstance(array, kind)
 

@@ -126,7 +126,7 @@ class _Parts:
         first = self.outs[0]
         batch, heads, M, dv = sizes_of("parts[0][0]", first, layout)
         self.dtype = _dtype_of(first)
-        # Merging is an attention whose keys are the parts and whose scores are their lse.
+        # Merging is planned as attention: the parts act as keys, and their lse as scores.
         self._problem = Problem(batch, heads, heads, M, len(parts), 0, dv, self.dtype)
         self._shape, self._rows = tuple(first.shape), rows_of(first, layout)
         for i, (x, rows) in enumerate(zip(self.outs, self.lses)):

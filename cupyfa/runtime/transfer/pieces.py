@@ -117,7 +117,8 @@ def cut(
     p, cutting = plan.problem, _Cutting(plan, plan_of, wanted, most)
     if not is_divisible(plan):
         if (size := needed(plan)) > most:
-            raise cutting.too_large("all of it", size, f"{_FEWER}: it is not divided into pieces")
+            remedy = f"{_FEWER}: the problem cannot be divided into pieces"
+            raise cutting.too_large("the whole problem", size, remedy)
         return [Piece(*map(range, (p.batch, p.kv_heads, p.M, p.N)))]
     can_be_cut = "strides" in plan.kernel.features and len(starts) and len(starts[0]) > 2
     if can_be_cut and needed(plan) > wanted:

@@ -284,7 +284,7 @@ def _filled(memory: tuple[int, ...], host: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _packed_order(array: np.ndarray | None, axes: int) -> tuple[int, ...]:
-    """Returns a packed array's axis order: rows outermost, so that few rows fill a prefix."""
+    """Returns a packed array's axis order: rows outermost, so that a few rows are contiguous."""
     return tuple(range(axes)) if array is None or axes != 4 else (0, 2, 1, 3)
 
 
