@@ -89,7 +89,7 @@ class _Work:
     """The work of pieces: FLOPs, or bytes to send if the bus takes longer than the kernels.
 
     Arrays without a row axis, such as K, count in proportion to a piece's rows, so that the work of
-    all pieces adds up to the work of the whole. Packed sequences have their own keys.
+    all pieces adds up to that of the whole. Packed sequences have their own keys, counted in full.
     """
 
     def __init__(self, plan: Plan, pieces: Sequence[Piece], starts: Starts) -> None:
