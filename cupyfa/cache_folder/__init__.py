@@ -137,7 +137,7 @@ def _make_folder(path: Path) -> None:
 
 
 def facts_file(kind: str, about: str) -> Path:
-    """Returns the path of a JSON file of a kind such as "peaks" about, for example, a device."""
+    """Returns the path of the JSON file with this kind of facts about a device or other subject."""
     return folder() / kind / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', about)}.json"
 
 

@@ -66,7 +66,7 @@ class Mark(Protocol):
 class Lane(Protocol):
     """A stream, which runs its work in order and concurrently with other lanes."""
 
-    context: AbstractContextManager  # in it, memory is allocated and kernels launch in this lane
+    context: AbstractContextManager  # makes the lane current, for allocations and kernel launches
 
     def enter(self) -> None:
         """Prepares the calling thread to queue work."""
