@@ -49,12 +49,12 @@ EXIT_CODES = {
     "OSError": BAD_ARGUMENTS,
 }
 
-# Error numbers of a full disk, which are not the fault of arguments.
+# Error numbers of a full disk, which exit with another code than wrong arguments.
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class Program(click.Group):
-    """The command group; ends on an error with one line on stderr and an exit code."""
+    """The command group; reports an error as one line on stderr and exits with its code."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta[mistakes.ARGUMENTS] = args
