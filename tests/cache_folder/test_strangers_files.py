@@ -277,7 +277,7 @@ def test_odd_json_is_refused_or_ignored(tmp_path, kind, spoil):
 
 def test_endless_files_are_refused(monkeypatch):
     monkeypatch.setattr(results, "_MOST_BYTES", 1000)
-    with pytest.raises(ValueError, match="more than 1,000 bytes"):
+    with pytest.raises(ValueError, match="larger than 1,000 bytes"):
         Results.load("/dev/zero")
 
 
