@@ -114,7 +114,7 @@ def test_auto_takes_a_kernel_that_can(dtype):
 
 def test_lengths_are_whole_numbers():
     q, k, v, rows, keys = packed()
-    with pytest.raises(TypeError, match="q.offsets is float64; it must be of whole numbers"):
+    with pytest.raises(TypeError, match="q.offsets is float64; it must have an integer"):
         cupyfa.attention(*pack(q, k, v, rows.astype(float), keys), backend="simulator")
     cupyfa.attention(*pack(q, k, v, rows.astype("i8"), list(keys)), backend="simulator")
 
@@ -158,9 +158,9 @@ def test_prepared_calls_of_packed_arrays(backend, of_shapes):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"cu_seqlens_q": [0, 5, 9, 100]}, "q.offsets go from 0 to 100, and q has 17 rows"),
-        ({"cu_seqlens_k": [0, 9, 5, 6]}, r"k.offsets\[2\] is 5, below 9 before it"),
-        ({"seqused_q": [5, 1, 1]}, r"q.used\[0\] is 5, and sequence 0 has 3 rows"),
+        ({"cu_seqlens_q": [0, 5, 9, 100]}, "q.offsets go from 0 to 100, but q has 17 rows"),
+        ({"cu_seqlens_k": [0, 9, 5, 6]}, r"k.offsets\[2\] is 5, less than 9 before it"),
+        ({"seqused_q": [5, 1, 1]}, r"q.used\[0\] is 5, but sequence 0 has 3 rows"),
     ],
 )
 def test_prepared_calls_look_at_numpy_offsets(change, message):
@@ -182,5 +182,5 @@ def test_prepared_calls_look_at_numpy_lengths():
     how = {"backend": "simulator", "kernel": "fa2"}
     prepared = cupyfa.compile(q, Padded(q, n), Padded(q, n), **how)
     prepared(q, q, q, lengths_k=n)
-    with pytest.raises(ValueError, match=r"k.lengths\[1\] is 6, and batch element 1 has 5 rows"):
+    with pytest.raises(ValueError, match=r"k.lengths\[1\] is 6, but batch element 1 has 5 rows"):
         prepared(q, q, q, lengths_k=np.array([5, 6], "i4"))

@@ -302,9 +302,9 @@ WRONG = {
     "no tiles": ({"tiles": 16}, TypeError, "tiles is 16; give tile sizes by name"),
     "causal": ({"causal": 1}, ValueError, "causal is 1; use False, True"),
     "offset": ({"offset": 3}, ValueError, "nothing depends on the positions of queries"),
-    "bias": ({"bias": X}, Unsupported, "bias is of type ndarray, and parts read no arrays besides"),
+    "bias": ({"bias": X}, Unsupported, "bias is of type ndarray, but parts read only the arrays"),
     "mask": ({"mask": A}, Unsupported, "give causal=, window= or an expression"),
-    "sink": ({"sink": [1.0]}, Unsupported, r"sink is \[1.0\], and parts .*; leave it out"),
+    "sink": ({"sink": [1.0]}, Unsupported, r"sink is \[1.0\], but parts .*; leave it out"),
     "lengths": ({"q": Padded(A, [3])}, TypeError, "q is of type Padded; give a Dask array"),
     "packed": ({"q": Packed(A, [3])}, TypeError, "q is of type Packed; give a Dask array"),
     "captured": (
@@ -327,7 +327,7 @@ WRONG = {
     ),
     "devices": ({"backend": Devices("all")}, Unsupported, "workers have devices of their own"),
     "layout": ({"layout": "bshd"}, Unsupported, r"layout is 'bshd', .* q.swapaxes\(1, 2\)"),
-    "out": ({"out": X}, (Unsupported, ValueError), "out is of type ndarray, and .*dtype"),
+    "out": ({"out": X}, (Unsupported, ValueError), "out is of type ndarray, but .*dtype"),
     "is_causal": ({"is_causal": True}, TypeError, "no argument 'is_causal'; write causal=True"),
 }
 

@@ -387,7 +387,7 @@ WRONG = {
     ),
     "dtype": ({"q": X.astype(int)}, TypeError, "q has dtype int64, which is not supported"),
     "list": ({"q": [1.0]}, TypeError, "q is"),
-    "bias": ({"bias": X}, Unsupported, "bias is of type ndarray, and parts read no arrays besides"),
+    "bias": ({"bias": X}, Unsupported, "bias is of type ndarray, but parts read only the arrays"),
     "head": (
         {"score_mod": "score + head"},
         Unsupported,

@@ -106,7 +106,7 @@ def test_decoding_gives_float32(prefix):
     assert made is out and not (made == made.astype(np.float16)).all()
     again = cupyfa.attention(q, cache, out="float32", backend="simulator")
     np.testing.assert_array_equal(again, out)
-    with pytest.raises(ValueError, match=r"out is float64 .*, the result is float16"):
+    with pytest.raises(ValueError, match=r"out is float64 .*, but the result is float16"):
         cupyfa.attention(q, cache, out=out.astype(np.float64), backend="simulator")
 
 
@@ -141,15 +141,15 @@ def test_arrays_of_another_dtype_are_refused():
     how = {"backend": "simulator"}
     out, lse = cupyfa.attention(q, k, v, return_lse=True, out="float32", **how)
     narrow = out.astype(np.float16)
-    with pytest.raises(ValueError, match="out is float64 .*, the result is float16"):
+    with pytest.raises(ValueError, match="out is float64 .*, but the result is float16"):
         cupyfa.attention(q, k, v, out=out.astype(np.float64), **how)
     prepared = cupyfa.compile(q, k, v, out="float32", **how)
-    with pytest.raises(ValueError, match=r"out is float16 .*, the result is float32 .*; give an"):
+    with pytest.raises(ValueError, match=r"out is float16 .*, but the result is float32 .*; give"):
         prepared(q, k, v, out=narrow)
     of_narrow = cupyfa.backward(narrow, q, k, v, narrow, lse, **how)
     of_wide = cupyfa.backward(narrow, q, k, v, out, lse, **how)
     assert [x.dtype.name for x in (*of_narrow, *of_wide)] == ["float16"] * 3 + ["float32"] * 3
     with pytest.raises(TypeError, match="dout is float32; expected is float16"):
         cupyfa.backward(out, q, k, v, out, lse, **how)
-    with pytest.raises(ValueError, match="dq of grads is float16 .*, the result is float32"):
+    with pytest.raises(ValueError, match="dq of grads is float16 .*, but the result is float32"):
         cupyfa.backward(narrow, q, k, v, out, lse, grads=(q, None, None), **how)

@@ -139,7 +139,7 @@ def test_memories_are_not_mixed(cuda):
     part, (host,) = drawn(1, 2, 3, 5, 24)[0], on_host(drawn(1, 2, 3, 5, 24))
     with pytest.raises(TypeError, match="arrays in host and GPU memory are mixed"):
         cupyfa.merge([part, host])
-    with pytest.raises(TypeError, match="out is of type ndarray, the parts are CuPy arrays"):
+    with pytest.raises(TypeError, match="out is of type ndarray, but parts are CuPy arrays"):
         cupyfa.merge([part], out=host[0])
     with pytest.raises(TypeError, match="the simulator takes NumPy arrays"):
         cupyfa.merge([part], backend="simulator")

@@ -258,9 +258,9 @@ def test_axes_of_size_1_get_valid_strides(kernel, simulator):
     "spoil, message",
     [
         (lambda x: x.astype(np.float32), "float32 .*float16 or bfloat16"),
-        (lambda x: x[..., 0], "boxes are of .batch, heads, rows, columns."),
+        (lambda x: x[..., 0], "TMA needs .batch, heads, rows, columns."),
         (lambda x: x[..., 1:], "must be multiples of 16 bytes"),
-        (lambda x: x[:, :, ::-1], "strides above 0"),
+        (lambda x: x[:, :, ::-1], "strides positive"),
     ],
     ids=["float32", "no columns", "an odd address", "backwards"],
 )

@@ -72,7 +72,7 @@ def test_a_kernel_of_one_s_own_gets_the_whole_problem(far):
     same(far, q, k, v, kernel=sloped.bind(**own, returns=("top",)))
     same(far, q, k, v, kernel=sloped.bind(**own), check=True)
     transfer.configure(device_bytes=20_000)
-    with pytest.raises(cupyfa.OutOfMemory, match="sloped on .*: all of it needs"):
+    with pytest.raises(cupyfa.OutOfMemory, match="sloped on .*: the whole problem needs"):
         cupyfa.attention(q, k, v, kernel=sloped.bind(**own), backend=far)
 
 
@@ -333,7 +333,7 @@ def test_what_counts_heads_is_one_piece(far, counts, what):
     assert counts() == [1]
     transfer.configure(device_bytes=4000)
     with pytest.raises(
-        cupyfa.DeviceError, match="all of it needs .* fewer batch elements or heads"
+        cupyfa.DeviceError, match="the whole problem needs .* fewer batch elements or heads"
     ):
         cupyfa.attention(q, k, v, kernel="fa2", backend=far, **ONE_PIECE[what])
 

@@ -55,7 +55,7 @@ def test_devices_by_names():
     assert known_as("NVIDIA H100 80GB HBM3") is DEVICES["h100"]
     assert known_as("NVIDIA GeForce RTX 4060") is DEVICES["rtx4060"]
     assert known_as("NVIDIA GeForce RTX 4060 Ti") is None
-    with pytest.raises(ValueError, match="'h9' is unknown; there are t4, a100, .*, and this"):
+    with pytest.raises(ValueError, match="'h9' is unknown; use one of t4, a100, .*, or 'this' for"):
         named("h9")
 
 

@@ -836,7 +836,7 @@ def test_more_registers_than_a_block_has_by_what_the_driver_tells(compiled):
     attributes = {"NUM_REGS": 200, "MAX_THREADS_PER_BLOCK": 32}
     with pytest.raises(cupyfa.Unsupported) as raised:
         compiled(lambda binary, entry: SimpleNamespace(attribute=attributes.get))
-    says(str(raised.value), "takes 200 registers", "128 threads", "at most 32 fit", "smaller tiles")
+    says(str(raised.value), "uses 200 registers", "at most 32 threads fit", "smaller tiles")
 
 
 def test_cuda_errors_are_one_line(monkeypatch):
@@ -882,7 +882,7 @@ def test_arrays_without_a_usable_interface(monkeypatch, error):
     monkeypatch.setattr(Elsewhere, "adopt", adopt, raising=False)
     with pytest.raises(TypeError) as raised:
         cupyfa.attention(Foreign(), Foreign(), Foreign(), backend=Elsewhere())
-    says(str(raised.value), "q, a Foreign, cannot be seen as an array", "pass it as")
+    says(str(raised.value), "q, a Foreign, cannot be viewed as an array", "pass it as")
 
 
 CUDA = ("--backend", "cuda", *SMALL)
@@ -950,7 +950,7 @@ def test_a_check_survives_a_kernel_that_traps(cuda, tmp_path):
             (BODY, f"{device_code.code('registers')}  {BODY}"),
             (": 64,\n        ),", ": 1024,\n        ),"),
             3,
-            (r"mine takes \d+ registers a thread", "1024 threads", "smaller tiles"),
+            (r"mine uses \d+ registers per thread", "1024 threads", "smaller tiles"),
         ),
         (("void mine", "void yours"), None, 2, (r"mine\.cu has no kernel mine", "write there")),
     ],
@@ -999,7 +999,7 @@ def test_broken_interfaces_of_arrays_on_the_gpu(cuda, interface):
     broken = Foreign(**interface)
     with pytest.raises(TypeError) as raised:
         cupyfa.attention(broken, broken, broken)
-    says(str(raised.value), "q, a Foreign, cannot be seen as an array", "pass it as")
+    says(str(raised.value), "q, a Foreign, cannot be viewed as an array", "pass it as")
     works_on(cuda)
 
 

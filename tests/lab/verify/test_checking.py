@@ -179,7 +179,7 @@ def test_a_users_record_is_not_confused_with_a_rung(tmp_path, name):
     kernel = replace(record_named(script), name=name)
     failure = the_failure(check(["softmax_online", kernel], failures=tmp_path))
     assert failure.command.startswith(f"cupyfa run SCRIPT.py:{name} ")
-    with pytest.raises(ValueError, match=f"a failure of {name}, a record from a script; give it"):
+    with pytest.raises(ValueError, match=f"a failure of {name}, a record from a script; pass it"):
         cupyfa.lab.replay(failure.file, backend="simulator")
     again = cupyfa.lab.replay(failure.file, kernel, backend="simulator")
     assert again.now.kind == failures.WRONG_RESULT
@@ -197,7 +197,7 @@ def test_a_kernel_that_hangs_is_killed_and_others_continue(tmp_path):
     assert failure.outcome.message == "no answer within 1 s"
     assert (failure.case.problem.M, failure.case.problem.N) == (1, 3)
     assert mine.runs - mine.right == 3
-    assert set(mine.not_run) <= {"given up when it had hung or died 3 times"}
+    assert set(mine.not_run) <= {"given up after it hung or died 3 times"}
     assert other.right == other.runs == 12
     again = repeat(failure)
     assert again.returncode == 3 and "no answer within 1 s" in again.stderr
@@ -282,7 +282,7 @@ def test_records_are_checked_in_processes_too(tmp_path):
     assert failure.outcome.kind == failures.WRONG_RESULT and failure.case.problem.N == 3
     assert [tally.runs for tally in done.tallies] == [12, 12]
     made_here = replace(records[0], name="other")
-    with pytest.raises(ValueError, match="jobs is 2: kernel 'other' was made in this process"):
+    with pytest.raises(ValueError, match="jobs is 2, .* 'other' was made in this process"):
         check([made_here], jobs=2)
 
 
@@ -446,7 +446,7 @@ def test_each_case_runs_in_several_orders_of_threads(tmp_path):
 def test_orders_of_threads_are_the_simulators(monkeypatch):
     device = SimpleNamespace(limits=Simulator().limits)
     monkeypatch.setattr(checking, "backend_named", lambda backend: device)
-    with pytest.raises(ValueError, match="schedules is 2, and .* orders its threads itself"):
+    with pytest.raises(ValueError, match="schedules is 2, but .* orders its threads itself"):
         cupyfa.check("fa2", schedules=2)
 
 
