@@ -339,8 +339,8 @@ class _Planner:
         if not (isinstance(number, int | np.integer) and least <= number <= most):
             to = f" to {most}" if isfinite(most) else ""
             raise ValueError(
-                f"{self.kernel.name}: the record's formula for {what} gives {number!r} for "
-                f"{self.problem}; it must give a whole number from {least}{to}"
+                f"{self.kernel.name}: the record's formula for {what} returned {number!r} for "
+                f"{self.problem}; it must return a whole number from {least}{to}"
             )
         return int(number)
 
@@ -369,9 +369,10 @@ class _Planner:
         empty = 0 in self.problem.shape("batch heads M")
         if not whole or threads < 1 or not 1 <= len(grid) <= 3 or (0 in grid and not empty):
             raise ValueError(
-                f"{self.kernel.name}: the record's formulas for {launch.entry} give grid={grid}, "
-                f"threads={threads!r}, shared={shared_bytes!r} for {self.problem}; they must give "
-                "whole numbers, one to three for the grid, and at least one block and thread"
+                f"{self.kernel.name}: the record's formulas for {launch.entry} returned "
+                f"grid={grid}, threads={threads!r}, shared={shared_bytes!r} for {self.problem}; "
+                "they must return whole numbers, one to three for the grid, and at least one "
+                "block and thread"
             )
 
     def check_limits(self, grid: tuple[int, int, int], threads: int, shared_bytes: int) -> None:
