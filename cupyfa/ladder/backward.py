@@ -238,10 +238,7 @@ def _of_delta(p: Problem, c: SimpleNamespace) -> int:
 
 
 def mma_delta(sums: Formula, entry: str = "mma_delta", constant: str = "floats") -> Launch:
-    """Makes the launch that computes delta and clears the sums of dQ.
-
-    constant: the C++ constant that holds the number of sums per row tile.
-    """
+    """Makes the launch that computes delta and clears dQ_sum, ``constant`` sums per row tile."""
     return Launch(
         entry,
         args="O dO delta dQ_sum.data M heads mods",
@@ -572,9 +569,7 @@ WGMMA_RULES = {
 
 
 def is_wide(sizes: Problem | SimpleNamespace) -> bool:
-    """Returns whether dK and dV of 64 keys need the registers of two warpgroups; see
-    query_layout.cuh.
-    """
+    """Returns whether dK and dV of 64 keys need two warpgroups' registers; see query_layout.cuh."""
     return max(sizes.d, sizes.dv) > 128
 
 
@@ -631,10 +626,7 @@ def wgmma_shared(p: Problem, c: SimpleNamespace) -> int:
 
 
 def wgmma_wide_shared(p: Problem, c: SimpleNamespace, dO_stages: int | None = None) -> int:
-    """Returns the bytes of shared memory for wide heads.
-
-    In addition to wgmma_shared, P is stored; dO may have fewer stages.
-    """
+    """Returns the shared memory for wide heads, which also store P and may have fewer dO stages."""
     dO_stages = dO_stages or wgmma_dO_stages(p, c)
     tiles = 2 * (
         (c.Bc + c.stages * c.Br) * round_up(p.d, 64)
@@ -822,10 +814,8 @@ def shares_keys(sizes: Problem | SimpleNamespace) -> bool:
 
 
 def fp16x2_wgmma_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the bytes of shared memory for hi and lo of K, V and `stages` tiles of Q and dO.
-
-    Each stage also has row statistics and four mbarriers. If warpgroups share keys, it has P and
-    four more mbarriers.
+    """Returns the bytes of shared memory for hi and lo of K, V and `stages` tiles of Q and dO. Each
+    stage has row statistics and four mbarriers, and, if warpgroups share keys, P and four more.
     """
     tiles = 4 * (c.Bc + c.stages * c.Br) * padded_columns(p, 64)
     of_P = 256 * c.Br + 32 if shares_keys(p) else 0

@@ -47,10 +47,7 @@ def padded_columns(sizes: Problem | SimpleNamespace, multiple: int) -> int:
 
 
 def even_width(columns: int, most: int, step: int) -> int:
-    """Returns the width of equal tiles that cover the columns.
-
-    It is about `most`, and a multiple of `step`.
-    """
+    """Returns the width of equal tiles for the columns: about `most`, and a multiple of `step`."""
     return cdiv(columns, cdiv(columns, most) * step) * step
 
 
@@ -86,10 +83,7 @@ def rung(
 
 
 def batch_first(p: Problem) -> bool:
-    """Returns whether the tile scheduler assigns the batch elements of a head consecutively.
-
-    This helps if all batch elements share a bias or mask with an element per pair.
-    """
+    """Returns whether a head's batch elements are scheduled in a row, as they share a bias."""
     held = p.modifiers.held
     return held is not None and p.batch > 1 and held.shape[0] == 1 and held.shape[2] > 1
 

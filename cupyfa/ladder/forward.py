@@ -954,10 +954,7 @@ WGMMA_SLICES = rung(
 
 
 def fp8_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the shared memory for tiles in TMA boxes of 128-byte rows, and for mbarriers.
-
-    V is transposed.
-    """
+    """Returns the shared memory for Q, K and transposed V in rows of 128 bytes, and mbarriers."""
     keys, depth = round_up(c.Bc, 128), round_up(p.d, 128)
     tiles = c.Br * depth + c.stages * (c.Bc * depth + round_up(p.dv, 16) * keys)
     return round_up(tiles + 16 * (c.Br // 64 + 2 * c.stages) + staged_pairs(p, c), 1024)
@@ -1107,7 +1104,8 @@ def _in_splits(name: str, splits: int | None, is_e4m3: bool) -> Kernel:
         return with_cleared_rest(rounded_first(made), *REST)
     return replace(
         with_cleared_rest(made, *REST),
-        name="mma_split_kv_e4m3",  # skips constants that were tuned for 16-bit keys
+        # Constants that were tuned for 16-bit keys do not suit e4m3, hence another name.
+        name="mma_split_kv_e4m3",
         tiles=SPLIT_E4M3_TILES,
         features=(*made.features, "e4m3"),
         arch="89",

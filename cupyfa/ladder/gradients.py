@@ -117,13 +117,11 @@ _BIAS_ROWS, _BIAS_CHUNKS, _CHUNK = 128, 4, 64  # a tile has 128 rows and 4 chunk
 
 
 def _bias(p: Problem) -> Operand:
-    """Returns the bias, which is the only array whose gradient the call returns."""
     (bias,) = p.modifiers.differentiated
     return bias
 
 
 def _is_a_bias(p: Problem) -> bool:
-    """Returns whether the call returns only the gradient of a bias with an element per pair."""
     found = p.modifiers.differentiated
     if [x.name for x in found] != [BIAS] or 0 in (p.batch, p.heads, p.M, p.N):
         return False
@@ -137,7 +135,6 @@ def _bias_tiles(p: Problem, c: SimpleNamespace) -> int:
 
 
 def _bias_fits(p: Problem) -> bool:
-    """Returns whether a bias tile fits into shared memory."""
     return padded_columns(p, 64) <= 256
 
 

@@ -310,7 +310,6 @@ class Kernel(_Record):
 
     @property
     def target(self) -> str | None:
-        """The architecture-specific target to compile for, or None."""
         return self.arch if self.arch in ARCH_SPECIFIC else None
 
     @property
@@ -524,15 +523,15 @@ class BoundKernel:
         are_names = isinstance(returns, Iterable) and not isinstance(returns, str)
         if not are_names or not all(isinstance(x, str) for x in returns):
             raise TypeError(f"returns is {described(returns)}; give names, such as ('rowmax',)")
-        for names, known, does in (
-            (self.own, (*record.inputs, *record.floats), "takes"),
-            (returns, tuple(record.outputs), "computes"),
+        for names, known, kind in (
+            (self.own, (*record.inputs, *record.floats), "argument"),
+            (returns, tuple(record.outputs), "output"),
         ):
             for name in names:
                 if name not in known:
                     raise TypeError(
-                        f"{record.name} {does} no {name!r} of its own{nearest(name, known)}; it "
-                        f"{does} {', '.join(known) or 'nothing'}"
+                        f"{record.name} has no additional {kind} {name!r}{nearest(name, known)}; "
+                        f"it has {', '.join(known) or 'none'}"
                     )
         object.__setattr__(self, "returns", tuple(returns))
 

@@ -88,7 +88,6 @@ def sums(p: Problem, c: SimpleNamespace) -> int:
 
 
 def _heads_now(p: Problem, c: SimpleNamespace) -> range:
-    """Returns the key heads of round `c.round`."""
     first = c.round // rounds_of_keys(p, c) * round_heads(p, c)
     return range(first, min(first + round_heads(p, c), p.batch * p.kv_heads))
 

@@ -119,7 +119,6 @@ class Input:
 
 
 def _input_of(array: Operand) -> Input:
-    """Makes the Input for an array that expressions read, or for its gradient."""
     return Input(lambda p: array.shape, array.dtype)
 
 
@@ -323,7 +322,6 @@ def _common(mine: slice, asked: slice) -> slice:
 
 
 def _spans(inputs: Arrays, p: Problem) -> Iterable[tuple[slice, slice]]:
-    """Returns slices of the valid rows and keys of each sequence of a ragged batch."""
     if not p.modifiers.is_packed:
         whole = np.full(p.batch, p.M), np.full(p.batch, p.N)
         counts = (inputs.get(f"mods.{name}", x) for name, x in zip(PADDED, whole))
@@ -341,7 +339,6 @@ def _spans(inputs: Arrays, p: Problem) -> Iterable[tuple[slice, slice]]:
 
 
 def _score_arguments(inputs: Arrays, p: Problem, part: _Part) -> dict[str, Any]:
-    """Returns the arguments of `reference.attention` that describe the scores of a part."""
     shift, its = part.first[2] - part.first[3], part.sequence or p
     return {
         "scale": p.scale,
@@ -440,7 +437,6 @@ def exact_attention(inputs: Arrays, p: Problem) -> tuple[np.ndarray, np.ndarray]
 
 
 def _dtypes(p: Problem) -> dict[str, str]:
-    """Returns the dtype arguments of functions in `tolerance`."""
     return {"dtype": p.dtype.name, "out_dtype": p.out_dtype.name}
 
 

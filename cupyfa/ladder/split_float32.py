@@ -42,10 +42,7 @@ def _elements(p: Problem) -> int:
 
 
 def _slabs(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the number of slabs of a head's keys.
-
-    It takes few values, because every value of this constant is compiled separately.
-    """
+    """Returns the number of slabs of a head's keys; few values, because each one is compiled."""
     return 32 if p.N > 512 else 4
 
 

@@ -101,10 +101,7 @@ class TileChoice(Shown):
     def ordered(
         self, p: Problem, arch: str | None, multiprocessors: int, pack_gqa: Callable[[Tile], int]
     ) -> tuple[Tile, ...]:
-        """Returns the tiles to try, best first.
-
-        pack_gqa: returns the number of query heads that share a tile.
-        """
+        """Returns the tiles to try, best first; ``pack_gqa`` counts the query heads per tile."""
 
         def scores(tile: Tile) -> float:
             return _scores(p, tile, pack_gqa(tile), multiprocessors * self.blocks_per_sm)
@@ -150,7 +147,6 @@ RULES: Rules = {
 
 
 def _of_d(p: Problem, sizes: TilesByD) -> Tiles:
-    """Returns the tiles for a problem's head dimension."""
     d = max(p.d, p.dv)
     return sizes.get(min((most for most in sizes if d <= most), default=0), ())
 

@@ -63,11 +63,9 @@ _PRODUCTS = {np.dot, np.einsum, np.inner, np.vdot}  # not ufuncs, but their resu
 
 @dataclass(frozen=True)
 class Rounding:
-    """Describes how a kernel rounds.
+    """A kernel's dtype, and the precision to which it rounds by design, if any.
 
-    dtype: the dtype of its arrays. precision: the format to which it rounds by design, if any.
-    operands: the names of the arrays with this dtype. terms: the number of terms in the longest
-    sum.
+    operands: names of the arrays with this dtype. terms: number of terms in the longest sum.
     """
 
     dtype: str
@@ -141,7 +139,6 @@ def _read_only(x: Array) -> Array:
 
 
 def _unit(dtype: np.dtype, is_operand: bool, kernel: Arithmetic) -> float:
-    """Returns the relative rounding error of numbers in an array."""
     if dtype.kind in "iub":
         return 0.0
     return (is_operand and kernel.operand_unit) or float(kernel.accumulator.eps)
@@ -150,7 +147,6 @@ def _unit(dtype: np.dtype, is_operand: bool, kernel: Arithmetic) -> float:
 def _changed(
     arrays: Arrays, floats: Floats, units: Mapping[str, float], kernel: Arithmetic
 ) -> Iterator[tuple[Arrays, Floats]]:
-    """Yields the operands of each evaluation, with every number perturbed by its unit."""
     if kernel.rounds_by_design:
         is_operand = {name: unit == kernel.operand_unit for name, unit in units.items()}
         yield (

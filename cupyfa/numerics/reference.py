@@ -331,7 +331,6 @@ def rounded(x: Array, precision: str) -> Array:
 
 
 def _softmax(scores: Array, sink: Array | None = None) -> tuple[Array, Array]:
-    """Computes softmax and log-sum-exp over the last axis and the sink, in the scores' dtype."""
     top = scores.max(-1, keepdims=True, initial=-np.inf)
     if sink is not None:
         sink = sink.astype(scores.dtype)

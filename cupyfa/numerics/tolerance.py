@@ -461,10 +461,7 @@ class Arithmetic:
 
 
 def _score_errors(size: Array, tile: reference.Tile, kernel: Arithmetic) -> tuple[Array, Array]:
-    """Bounds the errors of scaled scores: accumulation error in eps, and rounding by design.
-
-    size: the sum of |scale * q * k| for each pair or row.
-    """
+    """Bounds errors of scores whose terms add up to `size`: accumulation, in eps; by design."""
     d = tile.q.shape[-1]
     by_design = kernel.rounded_product(size, d)
     if kernel.e4m3_inputs:
@@ -654,10 +651,7 @@ def _bound_of_row_max(work: _Work, kernel: Arithmetic, lost: Array) -> Array:
 
 
 def _plain_errors_of_row_max(work: _Work, kernel: Arithmetic, bound: Array) -> Array:
-    """Returns the plain computation's errors of row maxima; 0 without rounding by design.
-
-    Sets the bound to infinity where the plain computation overflows.
-    """
+    """Returns the plain computation's errors of row maxima; its overflows make bounds infinite."""
     largest = work.row_max()
     if not kernel.rounds_by_design:
         return np.zeros_like(largest)
@@ -710,7 +704,6 @@ def _bounds(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
 
 
 def _error_of_weights(score: Any) -> Any:
-    """Bounds the relative error of a row's weights; `score` is the absolute error of scores."""
     worst = 2 * np.minimum(score, _ANY_WEIGHT / 2)
     return np.where(2 * score < _ANY_WEIGHT, 0.6 * score + np.expm1(worst) - worst, np.inf)
 
@@ -878,7 +871,6 @@ def _lost_pairs(work: _BackwardWork, modified: _ModifiedScores | None, kernel: A
 
 
 def _sink_bounds(work: _BackwardWork, kernel: Arithmetic) -> Array | None:
-    """Returns the terms of rows [n, rows] in the bound of dsink; None without sinks."""
     eps, dv = float(kernel.accumulator.eps), work.tile.v.shape[-1]
     sink, size = work.tile.sink, work.delta_size[..., 0]
     if sink is None or work.step.dsink is None:
@@ -1030,6 +1022,5 @@ def finite(x: Array) -> Array:
 
 
 def _largest(x: Array) -> float:
-    """Returns the largest finite |x|."""
     size = np.abs(x)
     return float(size.max(initial=0.0, where=np.isfinite(size)))

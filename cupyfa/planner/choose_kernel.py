@@ -119,7 +119,6 @@ def can(kernel: Kernel, problem: Problem, limits: Limits) -> bool:
 
 
 def _refusal(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
-    """Returns why the kernel does not support the problem; None if it does."""
     try:
         _first_fit(kernel, _with_columns(kernel, problem), limits, {})
     except Unsupported as refused:
@@ -248,7 +247,6 @@ def _fastest_measured(general: Sequence[Kernel], problem: Problem, limits: Limit
 
 
 def _speeds(kernels: Sequence[Kernel], problem: Problem, limits: Limits) -> dict[str, float]:
-    """Returns the TFLOP/s of the kernels that were measured, by name."""
     recorded = {k.name: k.tflops.get(problem.arithmetic) for k in kernels}
     measured = {name: speeds for name, speeds in recorded.items() if speeds is not None}
     here = {name: _measured_here(name, problem, limits) for name in measured}
@@ -365,7 +363,6 @@ def _converted(kernel: Kernel, problem: Problem, limits: Limits) -> str:
 
 
 def _suiting(kernels: Iterable[Kernel], problem: Problem) -> list[Kernel]:
-    """Returns the kernels that "auto" may select for this dtype and precision."""
     return [k for k in kernels if k.suits(problem.dtype.name, problem.precision)]
 
 

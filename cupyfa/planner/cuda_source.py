@@ -125,7 +125,6 @@ def gradients(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:
 
 
 def _struct(members: Mapping[str, Any]) -> tuple[Any, dict[str, int]]:
-    """Makes a struct of zeros from member dtypes; returns it with the offsets of its members."""
     if not members:
         return _EMPTY, {}
     of = np.dtype([*members.items()], align=True)
@@ -164,7 +163,6 @@ def array_type(rank: int) -> np.dtype:
 
 
 def _dropout_type(p: Problem) -> np.dtype:
-    """Returns the NumPy dtype of struct Dropout in dropout.cuh."""
     numbers = [("offset", "u4"), ("least", "u4"), ("heads", "i4"), ("factor", p.dtype.sums)]
     return np.dtype([("round_keys", "u4", (2 * ROUNDS,)), *numbers], align=True)
 
@@ -340,14 +338,12 @@ def _farthest(p: Problem) -> int:
 
 
 def _first(p: Problem) -> str:
-    """Returns the C++ expression for the position of query 0."""
     if not p.is_ragged:
         return f"mods.{_FIRST}"
     return "0" if p.causal == "top-left" else "keys - queries"
 
 
 def _taken(x: Operand) -> str:
-    """Prints the C++ declaration of a variable for a captured array or number."""
     if x.is_array:
         return f"auto& {cpp_name(x.name)} = mods.{cpp_name(x.name)}"
     made = f"mods.{cpp_name(x.name)}"
@@ -357,7 +353,6 @@ def _taken(x: Operand) -> str:
 
 
 def _fits(p: Problem, index: ast.expr, size: int) -> bool:
-    """Returns whether an index is known to be within an axis."""
     if isinstance(index, ast.Constant):
         return isinstance(index.value, int) and 0 <= index.value < size
     ends: Mapping[str, int] = {

@@ -91,8 +91,6 @@ def _project_file(file: Path) -> Path:
 
 
 class _Planner:
-    """Evaluates the formulas of a record for one problem, device and set of constants."""
-
     def __init__(
         self, kernel: Kernel, problem: Problem, limits: Limits, constants: Mapping[str, int]
     ) -> None:

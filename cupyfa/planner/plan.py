@@ -125,7 +125,6 @@ class PlannedLaunch(Shown):
 
     @property
     def warps(self) -> int:
-        """Number of warps per block."""
         return cdiv(self.threads, 32)
 
     @property

@@ -84,7 +84,6 @@ def _above_and_file(launch: PlannedLaunch) -> tuple[list[str], str, dict[Path, b
 
 
 def _shown(path: Path) -> str:
-    """Formats a path for #line directives and titles; paths in kernels/ are relative."""
     return (path if path.is_absolute() else Path("kernels") / path).as_posix()
 
 
@@ -114,7 +113,6 @@ def without_entry(launch: PlannedLaunch) -> ValueError:
 
 
 def _read(path: Path, entry: str) -> str:
-    """Reads a kernel's file. Raises OSError or ValueError with the kernel's name."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -160,10 +158,7 @@ def _is_plain(launch: PlannedLaunch) -> bool:
 
 
 def _recording(launch: PlannedLaunch) -> list[str]:
-    """Returns the lines above a recorded launch's file.
-
-    They also make __syncthreads record waiting times.
-    """
+    """Returns the lines above a recorded launch's file; they also record waits in __syncthreads."""
     if launch.recording is None:
         return []
     numbers = {
@@ -221,7 +216,6 @@ def members(file: str) -> list[str]:
 
 
 def _bare(code: str) -> str:
-    """Replaces comments, strings and character literals by spaces."""
     return includes.NO_CODE.sub(lambda x: " " * len(x[0]), code)
 
 
@@ -232,7 +226,6 @@ def _is_global(above: str) -> bool:
 
 
 def _declared(declaration: str) -> list[str] | None:
-    """Returns the member names in a declaration; None if it cannot be parsed."""
     if re.match(r"\s*(?:static|using|static_assert)\b", declaration):
         return []
     for brackets in (r"\[[^][]*\]", "<[^<>]*>", _ALIGNED, "=[^,]*"):
@@ -244,7 +237,6 @@ def _declared(declaration: str) -> list[str] | None:
 
 
 def _closing(text: str, start: int) -> int:
-    """Returns the index of the closing parenthesis for the opening one at ``start``."""
     depth = 0
     for at in range(start, len(text)):
         depth += {"(": 1, ")": -1}.get(text[at], 0)

@@ -28,7 +28,6 @@ class DType:
 
     @property
     def usual_result(self) -> str:
-        """Name of the default result dtype."""
         return self.result or self.name
 
 

@@ -100,7 +100,6 @@ class Lengths:
         return found
 
     def _changed(self, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Lengths:
-        """Applies a change to `rows` and to `used`."""
         return replace(self, rows=change(self.rows), used=self.used and change(self.used))
 
     def only(self, numbers: Collection[int]) -> Lengths:

@@ -301,7 +301,6 @@ class Operand:
 
     @property
     def is_differentiable(self) -> bool:
-        """Whether the backward operation can compute the operand's gradient."""
         is_other = self.name in (DLSE, ROW_MAX)
         return self.is_array and self.captured.kind == "float" and not is_other
 
@@ -457,7 +456,6 @@ class Modifiers:
 
     @property
     def has_softcap(self) -> bool:
-        """Whether scores have a softcap."""
         return any(x.option == SOFTCAP for x in self.score)
 
     @property

@@ -122,8 +122,8 @@ def _read_window(value: Any) -> Window:
         return NO_WINDOW
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise ValueError(
-            f"window is {described(value)}; give a pair, the keys to the left and to the right of "
-            "a query's position, None for no limit"
+            f"window is {described(value)}; give a pair: how many keys to the left and right of "
+            "its position a query sees, or None for all"
         )
     left, right = (_read_side(side) for side in value)
     return left, right
@@ -235,7 +235,7 @@ def _read_bits(name: str, bits: int) -> Callable[[Any], int | None]:
             return None
         if isinstance(value, bool) or not isinstance(value, int | np.integer):
             raise TypeError(
-                f"{name} is {described(value)}; give a whole number, or an array of one"
+                f"{name} is {described(value)}; give a whole number, or an array of one element"
             )
         if not 0 <= value < 2**bits:
             raise ValueError(f"{name} is {value}; give a whole number from 0 to 2**{bits} - 1")
@@ -260,7 +260,6 @@ def _parse_bits(name: str) -> Callable[[str], int | str]:
 
 
 def _text(name: str, help: str, feature: str, tried: Sequence[str] = ()) -> Option:
-    """Makes the Option of an argument that is an expression."""
     return Option(
         help=help,
         read=lambda value: None if value is None else Expression.of(name, value),
@@ -438,7 +437,6 @@ class AttentionOptions:
 
     @property
     def changed(self) -> dict[str, Any]:
-        """The options whose values differ from the defaults."""
         values = {name: getattr(self, name) for name in OPTIONS}
         return {name: x for name, x in values.items() if x != OPTIONS[name].default}
 
@@ -453,11 +451,7 @@ class AttentionOptions:
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """The options as a cache key of plans and kernel sources.
-
-        The values of softcap and dropout options are excluded, because kernels read them at run
-        time from struct Mods.
-        """
+        """The cache key of plans and kernel sources: all options except numbers in struct Mods."""
         softcap = self.softcap is not None, self.has_usual_softcap
         alike = {"softcap": softcap, "dropout": self.dropout > 0}
         alike |= {"dropout_seed": False, "dropout_offset": False}

@@ -332,10 +332,7 @@ class Problem:
 
     @property
     def reach(self) -> tuple[int, int] | None:
-        """Mask limits of a ragged batch relative to a query's position: (right, -left).
-
-        A side without a limit has 0, which kernels ignore. None for other problems.
-        """
+        """Mask limits of a ragged batch relative to a query's position, (right, -left); or None."""
         if not self.is_ragged:
             return None
         return min(self.right or 0, MOST), -min(self.left or 0, MOST)
@@ -346,19 +343,17 @@ class Problem:
         return replace(self, batch=1, M=M, N=N, options=plain, **_ALONE)
 
     def _check_lengths(self, q: Lengths, k: Lengths) -> None:
-        """Raises ValueError for lengths that do not match the packed arrays."""
         sizes = {"sequences": self.sequences, "M": self.M, "N": self.N}
         if (len(q.rows), q.total, k.total) != tuple(sizes.values()):
             raise ValueError(f"lengths {q.short} and {k.short} do not match the sizes {sizes}")
 
     def _check_descales(self) -> None:
-        """Raises ValueError, TypeError or Unsupported for descales that do not fit the inputs."""
         for x in self.operands:
             if x.name not in DESCALES:
                 continue
             if self.dtype != E4M3_INPUTS:
                 raise ValueError(
-                    f"{x.name} is given, and the dtype is {self.dtype.name}; descales are for "
+                    f"{x.name} is given, but the dtype is {self.dtype.name}; descales are for "
                     f"{E4M3_INPUTS.name}: leave it out"
                 )
             if self.is_ragged:
@@ -378,7 +373,6 @@ class Problem:
         )
 
     def _check_ragged(self) -> None:
-        """Raises Unsupported for options that cannot be combined with ragged batches."""
         by_pair = (BIAS, MASK) if self.modifiers.is_packed else ()
         asked = [x.name for x in self.operands if x.name in by_pair]
         for what, given, remedy in (
@@ -447,12 +441,10 @@ class Problem:
 
     @property
     def modifiers(self) -> Modifiers:
-        """The expressions that modify or mask scores."""
         return optional_inputs.modifiers(self.options, self.operands, self.of_scores)
 
     @property
     def _explicit(self) -> AttentionOptions:
-        """The options with the scale as a number."""
         return replace(self.options, scale=self.scale)
 
     @property
@@ -630,7 +622,6 @@ def _same(what: str, shapes: str, *values: Any) -> None:
 
 
 def _common_dtype(known: Mapping[str, DType], **arrays: Any) -> DType:
-    """Returns the common dtype of the arrays. Raises TypeError if it is not in ``known``."""
     for name, dtype in ((name, array.dtype) for name, array in arrays.items()):
         if getattr(dtype, "byteorder", "=") == (">" if sys.byteorder == "little" else "<"):
             raise TypeError(

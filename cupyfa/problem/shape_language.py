@@ -214,7 +214,6 @@ def _captured(name: str, form: Any, named: Mapping[str, int]) -> Operand:
 
 
 def _of_shape(name: str, given: Any, dtype: str) -> Operand:
-    """Makes an operand from an array or a shape."""
     if isinstance(given, tuple | list):
         if not all(isinstance(n, int) and n >= 0 for n in given):
             raise ValueError(f"the shape of {name} is {given}; give whole numbers from 0")

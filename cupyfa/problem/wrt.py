@@ -30,10 +30,7 @@ def names_of(wrt: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def refuse_without_gradients(names: Iterable[str], dtypes: Mapping[str, str]) -> None:
-    """Raises ValueError for names that are not floating-point arrays of a call.
-
-    dtypes: maps names of a call's arrays to dtypes.
-    """
+    """Raises ValueError for names that are not floating-point arrays; dtypes lists all arrays."""
     able = (*QKV, *(x for x in dtypes if dtypes[x] in DTYPES and x not in _OTHERS))
     unable = [str(x) for x in names if x not in able]
     for name in unable:

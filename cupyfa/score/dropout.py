@@ -63,10 +63,7 @@ class KeptWeights:
     def of(
         cls, options: AttentionOptions, heads: int, *, seed: Any = None, offset: Any = None
     ) -> KeptWeights | None:
-        """Returns the dropout mask of ``options``, or None without dropout.
-
-        seed, offset: one-element arrays that replace the options' numbers.
-        """
+        """Returns the dropout mask of options, or None; seed and offset override the options."""
         if not options.dropout or options.dropout_seed is None:
             return None
         own = options.dropout_seed if seed is None else _bits(seed, 64)
@@ -85,7 +82,6 @@ class KeptWeights:
 
     @property
     def round_keys(self) -> list[int]:
-        """Two Philox keys for each round."""
         halves = self.seed & 0xFFFFFFFF, self.seed >> 32
         return [
             (half + i * step) & 0xFFFFFFFF
@@ -110,15 +106,11 @@ class KeptWeights:
 
 
 def _bits(array: Array, count: int) -> int:
-    """Returns the lowest ``count`` bits of a one-element array."""
     return int(array.item()) & (2**count - 1)
 
 
 def philox(counter: Sequence[Array], round_keys: Sequence[int]) -> Array:
-    """Applies Philox to counters; returns four words as uint64 [4, ...].
-
-    counter: four arrays that broadcast against each other.
-    """
+    """Applies Philox to a counter of four broadcastable words; returns uint64 [4, ...]."""
     a, b, c, d = (np.asarray(x).astype(np.uint64) & _LOW for x in counter)
     keys = [np.uint64(x) for x in round_keys]
     for of_even, of_odd in zip(keys[::2], keys[1::2]):

@@ -100,7 +100,6 @@ class _Wrong(Exception):
 
 
 def _error(option: str, source: str, wrong: _Wrong) -> ValueError:
-    """Makes a ValueError that prints the expression with a caret below the error's location."""
     if not source:
         return ValueError(f"{option}: {wrong.what}")
     first = max(0, wrong.column - _SHOWN // 2) if len(source) > _SHOWN else 0
@@ -113,7 +112,6 @@ def _error(option: str, source: str, wrong: _Wrong) -> ValueError:
 
 
 def _suggested(name: str, names: Iterator[str] | list[str]) -> str:
-    """Returns "; is it ...?" with a similar known name, or "" if no known name is similar."""
     import difflib
 
     known = list(names)
@@ -128,7 +126,6 @@ def _suggested(name: str, names: Iterator[str] | list[str]) -> str:
 
 
 def _parsed(source: str) -> ast.expr:
-    """Parses an expression. Raises _Wrong for syntax errors."""
     if not source:
         raise _Wrong(0, "the expression is empty")
     if len(source) > _LONGEST:
@@ -155,7 +152,6 @@ def _too_deep() -> str:
 
 
 def _check_depth(tree: ast.expr) -> None:
-    """Raises _Wrong if operations are nested too deeply, or a chain is too long."""
     level: list[tuple[ast.AST, int]] = [(tree, 1)]  # (node, depth)
     operations = -2  # the two deepest levels are a name and its context
     while level:
@@ -378,7 +374,7 @@ class _Rules:
         if name not in FUNCTIONS or not isinstance(node.func, ast.Name):
             raise _Wrong(node, _no_function(node.func, name))
         if node.keywords or any(isinstance(x, ast.Starred) for x in node.args):
-            raise _Wrong(node, f"{name} takes positional arguments only; write no names or stars")
+            raise _Wrong(node, f"{name} takes positional arguments only; remove names and stars")
         count = len(FUNCTIONS[name].arguments)
         if len(node.args) != count:
             takes = _count(count, "argument", "arguments")
@@ -626,10 +622,7 @@ def _is_additive(node: ast.expr) -> bool:
 
 
 def _capped(node: ast.BinOp) -> ast.expr | None:
-    """Returns x if the node is cap * tanh(x / cap), else None.
-
-    Printing a single function for it halves the number of instructions.
-    """
+    """Returns x of cap * tanh(x / cap), else None; one function halves the instructions."""
     match node:
         case ast.BinOp(
             left=cap,
@@ -851,8 +844,6 @@ def _refuse_long(tree: ast.expr, rules: _Rules) -> None:
 
 
 def _binary(op: type[ast.operator]) -> tuple[Any, Any]:
-    """Makes the method of an operator and the reflected method."""
-
     def made(left: Any, right: Any) -> Tracer:
         a, b = Tracer.of(left), Tracer.of(right)
         return Tracer(ast.BinOp(a.node, op(), b.node), a, b)
@@ -1005,7 +996,6 @@ def _constant(value: float) -> Tracer:
 
 
 def _traced(option: str, function: Callable[..., Any]) -> str:
-    """Traces a Python function and returns its expression as a string."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

@@ -21,10 +21,7 @@ _LARGEST = 2**62  # exclusive limit for magnitudes
 
 @dataclass(frozen=True)
 class Range:
-    """The integers from low to high.
-
-    For a condition, low is 1 if it always holds, and high is 0 if it never holds.
-    """
+    """Integers from low to high. A condition has low = 1 if always true, high = 0 if never true."""
 
     low: Array
     high: Array
@@ -97,10 +94,7 @@ def _given(value: Any) -> Range:
 
 
 def _element(array: Any, indices: list[Range]) -> Range:
-    """Returns the range of the indexed elements.
-
-    Raises _Unknown for floats, for indices out of bounds, and if several indices are true ranges.
-    """
+    """Returns the range of the indexed elements; at most one index may be a true range."""
     array = np.asarray(array)
     inside = all((x.low >= 0).all() and (x.high < n).all() for x, n in zip(indices, array.shape))
     wide = [axis for axis, x in enumerate(indices) if (x.low != x.high).any()]

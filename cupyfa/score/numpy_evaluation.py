@@ -306,10 +306,7 @@ class _Walk:
             )
 
     def _first(self, where: Array, values: Array) -> tuple[int, str] | None:
-        """Returns the value and indices of the first selected pair that is not ignored.
-
-        where: selects pairs. Returns None if all selected pairs are ignored.
-        """
+        """Returns value and indices of the first pair selected by ``where`` and not ignored."""
         here = where if self.masked is None else where & ~self.masked
         if not here.any():
             return None
@@ -366,7 +363,6 @@ class _Walk:
         return Number(value, error=error)
 
     def _refuse_long(self, wrong: Array) -> None:
-        """Raises ValueError if a result does not fit in 64 bits."""
         if (found := self._first(wrong, np.zeros((), np.int64))) is not None:
             raise self._error(
                 f"a sum, difference or product of whole numbers needs more than 64 bits, for "
@@ -416,10 +412,7 @@ class _Walk:
         return self._checked(Number(y, slope, error, slope_error), x)
 
     def _reach(self, f: Callable[..., Any], x: Number, y: Array, size_d: Array) -> Any:
-        """Returns the error of f(x) caused by the error of x.
-
-        Small errors are propagated by the derivative, large ones by evaluating f at both ends.
-        """
+        """Returns the error of f(x) due to x's error: by the derivative, or by f if it is large."""
         if x.error is None or self.eps is None:
             return None
         error, move = size_d * x.error, self.eps * x.error
@@ -571,7 +564,6 @@ def _negatable(value: Array) -> Array:
 
 
 def _sum(*terms: Any) -> Any:
-    """Returns the sum of the terms that are not None, or None if all are None."""
     total = None
     for x in terms:
         if x is not None:

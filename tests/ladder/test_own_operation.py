@@ -151,14 +151,14 @@ SLOPES = np.ones(2, "f4")
             r"as kernel=sloped.bind\(slopes=",
         ),
         ({"slopes": SLOPES}, "needs the array is_shown"),
-        ({"slope": SLOPES}, r"takes no 'slope' of its own \(did you mean 'slopes'\?\)"),
+        ({"slope": SLOPES}, r"no additional argument 'slope' \(did you mean 'slopes'\?\)"),
         ({"slopes": SLOPES[:1], "is_shown": SHOWN}, r"slopes has shape \(1,\); slopes must be"),
         ({"slopes": SLOPES.astype("f8"), "is_shown": SHOWN}, "slopes is float64.*convert it"),
         ({"slopes": SLOPES, "is_shown": SHOWN, "cap": True}, "cap is True; give a finite"),
         ({"slopes": SLOPES, "is_shown": SHOWN, "cap": np.inf}, "cap is inf; give a finite"),
         ({"slopes": 0.5, "is_shown": SHOWN}, "slopes is 0.5; pass a NumPy or CuPy array"),
         ({"returns": "top"}, "returns is 'top'; give names"),
-        ({"returns": ["tip"]}, "sloped computes no 'tip' of its own.*it computes top"),
+        ({"returns": ["tip"]}, "sloped has no additional output 'tip'.*it has top"),
     ],
 )
 def test_wrong_own_arrays_are_refused(own, message):
@@ -168,7 +168,7 @@ def test_wrong_own_arrays_are_refused(own, message):
 
 
 def test_a_rung_has_no_arrays_of_its_own():
-    with pytest.raises(TypeError, match="fa2 takes no 'slopes' of its own; it takes nothing"):
+    with pytest.raises(TypeError, match="fa2 has no additional argument 'slopes'; it has none"):
         cupyfa.kernel("fa2").bind(slopes=SLOPES)
 
 
