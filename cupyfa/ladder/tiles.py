@@ -27,7 +27,7 @@ RESERVED = (
 # Names of the constants that hold the number of rows, or of keys, per tile.
 TILE_ROWS, TILE_KEYS = ("Br", "Qr"), ("Bc", "Qc", "Bk")
 _MOSTLY_EMPTY = 0.05  # fraction of key slots past the last key
-_MORE, _FAR_MORE = 1.15, 1.5  # ratios of the numbers of computed scores
+_MORE, _FAR_MORE = 1.15, 1.5  # ratios of the number of computed scores between two tile sizes
 _FEW = 4  # with at most this many K/V tiles per row, a mask hides much of a tile
 
 

@@ -466,7 +466,7 @@ def _score_errors(size: Array, tile: reference.Tile, kernel: Arithmetic) -> tupl
     by_design = kernel.rounded_product(size, d)
     if kernel.e4m3_inputs:
         cut = _cut_off(tile)
-        if size.shape != cut.shape:  # of rows
+        if size.shape != cut.shape:  # one size per row
             cut = np.where(False if tile.masked is None else tile.masked, 0.0, cut)
             cut = cut.max(-1, keepdims=True, initial=0.0)
         return np.where(np.isinf(size), np.inf, cut), by_design

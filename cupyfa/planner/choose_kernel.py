@@ -53,7 +53,7 @@ def select(
     if deterministic and record.unordered:
         able = [name for name, x in ladder.items() if can(x, problem, limits)]
         raise Unsupported(
-            f"{record.name} sums {', '.join(record.unordered)} in any order, so their last bits "
+            f"{record.name} sums {', '.join(record.unordered)} in arbitrary order, so that results "
             f"differ from run to run; deterministic kernels: {', '.join(able) or 'none'}",
             "it is not deterministic",
         )

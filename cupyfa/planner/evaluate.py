@@ -95,7 +95,7 @@ class _Planner:
         self, kernel: Kernel, problem: Problem, limits: Limits, constants: Mapping[str, int]
     ) -> None:
         self.kernel, self.problem, self.limits, self.constants = kernel, problem, limits, constants
-        self.modifiers = problem.modifiers  # cached, because the property hashes the problem
+        self.modifiers = problem.modifiers  # looked up once, because each launch reads it often
         self.c = SimpleNamespace(**constants)
         self.floats = kernel.floats_of(problem, constants)
         self.operation = kernel.computes()

@@ -58,7 +58,7 @@ class Argument(Shown):
     name: str
     form: str = ""  # array arguments: "" for a Tensor, "data" for a pointer, "map" for a TMA map
     value: Any = None  # a number or a NumPy record; None for an array
-    # For a Tensor: the array axes whose strides it holds for batch, head and row; None: stride 0.
+    # For a Tensor: the array axes that provide its batch, head and row stride; None for stride 0.
     strides: tuple[int | None, ...] = FIRST_AXES
     arrays: tuple[tuple[str, int], ...] = ()  # names and offsets of the arrays inside a struct
 

@@ -45,7 +45,9 @@ class Lengths:
             raise ValueError(f"the sequences have {self.total:,} rows; the limit is {MOST_ROWS:,}")
         for i, (count, rows) in enumerate(zip(self.counts, self.rows)):
             if count > rows:
-                raise ValueError(f"{count} of the {rows} rows of sequence {i} count; give fewer")
+                raise ValueError(
+                    f"sequence {i} has {count} valid rows of {rows}; give at most {rows}"
+                )
 
     @classmethod
     def of(cls, given: Any) -> Lengths:

@@ -596,8 +596,8 @@ def operand(name: str, given: Any) -> Operand:
     is_name = isinstance(name, str) and name.isidentifier() and name.isascii()
     if not is_name or iskeyword(name) or name.startswith("__"):
         raise ValueError(
-            f"captured has {name!r}; names are words of letters, digits and _, no keywords, and "
-            "do not begin with __"
+            f"captured has {name!r}; names consist of letters, digits and _, are not keywords, "
+            "and do not begin with __"
         )
     if name in (*TAKEN, *RESERVED) or name.startswith(OF_BLOCKS):
         raise ValueError(
@@ -645,7 +645,10 @@ def of_record(
     if value is not None:
         return of_value(name, value)
     if dtype not in (*_DTYPES, *_FLOATS) or not shape:
-        raise ValueError(f"{name} is an array of dtype {dtype!r} and shape {tuple(shape)}")
+        raise ValueError(
+            f"{name} is an array of dtype {dtype!r} and shape {tuple(shape)}; give a supported "
+            "dtype and at least one axis"
+        )
     return Operand(name, dtype, tuple(shape), None, gradient)
 
 
@@ -683,5 +686,5 @@ def with_four_axes(name: str, array: Any, lead: Sequence[int]) -> Any:
         return array.reshape(-1 if array.size else int(np.prod(own)), *shape[-3:])
     raise ValueError(
         f"{name} has shape {shape}, whose first axes must be those of q, {tuple(lead)}, or all 1; "
-        "broadcast them"
+        "broadcast the array"
     )

@@ -140,7 +140,7 @@ def _read_side(side: Any) -> int | None:
     try:
         return read_size("a window's side", side, 2**31 - 1)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{error}, and None is no limit (- on the command line)") from None
+        raise type(error)(f"{error}; None means no limit (- on the command line)") from None
 
 
 def _read_offset(value: Any) -> int | None:
@@ -171,7 +171,7 @@ def _parse_window(text: str) -> Window:
         left, right = (None if x.strip() == "-" else int(x) for x in text.split(","))
     except ValueError:
         raise ValueError(
-            f"window {text!r} is not LEFT,RIGHT; give two numbers of keys, - for no limit: 128,-"
+            f"window {text!r} is not LEFT,RIGHT; give two numbers of keys, or - for no limit: 128,-"
         ) from None
     return _read_window((left, right))
 
@@ -221,8 +221,8 @@ def _read_dropout(value: Any) -> float:
     number = read_number("dropout", value, "none") or 0.0
     if not 0 <= number < 1 or round(number * 16384) == 16384:
         raise ValueError(
-            f"dropout is {value}; give the probability that a weight is dropped, from 0 to below "
-            "1: it is rounded to multiples of 1/16384"
+            f"dropout is {value}; give the probability of dropping a weight, from 0 to below 1, "
+            "which is rounded to multiples of 1/16384"
         )
     return number if round(number * 16384) else 0.0
 

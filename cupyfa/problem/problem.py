@@ -115,8 +115,8 @@ class Problem:
             finite = np.isfinite(self.dtype.sums.type(self.scale * math.log2(math.e)))
         if not finite:
             raise ValueError(
-                f"scale is {self.scale}; give a finite number of {self.dtype.sums} whose product "
-                "with log2(e) is finite"
+                f"scale is {self.scale}; give a finite {self.dtype.sums} number whose product with "
+                "log2(e) is finite"
             )
 
     @classmethod

@@ -138,7 +138,7 @@ def _read_score_array(
     if not known or not letters or set(letters) - set(_LETTERS + "1"):
         raise ValueError(
             f"{name} is {form!r}; give its shape by letters, for example {record.axes_examples}, "
-            f"also with a dtype, as f32[{record.usual_axes}]"
+            f"optionally with a dtype, as in f32[{record.usual_axes}]"
         )
     by_letter = {"1": 1, **dict(zip(_LETTERS, named.values()))}
     return Operand(name, known, tuple(by_letter[x] for x in letters))
@@ -156,7 +156,7 @@ def _read_seed(record: OptionalInput, form: Any, named: Mapping[str, int], dtype
     short, size = _parts(form) or ("", "")
     if short not in DTYPES or short[0] not in "iu" or size != "1":
         raise ValueError(
-            f"{record.name} is {form!r}; give a whole number, or a form as u64[1] or i32[1]"
+            f"{record.name} is {form!r}; give a whole number, or an array form: u64[1] or i32[1]"
         )
     return Operand(record.name, DTYPES[short], (1,))
 
@@ -174,7 +174,7 @@ def _read_lengths(
     short, axis = _parts(form) or ("", "")
     size = _size(axis, named)
     if short not in DTYPES or size is None:
-        raise ValueError(f"{name} is {form!r}; give its dtype and size, i32[batch]")
+        raise ValueError(f"{name} is {form!r}; give its dtype and size, as in i32[batch]")
     return Operand(name, DTYPES[short], (size,))
 
 
@@ -204,8 +204,8 @@ def _captured(name: str, form: Any, named: Mapping[str, int]) -> Operand:
         if short not in DTYPES or None in sizes:
             raise ValueError(
                 f"captured {name} is {form!r}; give a number, or a dtype ({', '.join(DTYPES)}) and "
-                "sizes by name or number, as f32[heads], i32[M] or bool[batch,N]; M|N is the "
-                "larger one"
+                "sizes by name or number, as in f32[heads], i32[M] or bool[batch,N]; M|N is the "
+                "larger of M and N"
             )
         return replace(operand(name, 0), dtype=DTYPES[short], shape=tuple(sizes), value=None)  # type: ignore[arg-type]
     if isinstance(form, tuple | list):

@@ -366,7 +366,9 @@ class _Rules:
     def _either(self, a: ast.expr, b: ast.expr) -> Kind | None:
         kinds = [self.kind(a), self.kind(b)]
         if "bool" in kinds and {"number", "whole"} & set(kinds):
-            raise _Wrong(b, "one choice is a number, the other a condition; both must be of a kind")
+            raise _Wrong(
+                b, "one choice is a number, the other a condition; give two numbers or conditions"
+            )
         return "bool" if "bool" in kinds else _joined(kinds)
 
     def _call(self, node: ast.Call) -> Kind | None:
@@ -374,7 +376,7 @@ class _Rules:
         if name not in FUNCTIONS or not isinstance(node.func, ast.Name):
             raise _Wrong(node, _no_function(node.func, name))
         if node.keywords or any(isinstance(x, ast.Starred) for x in node.args):
-            raise _Wrong(node, f"{name} takes positional arguments only; remove names and stars")
+            raise _Wrong(node, f"{name} takes positional arguments only, without names or stars")
         count = len(FUNCTIONS[name].arguments)
         if len(node.args) != count:
             takes = _count(count, "argument", "arguments")
@@ -645,7 +647,7 @@ _WIDER = {32: ("wide", 64), 64: ("widest", 128)}
 
 @dataclass(frozen=True)
 class _Printer:
-    """Prints a tree in C++ without branches: & replaces `and`, | `or`, and where() `if`."""
+    """Prints a tree in C++ without branches: `and` becomes &, `or` |, and `if` becomes where()."""
 
     rules: _Rules
     bounded: Callable[[ast.expr, str, int], bool] = lambda index, array, axis: True

@@ -301,8 +301,8 @@ class _Walk:
     def _refuse_zeros(self, divisor: Array) -> None:
         if (found := self._first(divisor == 0, divisor)) is not None:
             raise self._error(
-                f"// or % divides by 0, for {found[1]}; let the divisor be "
-                "another number, for example with max(…, 1)"
+                f"// or % divides by 0, for {found[1]}; make the divisor nonzero, for example "
+                "with max(…, 1)"
             )
 
     def _first(self, where: Array, values: Array) -> tuple[int, str] | None:
