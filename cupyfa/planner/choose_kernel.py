@@ -445,7 +445,7 @@ def _lack(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
         return f"its dtypes are {', '.join(kernel.dtypes)}"
     if problem.precision and problem.precision not in can_do:
         return f"it computes {own} in {' or '.join(can_do or (own,))}"
-    if problem.pages and own not in kernel.dtypes:  # a separate launch would have to round pages
+    if problem.pages and own not in kernel.dtypes:  # rounding launches do not read pages
         return f"it does not round {own} in pages"
     if lacking:
         return f"it does not support {', '.join(_MEANING.get(x, x) for x in lacking)}"

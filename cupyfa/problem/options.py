@@ -64,7 +64,7 @@ class Option:
 
 
 class OptionKeywords(TypedDict, total=False):
-    """Types of the options as keyword arguments."""
+    """The options as keyword arguments, for type checkers."""
 
     precision: Precision | None
     causal: Causal | bool | None

@@ -60,7 +60,7 @@ def is_array_form(text: str) -> bool:
 
 
 class FormKeywords(OptionKeywords, total=False):
-    """Types of options and array forms as keyword arguments."""
+    """Options and array forms as keyword arguments, for type checkers."""
 
     alibi_slopes: Any
     bias: Any
@@ -78,7 +78,7 @@ class FormKeywords(OptionKeywords, total=False):
 
 
 class Keywords(FormKeywords, total=False):
-    """Types of options, array forms and row-storage arguments as keyword arguments."""
+    """FormKeywords plus the arguments of block masks, ragged batches and paged caches."""
 
     block_mask: bool | None
     lengths: Any
