@@ -227,10 +227,10 @@ def _is_made_for(kernel: Kernel, problem: Problem, limits: Limits) -> bool:
 
 
 def _fastest_measured(general: Sequence[Kernel], problem: Problem, limits: Limits) -> Kernel | None:
-    """Returns the fastest measured kernel that supports the problem.
+    """Returns the fastest measured kernel for the problem; of equally fast ones, the ladder's last.
 
-    Among equally fast kernels, it is the ladder's last. Speeds measured on this device take
-    precedence; H100 speeds are scaled by the ratio of both devices over kernels measured on both.
+    Speeds measured on this device take precedence. Speeds measured on an H100 are scaled by the
+    ratio of the two devices, where kernels were measured on both.
     """
     speeds = _speeds(general, problem, limits)
     left = [k for k in general if k.name in speeds and not _lack(k, problem, limits)]
