@@ -238,7 +238,10 @@ def _of_delta(p: Problem, c: SimpleNamespace) -> int:
 
 
 def mma_delta(sums: Formula, entry: str = "mma_delta", constant: str = "floats") -> Launch:
-    """Makes the launch that computes delta and clears dQ_sum, ``constant`` sums per row tile."""
+    """Makes the launch that computes delta and clears dQ_sum.
+
+    constant: name of the C++ constant with the number of sums per row tile.
+    """
     return Launch(
         entry,
         args="O dO delta dQ_sum.data M heads mods",

@@ -327,8 +327,8 @@ def filling_splits(p: Problem, c: SimpleNamespace) -> int:
 def few_rows_for_many_keys(p: Problem, c: SimpleNamespace) -> bool:
     """Returns whether to split the keys.
 
-    Splits paged keys, and keys of problems with at most 64 rows per key head or with row tiles for
-    at most a quarter of the SMs. Without pages, this needs at least 1024 keys, or 512 for at most
+    Paged keys are always split. Other keys are split if a key head has at most 64 rows, or if row
+    tiles occupy at most a quarter of the SMs; at least 1024 keys are required, or 512 for at most
     16 rows per key head.
     """
     if p.pages:  # no other fast kernel supports pages

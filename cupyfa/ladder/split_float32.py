@@ -42,7 +42,7 @@ def _elements(p: Problem) -> int:
 
 
 def _slabs(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the number of slabs of a head's keys; few values, because each one is compiled."""
+    """Returns the number of slabs of a head's keys: few values, because each compiles a kernel."""
     return 32 if p.N > 512 else 4
 
 

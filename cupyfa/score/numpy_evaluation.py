@@ -306,7 +306,7 @@ class _Walk:
             )
 
     def _first(self, where: Array, values: Array) -> tuple[int, str] | None:
-        """Returns value and indices of the first pair selected by ``where`` and not ignored."""
+        """Returns value and indices of the first pair in ``where`` that is not ignored, or None."""
         here = where if self.masked is None else where & ~self.masked
         if not here.any():
             return None
