@@ -77,7 +77,7 @@ class _Record:
             if not kept:
                 name, field = next(iter(vars(self).values())), rule.split()[0]
                 value = reprlib.repr(getattr(self, field))
-                raise ValueError(f"{type(self).__name__} {name!r}: {rule}, but here {value}")
+                raise ValueError(f"{type(self).__name__} {name!r}: {rule}; got {value}")
 
     def __copy__(self) -> Any:
         return self

@@ -125,7 +125,7 @@ class TileChoice(Shown):
 
 # Rules that the field `tiles` of a Kernel must meet.
 RULES: Rules = {
-    "tiles must hold at least one mapping, if an empty one": lambda x: bool(x.usual),
+    "tiles must hold at least one mapping, which may be empty": lambda x: bool(x.usual),
     "tiles give all the same names a whole number from 1 to 2**31 - 1": lambda x: all(
         set(tile) == set(x.names) and all(map(is_size, tile.values())) for tile in x.usual
     ),

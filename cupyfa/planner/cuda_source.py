@@ -146,10 +146,10 @@ def _stored(x: Operand, sums: np.dtype) -> tuple[Any, Any]:
 
 
 def of_products(p: Problem) -> bool:
-    """Returns whether expressions work on q·k in place of the score, in units of 1 / scale.
+    """Returns whether expressions map q·k to score / scale: only for ALiBi, with slopes / scale.
 
-    This is done for ALiBi alone, with slopes / scale. score / scale may overflow to -infinity where
-    the score is finite, which kernels can only detect if no mask expression hides pairs.
+    score / scale may overflow to -infinity where the score is finite, which kernels can detect only
+    if no mask expression hides pairs.
     """
     expressions = p.modifiers.score
     is_alibi = [x.option for x in expressions] == [ALIBI] and not p.modifiers.mask
