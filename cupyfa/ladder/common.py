@@ -89,7 +89,7 @@ def batch_first(p: Problem) -> bool:
 
 
 def clear_rest(array: str, rows: str, heads: str, width: str = "") -> Launch:
-    """Makes the launch that fills padding rows, and rows outside of sequences, of an array.
+    """Makes the launch that fills an array's padding rows and its rows outside of sequences.
 
     width: the name of the columns, d or dv; d16 or dv16 for scratch that is padded to a multiple of
     16 columns.

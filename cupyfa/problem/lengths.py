@@ -16,8 +16,8 @@ from cupyfa.errors import described
 MOST_ROWS = 2**31 - 2**16  # limit on the total number of rows
 _SHOWN = 8  # longer lists are abbreviated in output
 _OF_LENGTHS = (
-    "give whole numbers, as 349,263,0,115; 7/9 where 7 of a sequence's 9 rows count, _3 at an end "
-    "for 3 rows of no sequence, and 5,0:7,3 where keys are not as many as queries"
+    "give whole numbers, such as 349,263,0,115; 7/9 for a sequence of 9 rows of which 7 are valid, "
+    "_3 at an end for 3 rows outside of sequences, and 5,0:7,3 if queries and keys differ"
 )
 _LENGTHS = re.compile(r"(?:_(\d+),)?((?:\d+(?:/\d+)?,)+)(?:_(\d+),)?")
 
