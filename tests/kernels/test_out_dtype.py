@@ -119,10 +119,10 @@ def test_the_dtype_of_the_inputs_is_the_usual_one():
 @pytest.mark.parametrize(
     "dtype, out_dtype, error",
     [
-        ("float16", "float64", "out_dtype is 'float64', and the dtype is float16; give 'float16' "),
+        ("float16", "float64", "out_dtype is 'float64', but the dtype is float16; give 'float16' "),
         ("float16", "bfloat16", "give 'float16' or 'float32', or leave it out"),
-        ("float32", "float16", "and the dtype is float32; give 'float32', or leave it out"),
-        ("float64", "float32", "and the dtype is float64; give 'float64', or leave it out"),
+        ("float32", "float16", "but the dtype is float32; give 'float32', or leave it out"),
+        ("float64", "float32", "but the dtype is float64; give 'float64', or leave it out"),
         (
             "float16",
             np.int32,

@@ -189,11 +189,11 @@ def test_every_run_gives_the_same_bits(cuda):
     "wrt, message",
     [
         (("q", "bucket"), "wrt names bucket, whose dtype is int.*; only arrays of floats"),
-        (("q", "table2"), "wrt names table2; of these arrays it can name q, k, v, alibi_slopes"),
-        ("size", r"wrt names size; .* as an array of one element, size\[0\] in the text"),
+        (("q", "table2"), "wrt names table2; in this call it can name q, k, v, alibi_slopes"),
+        ("size", r"wrt names size; .* an array of one element and write size\[0\]"),
         (("q", "q"), "give at least one name, and each once"),
         ((), "give at least one name"),
-        ("bias,nias", "wrt names nias; of these"),
+        ("bias,nias", "wrt names nias; in this call"),
         (3, "wrt is 3; give names"),
     ],
 )

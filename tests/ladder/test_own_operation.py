@@ -151,14 +151,14 @@ SLOPES = np.ones(2, "f4")
             r"as kernel=sloped.bind\(slopes=",
         ),
         ({"slopes": SLOPES}, "needs the array is_shown"),
-        ({"slope": SLOPES}, r"takes no 'slope' of its own \(did you mean 'slopes'\?\)"),
+        ({"slope": SLOPES}, r"no additional argument 'slope' \(did you mean 'slopes'\?\)"),
         ({"slopes": SLOPES[:1], "is_shown": SHOWN}, r"slopes has shape \(1,\); slopes must be"),
         ({"slopes": SLOPES.astype("f8"), "is_shown": SHOWN}, "slopes is float64.*convert it"),
         ({"slopes": SLOPES, "is_shown": SHOWN, "cap": True}, "cap is True; give a finite"),
         ({"slopes": SLOPES, "is_shown": SHOWN, "cap": np.inf}, "cap is inf; give a finite"),
         ({"slopes": 0.5, "is_shown": SHOWN}, "slopes is 0.5; pass a NumPy or CuPy array"),
         ({"returns": "top"}, "returns is 'top'; give names"),
-        ({"returns": ["tip"]}, "sloped computes no 'tip' of its own.*it computes top"),
+        ({"returns": ["tip"]}, "sloped has no additional output 'tip'.*it has top"),
     ],
 )
 def test_wrong_own_arrays_are_refused(own, message):
@@ -168,7 +168,7 @@ def test_wrong_own_arrays_are_refused(own, message):
 
 
 def test_a_rung_has_no_arrays_of_its_own():
-    with pytest.raises(TypeError, match="fa2 takes no 'slopes' of its own; it takes nothing"):
+    with pytest.raises(TypeError, match="fa2 has no additional argument 'slopes'; it has none"):
         cupyfa.kernel("fa2").bind(slopes=SLOPES)
 
 
@@ -314,7 +314,7 @@ def test_other_arrays_are_passed_by_pointer(axes):
     inputs = {"table": Input(axes)}
     how = {"M": 4, "d": 2, "limits": Simulator().limits}
     cupyfa.plan(kernel=one_launch("table.data", inputs=inputs, floats={}), **how)
-    with pytest.raises(ValueError, match="cannot have; pass it as table.data"):
+    with pytest.raises(ValueError, match="do not fit a Tensor of .*; pass it as table.data"):
         cupyfa.plan(kernel=one_launch("table", inputs=inputs, floats={}), **how)
 
 

@@ -107,7 +107,7 @@ def test_tiles_depend_on_the_head_dimension():
     for d, dv, Br in ((64, 64, 16), (65, 64, 8), (64, 96, 8), (97, 8, 128)):
         problem = Problem.of_sizes(M=9, d=d, dv=dv)
         assert planning.plan(kernel, problem, H100).constants["Br"] == Br
-    with pytest.raises(ValueError, match="tiles up_to are .*but here"):
+    with pytest.raises(ValueError, match="tiles up_to are .*; got"):
         replace(kernel, tiles=TileChoice(kernel.choice.usual, up_to={64: ({"Br": 16},)}))
 
 

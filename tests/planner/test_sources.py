@@ -260,5 +260,5 @@ def test_too_many_derivatives_by_elements_are_refused():
     sums = " + ".join(f"t[{i}] * score" for i in range(70))
     sizes = {"M": 64, "N": 99, "d": 16, "captured": {"t": "f32[99]"}}
     p = Problem.of_sizes(**sizes, score_mod=f"score + {sums}", wrt="t")
-    with pytest.raises(ValueError, match="^wrt: the texts read elements of t in 70 places"):
+    with pytest.raises(ValueError, match="^wrt: the expressions read elements of t in 70 places"):
         cuda_source.header(p, taped=True)
