@@ -365,7 +365,7 @@ def test_a_cache_says_how_its_shape_is_read(layout, rows):
     axes = {"bshd": "capacity, kv_heads", "bhsd": "kv_heads, capacity"}[layout]
     shape = f"(its k has shape (2, 3, 16, 8), with layout='{layout}' [batch, {axes}, d])"
     heads = {"bshd": 16, "bhsd": 3}[layout]
-    with pytest.raises(ValueError, match=re.escape(f"room for {rows} keys of a sequence {shape}")):
+    with pytest.raises(ValueError, match=re.escape(f"room for {rows} keys per sequence {shape}")):
         cupyfa.attention(
             np.ones((2, heads, 1, 8), np.float32), cache, check=True, backend="simulator"
         )
