@@ -345,13 +345,13 @@ def test_wrong_arguments(function, what):
     "wrong, error, message",
     [
         ((X,), TypeError, "dout is of type ndarray; give a Dask array like out"),
-        ((A[..., :3],), ValueError, r"dout has shape \(1, 2, 8, 3\); expected is \(1, 2, 8, 4\)"),
+        ((A[..., :3],), ValueError, r"dout has shape \(1, 2, 8, 3\); it must be \(1, 2, 8, 4\)"),
         (
             (A.astype("f2"),),
             TypeError,
-            "dout is float16; expected is float32 for these q, k and v: convert it",
+            "dout is float16; it must be float32 for these q, k and v: convert it",
         ),
-        ((A, A), ValueError, r"dlse is float32 .*; it must be float32 \(1, 2, 8\), as lse is"),
+        ((A, A), ValueError, r"dlse is float32 .*; it must be float32 \(1, 2, 8\) like lse"),
     ],
 )
 def test_wrong_gradients(wrong, error, message):

@@ -111,7 +111,7 @@ def test_an_array_may_be_for_some_problems_only():
     given, absent = (plan.launches[0].arguments[1] for plan in reversed(plans))
     assert given.value is None and absent.value.dtype.itemsize == 32
     assert "slopes" in plans[1].arrays and "slopes" not in plans[0].arrays
-    with pytest.raises(ValueError, match="own takes no slopes for batch=2.*leave it out of bind"):
+    with pytest.raises(ValueError, match="own does not read slopes for batch=2.*out of bind"):
         cupyfa.attention(q, k, v, kernel=kernel.bind(**own), backend="simulator")
     without = kernel.bind(is_shown=own["is_shown"])
     with pytest.raises(TypeError, match="own needs the array slopes"):

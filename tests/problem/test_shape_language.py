@@ -325,7 +325,7 @@ def test_shapes_and_forms_are_compiled_too():
     one = cupyfa.compile(*given[:6], dlse=lse, **TEXT, **READ, **on)
     arrays = {"bias": READ["bias"], "mask": READ["mask"], "slope": given[-1], "dlse": lse}
     np.testing.assert_array_equal(one(*given[:6], **arrays)[2], wanted[2])
-    with pytest.raises(ValueError, match=r"dlse is \(3,\); it must be .*, that of lse"):
+    with pytest.raises(ValueError, match=r"dlse is \(3,\); it must be that of lse, "):
         cupyfa.compile(*every, dtype="float32", **{**forms, "dlse": (3,)})
     arrays = cupyfa.compile(expected, Q, K, V, expected, lse, **TEXT, **READ, **on)
     made = arrays(expected, Q, K, V, expected, lse, READ["bias"], READ["mask"], given[-1])
