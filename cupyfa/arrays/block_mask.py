@@ -321,7 +321,6 @@ class BlockMask:
         return replace(p, dtype=DTYPES[sums]) if sums == "float64" else p
 
     def _arrays(self, backend: Backend) -> dict[str, Any]:
-        """Returns the captured arrays in a backend's memory."""
         return {x.name: self._array(backend, False, x.name) for x in self._operands if x.is_array}
 
     def _unchanging(self) -> dict[str, Any]:
@@ -506,12 +505,10 @@ def _copied(name: str, given: Any) -> Any:
 
 
 def _on_host(array: Any) -> Any:
-    """Converts an array to NumPy; returns numbers unchanged."""
     return array.get() if hasattr(array, "get") else array
 
 
 def _is_host(backend: Backend) -> bool:
-    """Whether a backend computes in host memory."""
     return backend.owns(np.empty(0))
 
 

@@ -707,7 +707,6 @@ class _New:
 
 
 def _plan(arrays: Mapping[str, Any], cache: KVCache) -> Plan:
-    """Plans the launch that rotates and writes new tokens."""
     q, keys, values = (arrays[name] for name in ("q", "cache.k", "cache.v"))
     appends, rotates = "used" in arrays, "turned" in arrays
     (batch, heads, tokens, d), kv_heads = q.shape, keys.shape[1]
@@ -799,12 +798,10 @@ _ONE = np.ones((1, 1), np.float32)  # a scale of 1 for all heads
 
 @lru_cache
 def _make_unit_scale(backend: Backend, device: int) -> Any:
-    """Makes a scale of 1 for all heads in a device's memory."""
     return backend.upload(_ONE)
 
 
 def _check_arch(backend: Backend) -> None:
-    """Raises Unsupported for a device that lacks e4m3 conversion instructions."""
     limits = backend.limits
     if limits.arch is not None and int(limits.arch) < E4M3_SINCE:
         raise Unsupported(

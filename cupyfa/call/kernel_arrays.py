@@ -85,7 +85,6 @@ def list_outputs(
 
 
 def _with_leading_axes(axes: Any, shape: tuple[int, ...], lead: tuple[int, ...]) -> tuple[int, ...]:
-    """Replaces a shape's leading batch axis with the caller's leading axes."""
     if not isinstance(axes, str) or axes.split()[0] != "batch":
         return shape
     return (*lead, *shape[1:])

@@ -184,7 +184,6 @@ def split_mask(mask: Any) -> dict[str, Any]:
 
 
 def _read_dropout(dropout: Any) -> dict[str, Any]:
-    """Returns the options of a Dropout by name."""
     if not isinstance(dropout, Dropout):
         raise TypeError(
             f"dropout is {described(dropout)}; give cupyfa.Dropout(rate, seed), with a different "
@@ -208,7 +207,6 @@ def convert_lists(keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_tiles(tiles: Tiles | None) -> Tiles:
-    """Checks ``tiles``; returns {} for None."""
     if tiles is None:
         return {}
     if not isinstance(tiles, Mapping) or not all(isinstance(name, str) for name in tiles):

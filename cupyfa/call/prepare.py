@@ -120,7 +120,6 @@ def _complete_lse(call: Call, by_name: dict[str, Any], layout: str, *, of_shapes
 
 
 def _find_out_dtype(call: Call, dtype: DType) -> np.dtype:
-    """Returns the dtype of a call's output for inputs of ``dtype``."""
     name = name_of(getattr(call.options, "out_dtype", None) or call.asked.get("out_dtype"))
     known = DTYPES.get(name) if isinstance(name, str) else None  # wrong names raise later
     return (known or DTYPES[dtype.usual_result]).numpy

@@ -110,7 +110,6 @@ def _pull_no_list(dout: Any, dlse: Any = None) -> tuple[Any, ...]:
 
 
 def _refuse_on_lists(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Raises Unsupported for arguments that cannot be combined with lists of arrays."""
     for name in ("wrt", "append"):
         if name in given:
             raise Unsupported(

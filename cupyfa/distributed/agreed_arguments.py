@@ -252,7 +252,6 @@ def _of_whole(array: Any, rows: int) -> np.ndarray:
 
 
 def _describe_call(p: Problem, how: Mapping[str, Any], limits: Limits) -> dict[str, str]:
-    """Describes a call by the fields that must be equal on all ranks."""
     sizes = ("batch", "heads", "kv_heads", "M", "N", "d", "dv")
     options: dict[str, Any] = {f"captured.{x.name}": x.value for x in p.operands}
     for name, x in p.options.changed.items():

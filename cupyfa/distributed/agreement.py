@@ -86,7 +86,6 @@ def _first_difference(of_ranks: Sequence[Mapping[str, str]]) -> Exception:
 
 
 def _differing_sizes(of_ranks: Sequence[str]) -> list[str]:
-    """Removes sizes that are equal on all ranks from each rank's list of sizes."""
     common = set.intersection(*(set(x.split(", ")) for x in of_ranks))
     return [", ".join(size for size in x.split(", ") if size not in common) for x in of_ranks]
 

@@ -41,7 +41,6 @@ class Job:
 
     @cached_property
     def rows(self) -> list[Part]:
-        """The ranges of this rank's queries."""
         return self.q_shards.parts(self.group.rank)
 
     @property

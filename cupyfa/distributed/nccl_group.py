@@ -136,7 +136,6 @@ class NcclGroup(Group):
             self.abort(f"the GPU of rank {self.rank} failed: {error}")
 
     def _end_if_late(self) -> None:
-        """Ends the group if this process or its GPU waits too long."""
         self._engine.use()
         oldest, since = None, 0.0  # the oldest pending event, and when it became the oldest
         while not self._done.wait(min(self.timeout / 4, 1)):

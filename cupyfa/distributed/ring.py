@@ -117,7 +117,6 @@ def _passed_on(job: Job, *arrays: tuple[Any, int]) -> Callable[[], list[Any]]:
 
 
 def _merged(job: Job, parts: Sequence[Result]) -> Result:
-    """Merges several results; out has the dtype of sums."""
     return job.merge([(out.astype(job.sums, copy=False), lse) for out, lse in parts])
 
 

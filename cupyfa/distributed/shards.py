@@ -117,7 +117,6 @@ class Shards:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Each rank's number of rows."""
         return [sum(map(len, x)) for x in self.ranges]
 
     @cached_property
