@@ -96,7 +96,6 @@ class Pages:
         return True
 
     def release(self, slot: int) -> None:
-        """Frees a slot's pages."""
         used = -(-int(self.lengths[slot]) // self.size)
         self.free += self.table[slot, :used].tolist()
         self.table[slot], self.lengths[slot] = slot, 0
@@ -232,7 +231,6 @@ class Server:
         return {**self.how, "captured": {"bias_of": bias, "last": bias.shape[1] - 1}}
 
     def run(self, report: Callable[[Request], None] = lambda request: None) -> None:
-        """Runs steps until all requests are finished."""
         while self.waiting or self.running:
             for request in self.step():
                 report(request)

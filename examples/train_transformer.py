@@ -330,8 +330,7 @@ def reading(text: np.ndarray, batch: int, length: int, seed: int = 0) -> Iterato
 def without_attention(tokens: np.ndarray, targets: np.ndarray) -> float:
     """Returns the lowest loss of any model without attention, which sees only the last token.
 
-    It is the conditional entropy of the targets given the last token and, for sequences, its
-    position.
+    It is the conditional entropy of the targets, given the last token and, if useful, its position.
     """
     rows, places = np.nonzero(targets >= 0)
     if tokens.shape[1] > 1:

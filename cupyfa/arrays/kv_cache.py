@@ -522,7 +522,6 @@ def _read_whole(name: str, given: Any, keys: Any, *, axes: int) -> Any:
 
 
 def _check_csr(starts: np.ndarray, listed: np.ndarray) -> None:
-    """Raises ValueError unless offsets rise from 0 to the number of indices."""
     if (np.diff(starts) < 0).any() or (starts[0], starts[-1]) != (0, len(listed)):
         raise ValueError(
             f"indptr is {starts.tolist()}; it must start at 0, not decrease, and end at "
@@ -531,7 +530,6 @@ def _check_csr(starts: np.ndarray, listed: np.ndarray) -> None:
 
 
 def _check_shapes(given: Mapping[str, Any], cache: KVCache) -> None:
-    """Raises ValueError or TypeError for shapes or dtypes of new tokens that the cache rejects."""
     q, keys, values = given["q"], given["cache.k"], given["cache.v"]
     shape = tuple(q.shape)
     if len(shape) != 4 or shape[0] != cache.batch or shape[3] != keys.shape[3]:
@@ -606,7 +604,6 @@ def _check_contents(backend: Backend, given: Mapping[str, Any], cache: KVCache) 
 
 
 def _check_positions(cos: Any, lengths: np.ndarray, new: int) -> None:
-    """Raises ValueError if cos has fewer rows than the longest sequence has keys."""
     positions, needed = len(cos), int(lengths.max(initial=0)) + new
     if needed > positions:
         raise ValueError(

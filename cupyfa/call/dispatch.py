@@ -13,9 +13,8 @@ from cupyfa.runtime import ragged
 def find_function(name: str, q: Any, k: Any, v: Any) -> Callable[..., Any] | None:
     """Finds the implementation of ``attention``, ``vjp`` or ``backward`` for the type of q, k, v.
 
-    The returned function takes the public function and its ``locals()``. Returns None for arrays
-    that kernels read directly, and for arrays that a later check rejects. Raises TypeError if the
-    function does not support the type.
+    It takes the public function and its ``locals()``. Returns None for arrays that kernels read
+    directly or that a later check rejects. Raises TypeError if no implementation exists.
     """
     kind = k if KINDS.get(type(k)) else q
     module = KINDS.get(type(kind))

@@ -103,9 +103,7 @@ def check_packed(named: Mapping[str, Any]) -> None:
     for name, x in named.items():
         shape = getattr(x, "shape", x)
         if name != "lse" and isinstance(shape, tuple) and len(shape) != 3:
-            raise ValueError(
-                f"{name} has shape {shape}; packed arrays must be [rows, heads, columns]"
-            )
+            raise ValueError(f"{name} has shape {shape}; Packed takes [rows, heads, columns]")
 
 
 def _name_inputs(call: Call, operands: Sequence[Operand], blocks: BlockMask | None) -> Call:

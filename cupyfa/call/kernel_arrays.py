@@ -56,9 +56,7 @@ def check_kernel_arrays(
             takes += f", [{', '.join(wanted.axes.split())}]"
         if not wanted.when(p):
             if name in given:
-                raise ValueError(
-                    f"{record.name} does not read {name} for {p}; leave it out of bind"
-                )
+                raise ValueError(f"{record.name} does not read {name} for {p}; do not bind it")
         elif backend is not None:
             found[name] = backend.empty(shape, dtype)
         elif name not in given:

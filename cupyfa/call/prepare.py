@@ -62,9 +62,7 @@ def compile_call(
     qkv, structure = unwrap(*(by_name[x] for x in "qkv"))
     by_name |= zip("qkv", qkv)
     if isinstance(how.get("backend"), Devices):
-        raise TypeError(
-            "backend is Devices, and a prepared call runs on one device; give 'cuda' or 'simulator'"
-        )
+        raise TypeError("backend is Devices, and compile supports one device; name one backend")
     call = Call(operation, how.pop("kernel", "auto"), how.pop("backend", "auto"), asked=asked)
     if operation == "backward":
         _complete_lse(call, by_name, how.get("layout", "bhsd"), of_shapes=of_shapes)

@@ -98,11 +98,8 @@ class Job:
         return self._heads(2, p.batch * p.group * -(-rows // _ROWS_OF_BLOCK), _STEP_BYTES)
 
     def heads_of_keys(self) -> int:
-        """Returns the number of key heads per "gather" step of the backward pass.
-
-        Here a thread block owns a tile of keys; under a causal mask the first rows see the fewest.
-        """
-        p = self.problem
+        """Returns the number of key heads per "gather" step of the backward pass."""
+        p = self.problem  # a thread block owns keys, of which the first rows see the fewest
         keys = -(-p.N // sum(map(len, self.q_shards.ranges)))
         return self._heads(1, p.batch * -(-keys // _ROWS_OF_BLOCK), 2 * _STEP_BYTES)
 

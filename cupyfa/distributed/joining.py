@@ -99,8 +99,7 @@ def group(
 def unique_id() -> bytes:
     """Creates the 128-byte NCCL id by which ranks find each other, for custom launchers.
 
-    Rank 0 creates the id and sends it to all ranks, which then call ``group(rank, ranks,
-    unique_id)``.
+    Rank 0 creates the id and sends it to all ranks, which call ``group(rank, ranks, unique_id)``.
     """
     from cupyfa.runtime.cuda import nccl
 
@@ -123,7 +122,7 @@ def _nccl_group(place: Place, name: bytes | None, file: Path | None, timeout: fl
         return nccl.Nccl(place.rank, place.ranks, name)
 
     try:
-        engine = _within(timeout, make, f"the connections of rank {place.rank} with all others")
+        engine = _within(timeout, make, f"connecting rank {place.rank} to all other ranks")
     finally:
         if file is not None and place.rank == 0:
             file.unlink(missing_ok=True)
@@ -131,7 +130,6 @@ def _nccl_group(place: Place, name: bytes | None, file: Path | None, timeout: fl
 
 
 def _use_device(place: Place) -> Backend:
-    """Makes a rank's device current and returns the CUDA backend."""
     try:
         cuda = backend_named("cuda")
     except DeviceError as error:
@@ -216,8 +214,7 @@ def _mpi() -> Any:
         from mpi4py import MPI
     except ImportError as error:
         raise ImportError(
-            f"group(over='mpi') needs mpi4py ({error}); install an MPI library and run: pip "
-            "install mpi4py"
+            f"group(over='mpi') needs mpi4py ({error}) and an MPI library: pip install mpi4py"
         ) from None
     return MPI
 
@@ -236,8 +233,6 @@ def _within(timeout: float, make: Callable[[], Any], what: str) -> Any:
     try:
         return made.result(timeout)
     except TimeoutError:
-        raise DeviceError(
-            f"{what} were not made within {timeout:g} s; check that all ranks run"
-        ) from None
+        raise DeviceError(f"{what} took more than {timeout:g} s; do all ranks run?") from None
     except Exception as error:
         raise DeviceError(f"{what} failed: {error}") from error
