@@ -1,4 +1,4 @@
-"""The functions of the library: NumPy in, NumPy out; CuPy or DLPack in, CuPy out."""
+"""The public functions. NumPy arrays return NumPy arrays; CuPy and DLPack arrays return CuPy's."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def attention(
       0, queries and keys are its lengths, and batch is its index, which also indexes alibi_slopes
       and sink [sequences, heads]. bias is not supported, and mask must be an expression. Rows
       outside all sequences have out = 0 and lse = -infinity.
-    - A list of arrays [heads, rows, d], one per sequence; results are lists, too.
+    - Lists of arrays [heads, rows, d], one array per sequence, are packed; results are lists, too.
     - ``Scaled(q, scale)``: a float8_e4m3fn array with one scale per key head. Float8 inputs are
       used as they are, and out is bfloat16. ``Padded(Scaled(q, scale), lengths)`` combines both.
     - ``attention(q, cache)``: the attention of new tokens, q [batch, heads, new tokens, d], to the
@@ -136,15 +136,15 @@ def attention(
     bias: added to the scores; any float dtype, broadcastable to [batch, heads, M, N].
     mask: the visible pairs. A bool array that broadcasts to [batch, heads, M, N]; a ``block_mask``,
         whose empty tiles are skipped; or an expression like score_mod, as "key <= position". With a
-        tuple of an array and an expression, a pair is visible if both say so.
+        tuple of an array and an expression, a pair is visible if both allow it.
     captured: the arrays and numbers that the expressions read, as {"slope": array}. Arrays hold
         bools, integers or floats; indices must be in bounds.
     sink: [heads] or [batch, heads], any float dtype: one extra score per row, without a value
         (attention sink). The softmax and lse include it; -infinity has no effect.
     dropout: a ``Dropout``, which zeroes some softmax weights. It does not affect lse.
-    precision: the format that float32 inputs may be rounded to: "tf32", "float16" or "bfloat16". By
-        default they are not rounded, unless ``kernel`` always rounds them. "float8_e4m3" also
-        applies to float16 and bfloat16 inputs.
+    precision: the format that inputs may be rounded to: for float32 "tf32", "float16", "bfloat16"
+        or "float8_e4m3", for float16 and bfloat16 only "float8_e4m3". By default inputs are not
+        rounded unless ``kernel`` always rounds them; "float32" rejects kernels that do.
     append: (k, v) of the new tokens, [batch, kv_heads, new tokens, d | dv]. They are written into
         the cache from row cache.lengths on, and then attended to as well. Without ``append`` the
         cache must already hold them, and cache.lengths must count them. The call never changes
@@ -164,7 +164,7 @@ def attention(
     check: also compare all results with the reference, detect out-of-bounds writes, and validate
         lengths, offsets and pages in GPU memory.
 
-    Returns out [..., heads, M, dv] of the dtype (see out) and array type of the inputs; with
+    Returns out [..., heads, M, dv], an array of the inputs' type and dtype (see ``out``); with
     ``return_lse`` also the natural logarithm of each row's sum of exp(score), [..., heads, M] in
     float32 (float64 for float64); and with ``return_max`` each row's largest score, in the shape
     and dtype of lse, after the scale, all modifications and masks, without the sink. A row that

@@ -579,7 +579,7 @@ def picture(text: str) -> str:
 
 def weights_file(text: str) -> str:
     if not text.endswith(".npz"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a weights file; use a name in .npz")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a weights file; it must end with .npz")
     return text
 
 

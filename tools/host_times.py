@@ -3,9 +3,8 @@
     python tools/host_times.py
     python tools/host_times.py --only calls --only import --format md
 
-Alternatives are timed in turn, round by round, and the first rounds are warm-up. The simulator
-skips everything that needs a GPU, and its calls include the computation, so its figures only show
-that the script works.
+Alternatives are timed in interleaved rounds after a warm-up. The simulator skips everything that
+needs a GPU, and its calls include the computation: it only shows that the script works.
 """
 
 from __future__ import annotations
@@ -197,7 +196,7 @@ def ways_of_torch(torch: Any, host: Sequence[np.ndarray]) -> dict[str, Callable[
     attend = torch.nn.functional.scaled_dot_product_attention
 
     def ordinary() -> Any:
-        return attend(*(tensor(torch, x).cuda() for x in host)).cpu()  # .numpy() would be free
+        return attend(*(tensor(torch, x).cuda() for x in host)).cpu()  # .numpy() makes no copy
 
     inputs = [tensor(torch, x).pin_memory() for x in host]
     # The result may have permuted strides. out must match them, or copy_ adds a copy on the GPU.

@@ -173,7 +173,7 @@ class BlockMask:
             largest = np.maximum.reduceat(largest, starts, axis=axis)
         return np.where(least == largest, least, PARTIAL).astype(np.uint8)
 
-    # The mask in a call
+    # Use in a call
 
     def masked(self, p: Problem) -> Problem:
         """Returns the problem with this mask added.
@@ -237,7 +237,7 @@ class BlockMask:
         """Returns the plan with the tile maps of this mask as inputs of its kernel."""
         return choose_kernel.with_maps(plan, limits, [self.text])
 
-    # Computing the states and maps
+    # Computation of tile states and maps
 
     @cached_property
     def _operands(self) -> tuple[Operand, ...]:
@@ -410,7 +410,7 @@ def block_mask(
     if not isinstance(given, Mapping):
         raise TypeError(f'captured is {described(captured)}; give {{"name": array}}')
     if (mask is None) == (mask_mod is None):
-        raise TypeError("give a bool array, or an expression as mask_mod=")
+        raise TypeError("give either mask, a bool array, or mask_mod, an expression")
     sizes = [options.read_size("batch", batch, 2**31), options.read_size("heads", heads, 2**31)]
     if mask is not None:
         if given:

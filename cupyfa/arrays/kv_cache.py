@@ -492,8 +492,8 @@ def check_keys(k: Any, v: Any, layout: str) -> None:
     for name, x in (("k", k), ("v", v)):
         if (str(x.dtype) not in DTYPES and x.dtype != E4M3) or x.dtype != k.dtype:
             raise TypeError(
-                f"k is {k.dtype} and v is {v.dtype}; both must be one of {', '.join(DTYPES)}, "
-                f"{E4M3}"
+                f"k is {k.dtype} and v is {v.dtype}; both must have the same dtype, one of "
+                f"{', '.join(DTYPES)}, {E4M3}"
             )
         if x.dtype == E4M3 and (x.shape[3] % 2 or any(n % 2 for n in x.strides[:3])):
             raise ValueError(

@@ -29,7 +29,8 @@ from cupyfa.runtime.workspace import of_graphs
 from cupyfa.score.expressions import Expression
 
 # Names of arrays that expressions read. ENDS, KEYS and FIRST hold, per sequence, the total number
-# of keys, the number of prefix keys, and the number of keys before a prefix. SLOPES are for ALiBi.
+# of keys, the number of prefix keys, and the number of keys before a prefix. SLOPES holds
+# alibi_slopes.
 ENDS, KEYS, FIRST, SLOPES = "prefix_ends", "prefix_keys", "prefix_first", "prefix_slopes"
 _OF_CACHE = "lengths", "pages"
 # Options that expressions replace or that have no effect on a prefix.
@@ -195,7 +196,7 @@ class Prefixes:
     def _counted(self, levels: Sequence[_Prefix], *, own: bool = False, more: int = 0) -> Any:
         """Counts each sequence's keys in the given prefixes.
 
-        With ``own`` adds its keys in the cache and ``more`` new keys.
+        own: whether to also count the sequence's keys in the cache and ``more`` new keys.
         """
         with self._backend.working_on(self._q):
             counted = np.zeros_like(self._cache.lengths)
@@ -239,7 +240,6 @@ class Prefixes:
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Prepends a prefix's name to the messages of errors."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -293,7 +293,7 @@ def _check(prefix: _Prefix, cache: KVCache, outer: int) -> None:
 
 
 def _places(tokens: int, together: int, *, is_first: bool) -> dict[str, str]:
-    """Returns each name's expression for a prefix call, whose rows join several sequences."""
+    """Maps index names to expressions for a prefix call, whose rows join several sequences."""
     sequence, token = f"batch * {together} + query // {tokens}", f"query % {tokens}"
     return {
         "batch": sequence,

@@ -142,7 +142,7 @@ class LastStep(NamedTuple):
         if isinstance(cache.lengths, np.ndarray):
             self.step.read_lengths(cache)
             return True
-        backend = self.step.backend  # a captured graph needs arrays of its own
+        backend = self.step.backend  # during a capture each call allocates its own arrays
         return backend.current() == self.where and not backend.is_capturing
 
     def repeat(self, out: Any) -> Any:
@@ -238,7 +238,7 @@ def _run(call: DecodeCall, fixed: tuple[Any, ...], given: list[Any] | None) -> A
         look=call.check,
         prefix_keys=None if shared is None or cache.rotary is None else shared.keys,
     )
-    if call.out is not None and step.is_moved:  # check out before appending to the cache
+    if call.out is not None and step.is_moved:  # validate `out` before writing to the cache
         shape = *step.q.shape[:3], step.v.shape[3]
         require_form("out", call.out, shape, _find_out_dtype(step, options))
     if str(step.q.dtype) == "float32":  # select no kernel that rounds float32 inputs
@@ -305,7 +305,7 @@ def _run_with_prefixes(call: DecodeCall, cached: Call, step: Step, shared: Prefi
     """Computes attention to the prefixes and to the cache's own keys, and merges the results."""
     assert cached.options is not None
     out = None if step.is_moved else call.out
-    if out is not None:  # check out before appending to the cache
+    if out is not None:  # validate `out` before writing to the cache
         _check_target(out, step, cached.options)
     calls, write = _make_prefix_calls(call, cached, step, shared), call.write(step)
 

@@ -64,7 +64,7 @@ def add_inputs(
     elif lengths := {x: found[x] for x in optional_inputs.PADDED if x in found}:
         table = found.get(optional_inputs.PAGE_TABLE)
         batch, _, M, _ = sizes_of("q", q, call.layout)
-        most = 1 if table is None else table.shape[1]  # pages
+        most = 1 if table is None else table.shape[1]  # pages per sequence
         rows = M, sizes_of("k", by_name["k"], call.layout)[2] * most
         download = backend.download if look else None
         found |= ragged.padded_lengths(lengths, batch, rows, download)
@@ -145,7 +145,7 @@ def add_input_forms(
     others = {name: x for name, x in given.items() if name not in (optional_inputs.DLSE, *unread)}
     others |= packed
     found = list(shape_language.operands(others, sizes, dtype))
-    if is_empty:  # grow empty axes as ``ragged.with_elements`` does for a call without sequences
+    if is_empty:  # grow axes of size 0 to size 1, like ``ragged.with_elements``
         captured = given.get("captured") or ()
         grown = [tuple(max(size, 1) for size in x.shape) for x in found]
         found = [replace(x, shape=y) if x.name in captured else x for x, y in zip(found, grown)]
@@ -189,7 +189,8 @@ def describe_inputs(call: Call, inputs: Mapping[str, Any]) -> tuple[Operand, ...
             array = optional_inputs.with_four_axes(caller_name, array, lead)
         if caller_name == optional_inputs.DLSE:
             array = array.reshape(prod(lead), *array.shape[-2:])
-        asked = caller_name in call.wrt and caller_name not in QKV  # "q" in wrt is never an operand
+        # In wrt, "q", "k" and "v" are the inputs and not captured arrays of these names.
+        asked = caller_name in call.wrt and caller_name not in QKV
         found.append(
             replace(optional_inputs.of_value(caller_name, array), gradient=asked, given=shape)
         )

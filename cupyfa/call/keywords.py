@@ -104,7 +104,6 @@ def read_call(call: Call, check: Any) -> tuple[Call, bool]:
 
 
 def _read_value(name: str, given: Any) -> Any:
-    """Returns an option as an immutable value."""
     if name in TEXTS and callable(given):
         return Expression.of(name, given)
     return given.item() if isinstance(given, np.ndarray) and not given.shape else given
@@ -159,7 +158,7 @@ def read_out(out: Any, q: Any, asked: OptionKeywords) -> tuple[Any, OptionKeywor
     if isinstance(out, DTYPES):
         return None, {**asked, "out_dtype": out}  # type: ignore[typeddict-item]
     name, of = (str(getattr(x, "dtype", "")).removeprefix("torch.") for x in (out, q))
-    if name == of or of not in INPUTS or not can_give(name, INPUTS[of]):  # errors are raised later
+    if name == of or of not in INPUTS or not can_give(name, INPUTS[of]):  # later checks raise
         return out, asked
     return out, {**asked, "out_dtype": name}  # type: ignore[typeddict-item]
 

@@ -119,7 +119,7 @@ def _complete_lse(call: Call, by_name: dict[str, Any], layout: str, *, of_shapes
 
 def _find_out_dtype(call: Call, dtype: DType) -> np.dtype:
     name = name_of(getattr(call.options, "out_dtype", None) or call.asked.get("out_dtype"))
-    known = DTYPES.get(name) if isinstance(name, str) else None  # wrong names raise later
+    known = DTYPES.get(name) if isinstance(name, str) else None  # later checks reject other names
     return (known or DTYPES[dtype.usual_result]).numpy
 
 

@@ -66,7 +66,7 @@ def make_unread_lse(
     if not ignores_lse(kernel):
         return None
     where, (q,) = adopt(backend, q=q)
-    if str(q.dtype) not in DTYPES:  # raises later
+    if str(q.dtype) not in DTYPES:  # a later check rejects the dtype
         return None
     shape, dtype = rows_of(q, layout), DTYPES[str(q.dtype)].sums
     return np.zeros(shape, dtype) if isinstance(q, np.ndarray) else where.empty(shape, dtype)

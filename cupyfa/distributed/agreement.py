@@ -24,7 +24,7 @@ FIELDS = {
     "device": "the device",
     "error": "errors",
 }
-_LONGEST = 400  # bytes sent per field if digests differ; longer text is cut
+_LONGEST = 400  # bytes sent per field if digests differ; longer fields are truncated
 _SHOWN = 4  # largest number of ranks in an error message
 _REMEDY = "make them equal on all ranks"
 
@@ -55,7 +55,7 @@ def difference(
 
 
 def _first_error(of_ranks: Sequence[Mapping[str, str]]) -> Exception | None:
-    """Returns the first rank's error as an exception that all ranks raise; None without errors."""
+    """Returns the error of the first rank that failed, for all ranks to raise, or None."""
     rank = next((rank for rank, x in enumerate(of_ranks) if x["error"]), None)
     if rank is None:
         return None

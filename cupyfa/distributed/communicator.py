@@ -22,7 +22,7 @@ Message = tuple[Any, int]  # a contiguous array, and the rank to send it to or r
 class Group(OfThisProcess, ABC):
     """One rank's view of a group of ranks that compute together.
 
-    rank: this rank, from 0. ranks: the number of ranks. timeout: how many seconds a rank waits for
+    rank: this rank's index. ranks: the number of ranks. timeout: how many seconds a rank waits for
     another one. sent: the number of bytes that this rank has sent. reason: why the group has ended,
     or an empty string.
 
@@ -45,14 +45,14 @@ class Group(OfThisProcess, ABC):
 
     @abstractmethod
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
-        """Starts to send and receive arrays, which must not change until Pending has returned."""
+        """Starts to send and receive arrays, which must not change before Pending is called."""
 
     def abort(self, reason: str) -> None:
         """Ends the group: waiting ranks raise DeviceError, at once or after the time-out."""
         self.reason = self.reason or reason
 
     def settle(self) -> None:
-        """Waits for all started messages in groups whose Pending returns before they arrive."""
+        """Waits for all started messages, in groups where Pending may return before they arrive."""
         return
 
     def require_place(self, in_gpu: bool) -> None:
@@ -60,7 +60,7 @@ class Group(OfThisProcess, ABC):
         return
 
     def agree(self, message: bytes) -> list[bytes]:
-        """Exchanges messages of equal size; blocks, and returns them in the order of ranks."""
+        """Exchanges messages of equal size and blocks; returns them in the order of ranks."""
         return [x.tobytes() for x in self.gather(np.frombuffer(message, np.uint8))()]
 
     def gather(self, array: Any) -> Pending:
@@ -139,7 +139,6 @@ class Group(OfThisProcess, ABC):
             self.settle()
 
     def abort_for(self, error: BaseException) -> None:
-        """Ends the group because of an error that this rank raised."""
         self.abort(f"rank {self.rank} raised {type(error).__name__}: {error}")
 
     def abort_late(self, source: str) -> None:

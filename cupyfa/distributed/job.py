@@ -37,7 +37,7 @@ class Job:
     k_shards: Shards
     call: Call
     backend: Backend
-    in_host: bool  # whether arrays are NumPy's
+    in_host: bool  # whether the arrays are NumPy arrays
 
     @cached_property
     def rows(self) -> list[Part]:
@@ -68,7 +68,7 @@ class Job:
         return backward(dout, q, k, v, out, lse, dlse=dlse[0] if dlse else None, **more)
 
     def merge(self, parts: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
-        """Merges (out, lse) over several sets of keys into the result over all of them."""
+        """Merges the (out, lse) of several sets of keys into the result for all keys."""
         if len(parts) == 1:
             return parts[0]
         return merge(parts, backend=self.backend)
@@ -99,15 +99,15 @@ class Job:
 
     def heads_of_keys(self) -> int:
         """Returns the number of key heads per "gather" step of the backward pass."""
-        p = self.problem  # a thread block owns keys, of which the first rows see the fewest
+        p = self.problem
+        # The first range of rows sees only this many keys under a causal mask.
         keys = -(-p.N // sum(map(len, self.q_shards.ranges)))
         return self._heads(1, p.batch * -(-keys // _ROWS_OF_BLOCK), 2 * _STEP_BYTES)
 
     def _heads(self, blocks: int, of_head: int, size: int) -> int:
         """Returns how many heads fill the GPU with ``blocks`` blocks per multiprocessor.
 
-        of_head: blocks per head. size: bytes of keys and values; more heads are taken while they
-        fit.
+        of_head: blocks per head. size: take more heads while their k and v fit into these bytes.
         """
         p = self.problem
         blocks *= self.backend.limits.multiprocessors

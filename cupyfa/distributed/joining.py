@@ -111,7 +111,7 @@ def _nccl_group(place: Place, name: bytes | None, file: Path | None, timeout: fl
     from cupyfa.distributed.nccl_group import NcclGroup
     from cupyfa.runtime.cuda import nccl
 
-    nccl.library()  # raises at once if this rank has no NCCL, before others wait for it
+    nccl.library()  # a rank without NCCL raises here, before it connects to other ranks
     if name is None:
         name = _id_by_mpi(place, timeout) if file is None else _id_in_file(place, file, timeout)
     if not isinstance(name, bytes) or len(name) != _ID_BYTES:

@@ -41,7 +41,7 @@ class MpiGroup(Group):
         has_ended = bool(self.reason)
         super().close()
         if not has_ended:
-            self._mpi.Free()  # all ranks have agreed to close
+            self._mpi.Free()  # collective: safe because all ranks have agreed to close
 
     def _pending(self, requests: list[Any], arrays: Any) -> Pending:
         key = object()

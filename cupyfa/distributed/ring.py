@@ -16,7 +16,7 @@ from cupyfa.distributed.shards import Part
 
 Result = tuple[Any, Any]  # out and lse
 
-# Largest number of results of some rows to hold before merging; each merge rounds out.
+# Largest number of partial results per row range before they are merged. Each merge rounds `out`.
 MOST_HELD = 8
 
 
@@ -43,7 +43,7 @@ def forward(job: Job, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
 def backward(job: Job, of_rows: Sequence[Any], k: Any, v: Any) -> tuple[Any, ...]:
     """Computes dq of this rank's rows, and dk and dv of its keys."""
     sums: dict[int, Any] = {}  # accumulated dq, by first row
-    now, total = packed(k, v), None  # current keys and values; dk and dv of the previous step's
+    now, total = packed(k, v), None  # this step's k and v, and the previous step's dk and dv
     columns, ranks = (k.shape[3], v.shape[3]), job.group.ranks
     for owner in _owners(job):
         travelling = [] if owner == (job.group.rank + 1) % ranks else [(now, owner)]
@@ -102,7 +102,7 @@ def _passed_on(job: Job, *arrays: tuple[Any, int]) -> Callable[[], list[Any]]:
     """Starts to send arrays to the next rank and to receive arrays from the previous rank.
 
     arrays: pairs of an array and the rank that owns its keys. The returned function waits for the
-    received arrays, which belong to the ranks before these owners.
+    received arrays, whose keys are owned by the rank before each of these owners.
     """
     group, sizes = job.group, job.k_shards.sizes
     sends = [(x, (group.rank + 1) % group.ranks) for x, _ in arrays]

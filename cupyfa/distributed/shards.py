@@ -145,4 +145,4 @@ class Shards:
         return found
 
 
-_kept = lru_cache(Shards)  # caches padded_places for later calls of the same sizes
+_kept = lru_cache(Shards)  # reuses objects, whose padded_places is expensive
