@@ -186,7 +186,7 @@ def attention(
         (q, k, v), structure = unwrap(q, k, v)
     dtype = out if isinstance(out, DTYPES) else None
     # The key of a repeated call: all non-array arguments, which arrays are None, and whether out
-    # is an array. Without an out array, the dtype of out follows from q.
+    # is an array, which then determines the dtype of the result.
     # fmt: off
     fixed: tuple[Any, ...] = (
         causal, window, offset, scale, softcap, score_mod, precision, dtype,

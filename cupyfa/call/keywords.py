@@ -110,7 +110,7 @@ def _read_value(name: str, given: Any) -> Any:
 
 
 def read_devices(backend: Any) -> tuple[Any, Devices]:
-    """Splits the argument ``backend`` into a backend and Devices (ANYWHERE by default)."""
+    """Splits the argument ``backend``, which may be Devices, into a backend and Devices."""
     if not isinstance(backend, Devices):
         return backend, ANYWHERE
     progress = backend.progress

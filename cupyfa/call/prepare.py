@@ -47,7 +47,7 @@ def compile_call(
     dtype: DTypeLike | None,
     keywords: Mapping[str, Any],
 ) -> Prepared:
-    """Prepares a call on arrays like ``required``, or, with ``dtype``, on arrays of these shapes.
+    """Prepares a call from arrays, or from shapes if ``dtype`` is given.
 
     required: q, k and v, or the six arrays of ``backward``. keywords: further arguments of
     ``function``.
