@@ -149,9 +149,9 @@ def split_keywords(
 
 
 def read_out(out: Any, q: Any, asked: OptionKeywords) -> tuple[Any, OptionKeywords]:
-    """Splits ``out``, an array or a dtype, into the caller's array, or None, and options.
+    """Returns the caller's output array, or None, and ``asked`` with the dtype of the output.
 
-    The returned options include the dtype of out.
+    out: the array, the dtype of a new one, or None.
     """
     if out is None:
         return None, asked
