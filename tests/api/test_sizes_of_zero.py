@@ -70,7 +70,7 @@ def test_lists_of_no_array():
         pull(np.ones(3))
     x = np.ones((2, 3, 16), F)
     for lists in (([], [x], [x]), ([x], [], [x]), ([x], [x], [])):
-        with pytest.raises(ValueError, match="has 0 arrays.*; give the same number of each"):
+        with pytest.raises(ValueError, match="has 0 arrays.*; give lists of equal length"):
             cupyfa.attention(*lists, **SIM)
 
 

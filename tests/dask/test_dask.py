@@ -286,10 +286,14 @@ def test_options_are_as_of_attention():
 X = np.ones((1, 2, 8, 4), np.float32)
 A = da.from_array(X, chunks=(1, 1, 4, 4))
 WRONG = {
-    "numpy": ({"q": X}, TypeError, r"q is of type ndarray; give a Dask array, as dask.array.from"),
-    "numpy v": ({"v": X}, TypeError, r"v is of type ndarray; give a Dask array, as dask.array.fr"),
+    "numpy": (
+        {"q": X},
+        TypeError,
+        r"q is of type ndarray; give a Dask array such as dask.array.from",
+    ),
+    "numpy v": ({"v": X}, TypeError, r"v is of type ndarray; give a Dask array such as"),
     "axes": ({"k": A[0]}, ValueError, r"k has shape \(2, 8, 4\); give \[batch, heads, rows, d\]"),
-    "unknown": ({"v": A[:, :, A[0, 0, :, 0] > 0]}, ValueError, r"compute_chunk_sizes\(\) before"),
+    "unknown": ({"v": A[:, :, A[0, 0, :, 0] > 0]}, ValueError, r"compute_chunk_sizes\(\) first"),
     "heads": ({"q": A[:, [0, 0, 1]]}, ValueError, "heads=3 is not a multiple of kv_heads=2"),
     "d": ({"q": A[..., :3]}, ValueError, "d, the last axis of q and k, must be equal"),
     "rows": ({"v": A[:, :, :5]}, ValueError, "the number of keys, must be equal"),
@@ -317,15 +321,15 @@ WRONG = {
     "head": (
         {"score_mod": "score + head"},
         Unsupported,
-        "score_mod names head, and tasks count from 0 in each of the 2 chunks of heads; rechunk",
+        "score_mod names head, which starts at 0 in each of the 2 chunks of heads; rechunk",
     ),
-    "query": ({"mask": "query > 1"}, Unsupported, "names query, and tasks .* of queries"),
+    "query": ({"mask": "query > 1"}, Unsupported, "names query, which .* of queries"),
     "merged keys": (
         {"mask": "key > 1", "k": MergedKeys(A)},
         Unsupported,
-        "mask_mod names key, and tasks count from 0 in each of the 2 chunks of keys",
+        "mask_mod names key, which starts at 0 in each of the 2 chunks of keys",
     ),
-    "devices": ({"backend": Devices("all")}, Unsupported, "workers have devices of their own"),
+    "devices": ({"backend": Devices("all")}, Unsupported, "which Dask arrays do not support"),
     "layout": ({"layout": "bshd"}, Unsupported, r"layout is 'bshd', .* q.swapaxes\(1, 2\)"),
     "out": ({"out": X}, (Unsupported, ValueError), "out is of type ndarray, but .*dtype"),
     "is_causal": ({"is_causal": True}, TypeError, "no argument 'is_causal'; write causal=True"),
@@ -345,13 +349,13 @@ def test_wrong_arguments(function, what):
     "wrong, error, message",
     [
         ((X,), TypeError, "dout is of type ndarray; give a Dask array like out"),
-        ((A[..., :3],), ValueError, r"dout has shape \(1, 2, 8, 3\); expected is \(1, 2, 8, 4\)"),
+        ((A[..., :3],), ValueError, r"dout has shape \(1, 2, 8, 3\); it must be \(1, 2, 8, 4\)"),
         (
             (A.astype("f2"),),
             TypeError,
-            "dout is float16; expected is float32 for these q, k and v: convert it",
+            "dout is float16; it must be float32 for these q, k and v: convert it",
         ),
-        ((A, A), ValueError, r"dlse is float32 .*; it must be float32 \(1, 2, 8\), as lse is"),
+        ((A, A), ValueError, r"dlse is float32 .*; it must be float32 \(1, 2, 8\) like lse"),
     ],
 )
 def test_wrong_gradients(wrong, error, message):
@@ -382,7 +386,7 @@ def test_what_texts_count(text, found):
 
 
 def test_gradients_that_name_key_need_one_chunk_of_keys():
-    with pytest.raises(Unsupported, match="names key, and tasks"):
+    with pytest.raises(Unsupported, match="names key, which starts at 0"):
         cupyfa.vjp(A, A, A, mask="key > 1", backend="simulator")
     whole = A.rechunk({2: -1})
     cupyfa.vjp(A, whole, whole, mask="key > 1", backend="simulator")

@@ -375,7 +375,7 @@ WRONG = {
     "rows": (
         {"q": X[:, :, :5], "M": 16},
         ValueError,
-        r"q has 5 rows, and rank 1 of 2 has 8 of 16; give those of rows\(16, group",
+        r"q has 5 rows, and rank 1 of 2 must have 8 of 16; give the rows listed by rows\(16",
     ),
     "M": ({"M": -1}, ValueError, "rows is -1; give a whole number from 0"),
     "order": ({"order": "blocks"}, ValueError, "order is 'blocks'; use 'zigzag' or 'contiguous'"),
@@ -444,7 +444,7 @@ def test_a_wrong_argument_of_one_rank_is_the_error_of_all(what):
         ),
         (
             {"M": 25, "q": X[:, :, :8]},
-            "sizes .*: M=24 on ranks 0, 2; M=25 on rank 1; give rows= of the whole on",
+            "sizes .*: M=24 on ranks 0, 2; M=25 on rank 1; give Sharded the total rows=",
         ),
         (
             {x: X.astype("f2") for x in "qkv"},
@@ -652,7 +652,7 @@ def test_equal_calls_are_checked_and_planned_once(monkeypatch):
 
 
 def test_what_is_no_group():
-    with pytest.raises(TypeError, match="group is 3; give Sharded that of cupyfa.distributed.gro"):
+    with pytest.raises(TypeError, match="group is 3; give Sharded the result of cupyfa.dis"):
         cupyfa.attention(*sharded(X, X, X, 3))
 
 
@@ -663,12 +663,12 @@ def test_what_is_no_group():
         (
             lambda group: ranks.Sharded(X, group, order="contiguous"),
             ValueError,
-            "q, k and v have different order; give all the same",
+            "q, k and v have different order; give all three the same order",
         ),
         (
             lambda group: ranks.Sharded(X, group, 8),
             ValueError,
-            "k has rows=None and v rows=8; every key has a value",
+            "k has rows=None and v has rows=8; make them equal",
         ),
     ],
     ids=["array", "order", "rows"],

@@ -88,7 +88,7 @@ def test_ranks_find_each_other_by_a_file(tmp_path, connected):
 
 def test_a_rank_0_that_does_not_come(tmp_path, connected):
     with pytest.raises(
-        DeviceError, match=r"rank 3 found no unique id in .*id within 0.1 s; does r"
+        DeviceError, match=r"rank 3 found no unique id in .*id within 0.1 s; check that"
     ):
         ranks.group(3, 4, file=tmp_path / "id", timeout=0.1)
     (tmp_path / "id").write_bytes(b"half")  # of what rank 0 writes
@@ -99,7 +99,7 @@ def test_a_rank_0_that_does_not_come(tmp_path, connected):
 def test_a_file_of_another_run(tmp_path, connected):
     (tmp_path / "id").write_bytes(bytes(128))
     with pytest.raises(
-        ValueError, match=r"id exists, .*; remove it, or give each run another name"
+        ValueError, match=r"id exists, .*; remove it, or use a new name for each run"
     ):
         ranks.group(0, 2, file=tmp_path / "id")
     assert (tmp_path / "id").exists() and not connected
@@ -138,13 +138,13 @@ def test_places_that_are_given():
 @pytest.mark.parametrize(
     "given, message",
     [
-        ({"rank": 3, "ranks": 3}, "rank is 3 of 3; ranks count from 0"),
+        ({"rank": 3, "ranks": 3}, "rank is 3 and ranks is 3; give a rank from 0 to 2"),
         ({"rank": 0}, "rank is 0 and ranks is None; give both"),
         ({"rank": 0, "ranks": 0}, "ranks is 0; give a whole number from 1"),
         ({"timeout": 0}, "timeout is 0; give seconds above 0"),
         ({"timeout": "3"}, "timeout is '3'; give seconds above 0"),
-        ({"timeout": float("inf")}, "timeout is inf; give seconds above 0, at most"),
-        ({"over": "mpi", "device": 0}, "device is 0, and with over='mpi' .*; leave it out"),
+        ({"timeout": float("inf")}, "timeout is inf; give seconds above 0 and at most"),
+        ({"over": "mpi", "device": 0}, "device is 0, and over='mpi' .*; leave it out"),
         ({"over": "tcp"}, "over is 'tcp'; use 'nccl' or 'mpi'"),
     ],
     ids=lambda x: None,
@@ -177,7 +177,7 @@ def test_a_host_with_gpus_of_several_models(monkeypatch):
     cuda = SimpleNamespace(models=("one", "other"), devices=1, use=used.append)
     monkeypatch.setattr(joining, "backend_named", lambda name: cuda)
     assert joining._use_device(joining.Place(1, 2, 1)) is cuda and used == [1]
-    with pytest.raises(DeviceError, match="rank 2 takes device 2 of this host, which has 2; start"):
+    with pytest.raises(DeviceError, match="rank 2 is assigned device 2, and this host has 2"):
         joining._use_device(joining.Place(2, 3, 2))
 
 
@@ -218,7 +218,7 @@ def test_nvlink_multicast_is_off_unless_the_user_wants_it(monkeypatch, given):
 
 def test_connections_that_are_not_made():
     never = threading.Event()
-    with pytest.raises(DeviceError, match=r"they were not made in 0.1 s; do all ranks run"):
+    with pytest.raises(DeviceError, match=r"they took more than 0.1 s; do all ranks run"):
         joining._within(0.1, never.wait, "they")
     never.set()
 
@@ -429,7 +429,7 @@ def test_calls_are_not_captured():
 def test_nccl_takes_arrays_in_gpu_memory():
     with (
         NcclGroup(0, 2, 30, Engine()) as group,
-        pytest.raises(TypeError, match=r"NCCL sends those in GPU memory: give cupy.asarray\(q\)"),
+        pytest.raises(TypeError, match=r"NCCL sends arrays in GPU memory; convert"),
     ):
         group.require_place(in_gpu=False)
 

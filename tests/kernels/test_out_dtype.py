@@ -149,7 +149,7 @@ def test_arrays_of_another_dtype_are_refused():
     of_narrow = cupyfa.backward(narrow, q, k, v, narrow, lse, **how)
     of_wide = cupyfa.backward(narrow, q, k, v, out, lse, **how)
     assert [x.dtype.name for x in (*of_narrow, *of_wide)] == ["float16"] * 3 + ["float32"] * 3
-    with pytest.raises(TypeError, match="dout is float32; expected is float16"):
+    with pytest.raises(TypeError, match="dout is float32; it must be float16"):
         cupyfa.backward(out, q, k, v, out, lse, **how)
     with pytest.raises(ValueError, match="dq of grads is float16 .*, but the result is float32"):
         cupyfa.backward(narrow, q, k, v, out, lse, grads=(q, None, None), **how)

@@ -169,7 +169,7 @@ def test_gradients_by_a_pullback(backend):
 @pytest.mark.parametrize(
     "sizes, message",
     [
-        ({"M": 9, "N": N}, "and the call has batch=1, heads=4, M=150, N=170; make one of its M"),
+        ({"M": 9, "N": N}, "and the call has batch=1, heads=4, M=150, N=170; make one with M="),
         ({"M": M, "N": N, "heads": 2}, "make one with heads=4"),
         (
             {"M": M, "N": N, "mask_mod": "key <= query + head"},

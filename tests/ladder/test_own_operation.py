@@ -111,7 +111,7 @@ def test_an_array_may_be_for_some_problems_only():
     given, absent = (plan.launches[0].arguments[1] for plan in reversed(plans))
     assert given.value is None and absent.value.dtype.itemsize == 32
     assert "slopes" in plans[1].arrays and "slopes" not in plans[0].arrays
-    with pytest.raises(ValueError, match="own takes no slopes for batch=2.*leave it out of bind"):
+    with pytest.raises(ValueError, match="own does not read slopes for batch=2.*do not bind it"):
         cupyfa.attention(q, k, v, kernel=kernel.bind(**own), backend="simulator")
     without = kernel.bind(is_shown=own["is_shown"])
     with pytest.raises(TypeError, match="own needs the array slopes"):
@@ -147,8 +147,8 @@ SLOPES = np.ones(2, "f4")
     [
         (
             {},
-            r"sloped needs the array slopes.*float32 \(2,\), \[heads\]: bind it, "
-            r"as kernel=sloped.bind\(slopes=",
+            r"sloped needs the array slopes.*float32 \(2,\), \[heads\]: pass kernel="
+            r"sloped.bind\(slopes=",
         ),
         ({"slopes": SLOPES}, "needs the array is_shown"),
         ({"slope": SLOPES}, r"no additional argument 'slope' \(did you mean 'slopes'\?\)"),

@@ -81,7 +81,7 @@ def test_a_request_that_there_is_no_room_for_is_refused(example):
     server = example.Server(model, weights, slots=1, pages=2)
     for tokens, new in (([], 3), ([1] * 20, 13)):
         with pytest.raises(
-            ValueError, match=f"a prompt of {len(tokens)} and {new} new tokens; .*32"
+            ValueError, match=f"has {len(tokens)} prompt tokens and {new} new tokens; .*32"
         ):
             server.submit(example.Request(tokens, new))
 

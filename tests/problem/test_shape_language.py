@@ -325,7 +325,7 @@ def test_shapes_and_forms_are_compiled_too():
     one = cupyfa.compile(*given[:6], dlse=lse, **TEXT, **READ, **on)
     arrays = {"bias": READ["bias"], "mask": READ["mask"], "slope": given[-1], "dlse": lse}
     np.testing.assert_array_equal(one(*given[:6], **arrays)[2], wanted[2])
-    with pytest.raises(ValueError, match=r"dlse is \(3,\); it must be .*, that of lse"):
+    with pytest.raises(ValueError, match=r"dlse is \(3,\); it must be that of lse, "):
         cupyfa.compile(*every, dtype="float32", **{**forms, "dlse": (3,)})
     arrays = cupyfa.compile(expected, Q, K, V, expected, lse, **TEXT, **READ, **on)
     made = arrays(expected, Q, K, V, expected, lse, READ["bias"], READ["mask"], given[-1])
@@ -365,7 +365,7 @@ def test_a_cache_says_how_its_shape_is_read(layout, rows):
     axes = {"bshd": "capacity, kv_heads", "bhsd": "kv_heads, capacity"}[layout]
     shape = f"(its k has shape (2, 3, 16, 8), with layout='{layout}' [batch, {axes}, d])"
     heads = {"bshd": 16, "bhsd": 3}[layout]
-    with pytest.raises(ValueError, match=re.escape(f"room for {rows} keys of a sequence {shape}")):
+    with pytest.raises(ValueError, match=re.escape(f"room for {rows} keys per sequence {shape}")):
         cupyfa.attention(
             np.ones((2, heads, 1, 8), np.float32), cache, check=True, backend="simulator"
         )

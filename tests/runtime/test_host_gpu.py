@@ -357,7 +357,7 @@ def test_all_devices_have_the_bits_of_one(two_gpus, shapes, options):
 
 
 def test_arrays_on_a_device_have_no_devices():
-    with pytest.raises(TypeError, match="the arrays lie on a device already; leave it out"):
+    with pytest.raises(TypeError, match="the arrays are already on a device; leave backend out"):
         cupyfa.attention(*on_device(*arrays(1, 2, 40, 64)), backend=cupyfa.Devices("all"))
 
 
