@@ -111,7 +111,7 @@ def test_each_sequence_has_its_own_keys(backend, kernel, dtype, tiles, pages):
         require(out, lse, q, k, v, LENGTHS)
         assert out.dtype == q.dtype
         assert (out[0] == 0).all() and (lse[0] == -np.inf).all()
-        # two queries precede the only key
+        # Two queries precede the only key.
         assert (out[1, :, :2] == 0).all() and (lse[1, :, :2] == -np.inf).all()
 
 

@@ -128,7 +128,7 @@ def test_positions_go_on_from_the_prefix(backend, tokens):
     """A prefix of rotated keys matches one cache that holds all keys."""
     case = Case(tokens=tokens, prefixes=NESTED)
     quarters = np.random.default_rng(1).integers(0, 4, (80, 5))
-    # rotations are exact
+    # Rotations are exact.
     rotary = [np.array(x, "f4")[quarters] for x in ([1, 0, -1, 0], [0, 1, 0, -1])]
     out, lse = case.decoded(backend, rotary=rotary, check=True)
     before = sum(n for _, n in NESTED)
@@ -263,7 +263,7 @@ def test_a_captured_call_takes_other_lengths(cuda, options):
         stream.begin_capture()
         out, lse = cupyfa.attention(q, cache, **how)
         graph = stream.end_capture()
-        # overwrites free memory with NaN
+        # Overwrites free memory with NaN.
         noise = [cupy.full(1 << n, cupy.nan) for n in range(4, 20)]
         for used, n in (([2, 3, 17, ROOM], most), ([5, 2, 30, 2], 7), ([2, 2, 2, 2], 1)):
             cache.lengths[...] = cupy.asarray(used, "i4")
