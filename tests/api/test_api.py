@@ -1,4 +1,4 @@
-"""The meaning of a call: every statement of docs/semantics.md, on every backend."""
+"""Semantics of calls: every statement of docs/semantics.md, on every backend."""
 
 import gc
 import warnings
@@ -317,7 +317,7 @@ def test_a_check_does_not_judge_scores_beyond_float32(backend, signs):
     q = np.full((1, 1, 1, 2), 1e20, np.float32)
     k = (q * signs).astype(np.float32)
     out, pullback = cupyfa.vjp(q, k, np.ones_like(q), backend=backend, check=True)
-    if signs != (1, -1):  # which is infinite or NaN
+    if signs != (1, -1):  # the score of (1, -1) is infinite or NaN
         assert (out == 0).all() if signs == (-1, -1) else np.isnan(out).all()
     pullback(np.ones_like(out))
 

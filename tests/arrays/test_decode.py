@@ -40,10 +40,7 @@ def laid_out(array, layout):
 def cache_of(
     k, v, lengths=LENGTHS, *, pages=False, layout="bshd", size=SIZE, table=None, rotary=None
 ):
-    """Returns a cache of the first rows of k and v [batch, rows, kv_heads, columns].
-
-    Rows from lengths[b] on are NaN.
-    """
+    """Returns a cache of the first rows of k, v [batch, rows, kv_heads, columns], else NaN."""
     batch, rows = k.shape[:2]
     how = {"layout": layout, "rotary": rotary}
     if not pages:
@@ -63,7 +60,7 @@ def cache_of(
             for j in range(n):
                 to[table[b, j // size], j % size] = x[b, j]
     table = table.copy()
-    for b, n in enumerate(lengths):  # invalid page indices after the last page in use
+    for b, n in enumerate(lengths):  # unused entries hold invalid page indices
         table[b, -(-int(n) // size) :] = -7 if b % 2 else 2**30
     return cupyfa.KVCache(*(laid_out(x, layout) for x in made), lengths.copy(), table, **how)
 

@@ -87,7 +87,7 @@ class Filled:
                 of_rows *= factor[self.at[0]] if form == "pages" else factor[..., None, :]
             self.factors.append(of_rows[..., None])
         if pages:
-            for b, n in enumerate(lengths):  # invalid page indices after the last page in use
+            for b, n in enumerate(lengths):  # unused entries hold invalid page indices
                 table[b, -(-int(n + room) // SIZE) :] = -7 if b % 2 else 2**30
         arrays = [x if layout == "bshd" else x.swapaxes(1, 2).copy() for x in self.stored]
         table = table if pages else None
@@ -268,7 +268,7 @@ def test_devices_before_sm_89_are_refused(monkeypatch):
 
 
 def launches(dtype, arch, *, cached=E4M3, size, by_page=False, M=1, d=128, N=8192):
-    """Yields the programs that decoding launches for such a cache."""
+    """Yields the programs that decoding launches for a cache of this dtype and size."""
     count = N // size if size else 0
     rows = (count, 8, size, d) if size else (1, 8, N, d)
     q, k = np.zeros((1, 32, M, d), DTYPE[dtype]), np.zeros(rows, cached)

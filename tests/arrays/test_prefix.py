@@ -49,9 +49,7 @@ class Case:
             self.new = [x[at].swapaxes(1, 2).copy() for x in own]
 
     def keys_of(self, b):
-        """Returns all keys and values of a sequence, [kv_heads, keys, columns], and each part's
-        start.
-        """
+        """Returns a sequence's keys and values [kv_heads, keys, columns] and each part's start."""
         parts = [[x[b * len(x) // BATCH] for x in pair] for pair in self.shared]
         parts.append([x[b, : self.used[b]].swapaxes(0, 1) for x in self.own])
         starts = np.cumsum([0, *(x[0].shape[1] for x in parts)])
@@ -128,7 +126,7 @@ def test_positions_go_on_from_the_prefix(backend, tokens):
     """A prefix of rotated keys matches one cache that holds all keys."""
     case = Case(tokens=tokens, prefixes=NESTED)
     quarters = np.random.default_rng(1).integers(0, 4, (80, 5))
-    # Rotations are exact.
+    # Multiples of 90° rotate exactly.
     rotary = [np.array(x, "f4")[quarters] for x in ([1, 0, -1, 0], [0, 1, 0, -1])]
     out, lse = case.decoded(backend, rotary=rotary, check=True)
     before = sum(n for _, n in NESTED)
@@ -150,10 +148,7 @@ def test_positions_go_on_from_the_prefix(backend, tokens):
 
 
 def in_pages(k, v, spare=2):
-    """Returns a cache of k and v [1, kv_heads, up to 32, columns] in pages of 16.
-
-    Unused pages are NaN.
-    """
+    """Returns a paged cache of k and v [1, kv_heads, up to 32, columns]; unused pages are NaN."""
     table = np.array([[1 + spare, 0]], "i4")
     made = []
     for x in (k, v):
@@ -278,10 +273,7 @@ def test_a_captured_call_takes_other_lengths(cuda, options):
 
 @pytest.mark.gpu
 def test_a_long_prefix_is_read_once(cuda):
-    """A shared prefix is 8 times as fast as 64 caches that each hold all keys.
-
-    64 sequences share 32,768 keys and have 256 keys of their own.
-    """
+    """64 sequences with 32,768 shared and 256 own keys are 8 times as fast as 64 full caches."""
     import cupy
 
     batch, shared, own, heads, kv_heads, d = 64, 32768, 256, 32, 8, 128

@@ -290,6 +290,6 @@ def test_a_planted_library_does_not_run(tmp_path):
         done = process(run, env=env)
         assert done.returncode == 0 and not (tmp_path / "ran").exists()
     assert "other users can write" in done.stderr
-    load = f"import ctypes; ctypes.CDLL({str(built)!r})"  # the library runs if it is loaded
+    load = f"import ctypes; ctypes.CDLL({str(built)!r})"  # checks that loading it would run it
     subprocess.run([sys.executable, "-c", load], check=True)
     assert (tmp_path / "ran").exists()

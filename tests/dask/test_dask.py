@@ -567,7 +567,7 @@ def test_workers_with_a_gpu_each_compute_the_same(of_two_gpus, keys, dtype):
 def test_chunks_in_the_memory_of_two_gpus(of_two_gpus):
     """Each worker holds one key head's chunks, which stay on its GPU.
 
-    The kernel is given, because "auto" would select one whose splits depend on the number of rows.
+    The kernel is fixed, because "auto" would select one whose splits depend on the number of rows.
     """
     import cupy
 

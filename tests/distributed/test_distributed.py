@@ -239,9 +239,7 @@ TEXTS = {
 
 @pytest.mark.parametrize("schedule", ["gather", pytest.param("ring", marks=pytest.mark.slow)])
 def test_texts_count_as_in_the_whole(schedule):
-    """Gradients are compared as well; "gather" would otherwise pass only some keys to their
-    kernels.
-    """
+    """Compares gradients too; "gather" would otherwise pass only some keys to their kernels."""
     given, asked = arrays(**SIZES), TEXTS[schedule]
     how = {}
     if schedule == "ring":

@@ -52,10 +52,7 @@ def launched(count, *command, timeout=60):
 
 @pytest.fixture
 def connected(monkeypatch):
-    """Maps ranks to the unique ids that they connect with; replaces NCCL by a stub.
-
-    Rank 0 waits until all ranks have connected.
-    """
+    """Replaces NCCL; maps each rank to the unique id with which it connects."""
     found, others = {}, threading.Event()
 
     def connect(rank, count, name):
@@ -284,10 +281,7 @@ X = np.ones(4, "f4")
 
 @contextmanager
 def ending(engine, timeout, message):
-    """Yields a group that must fail with this error soon after the time-out.
-
-    Later calls must raise the same error.
-    """
+    """Yields a group that must fail with this error soon after the time-out and in later calls."""
     group = NcclGroup(0, 2, timeout, engine)
     begin = time.monotonic()
     with pytest.raises(

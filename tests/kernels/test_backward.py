@@ -67,7 +67,7 @@ def test_default_tiles(backend, kernel, d):
 def test_the_last_block_of_a_key_head_finishes_dQ_or_a_launch_does(
     backend, monkeypatch, M, fewest, d
 ):
-    """A separate launch does for many rows per block, or if few blocks could finish dQ."""
+    """A separate launch finishes dQ if a block would have many rows, or few blocks run last."""
     monkeypatch.setattr(backward, "FEWEST_FINISHING", fewest)
     sizes = {"heads": 2, "kv_heads": 2 if M == 4097 else 1, "M": M, "N": 130, "d": d}
     plan = planned(BACKWARD["wgmma_columns"], backend, {**sizes, "window": (None, 30)})

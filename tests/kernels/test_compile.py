@@ -54,7 +54,7 @@ def cases():
                 files[launch.path][turn].setdefault(key, param)
     chosen = []
     for turns in files.values():
-        for turn, texts in enumerate(turns.values()):  # each program of a file is in some turn
+        for turn, texts in enumerate(turns.values()):  # spreads the programs over the turns
             step = min(PARTS, len(texts), len(turns))
             chosen += list(texts.values())[turn % step :: step]
     return chosen
@@ -211,7 +211,6 @@ GRADIENTS = (
 
 
 def plan_of_gradients(name, dtype, d=64):
-    """Plans a kernel that also computes gradients of captured arrays."""
     plain = Problem.of_sizes(batch=1, heads=H, M=M, d=d, dtype=dtype)
     options = AttentionOptions(score_mod="tanh(score) * slope[head]", dropout=0.1, dropout_seed=1)
     problem = replace(plain, options=options, operands=(*GRADIENTS, DLSE))
@@ -302,7 +301,6 @@ SEQUENCES = {"ragged": (1, (*OFFSETS, *COUNTS)), "lengths": (3, LENGTHS)}
 
 
 def plan_of_sequences(kernel, feature, arch):
-    """Plans a kernel for sequences of different lengths."""
     batch, operands = SEQUENCES[feature]
     plain = Problem.of_sizes(batch=batch, heads=H, M=M, d=64, dtype=usual_dtype(kernel))
     problem = replace(plain, options=AttentionOptions(causal=True, softcap=30.0), operands=operands)
@@ -320,7 +318,6 @@ def test_sequences_compile_in_every_kernel(kernel, feature):
 
 
 def made_of(registers, threads, shared_bytes, arch):
-    """Returns a compiled launch with these resources."""
     launch = planning.plan(LADDER["forward"]["v1"], Problem.of_sizes(M=1, d=8), limits_of(arch))
     launch = replace(launch.launches[0], threads=threads, shared_bytes=shared_bytes)
     return Compiled(launch, arch, b"", f"Used {registers} registers, 0 bytes spill stores")

@@ -14,8 +14,7 @@ from cupyfa.problem.options import AttentionOptions
 F = np.float32
 KERNELS = able("dropout")
 DROPOUT = Dropout(0.3, 2**40 + 7, 3)
-# DROPOUT as options of a Problem.
-OPTIONS = {"dropout": 0.3, "dropout_seed": 2**40 + 7, "dropout_offset": 3}
+OPTIONS = {"dropout": 0.3, "dropout_seed": 2**40 + 7, "dropout_offset": 3}  # for Problem
 SIZES = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 35, "N": 41, "d": 16}
 
 
@@ -212,5 +211,4 @@ def test_arrays_that_are_no_seed_are_refused(backend, given, error, message):
     x = np.zeros((1, 2, 3), F)
     with pytest.raises(error, match=message):
         cupyfa.attention(x, x, x, dropout=Dropout(0.5, given), backend=backend)
-    # Rate 0 never reads the seed.
-    cupyfa.attention(x, x, x, dropout=Dropout(0.0, given), backend=backend)
+    cupyfa.attention(x, x, x, dropout=Dropout(0.0, given), backend=backend)  # the seed is unread

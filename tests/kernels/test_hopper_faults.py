@@ -51,8 +51,7 @@ HEADERS = {
     "split_key_pass.cuh": "wgmma_fp16x2_two_pass",
 }
 SIZES = {"heads": 3, "M": 200, "N": 300, "d": 72, "dv": 64, "causal": "top-left"}
-# For files used up to d = 64, for persistent blocks of wgmma_columns, and for tiles with a skipped
-# quarter.
+# For files up to d = 64, persistent blocks of wgmma_columns, and tiles with a skipped quarter.
 OF_NARROW = ("wgmma_fp16x2_two_pass_columns.cu", "register_operands.cuh")
 OF_STAYING = ("shared.K_pipeline.release(keys);", "shared.V_pipeline.release(keys);")
 OF_QUEUE = "tile_queue.cuh"
@@ -76,8 +75,7 @@ ANNOUNCES_V = '"B has one box");\n  wgmma_fence();'
 # Waiting for a skipped tile of V keeps its stage's phases apart when a copy is two tiles late,
 # which no schedule here produces.
 AWAITS_SKIPPED = "for (; tiles > 0; --tiles) {\n      shared.V_pipeline.wait(values);"
-# The simulator reads register operand A when the product is issued, so registers may be overwritten
-# at once.
+# The simulator reads register operand A at issue, so registers may be overwritten at once.
 KEEPS_REGISTERS = (
     "if (k + 1 < Bv / step) {\n        wgmma_commit_group();\n        wgmma_wait_group<1>();"
 )
@@ -134,7 +132,6 @@ def before(file, number):
 
 
 def statement(file, number):
-    """Returns one of the file's synchronizing statements."""
     return list(ORDERS.finditer(text_of(file)))[number - 1][0]
 
 
@@ -167,7 +164,7 @@ def places():
 
 
 def files():
-    """Yields the kernels and files that contain these statements."""
+    """Yields the kernels and files that contain synchronizing statements."""
     for kernel, file in sorted({place.values[:2] for place in places()}):
         yield pytest.param(kernel, file, marks=[pytest.mark.slow] * (file == OF_BIAS))
 

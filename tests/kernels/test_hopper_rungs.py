@@ -160,7 +160,7 @@ def test_any_number_of_blocks_gives_the_same_bits(backend, kernel, mask, Q_stage
 def test_tiles_in_turn_give_the_same_bits(backend, M, heads, blocks, d):
     """Each tile is computed once, even in an incomplete group of heads or for leftover heads.
 
-    With two tiles per head, one of 33 blocks gets no tile in such a round.
+    With two tiles per head, one of 33 blocks gets no tile in a round.
     """
     sizes = {"heads": heads, "M": M, "N": 40, "d": d, "causal": "top-left"}
     alone, together = (

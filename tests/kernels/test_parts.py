@@ -97,7 +97,7 @@ def test_parts_are_those_of_numpy(backend, change, scale):
 
 
 def few_values(given):
-    """One column of V has a single nonzero value, whose key has a tiny weight.
+    """Sets one column of V to a single nonzero value, whose key has a tiny weight.
 
     The other weights sum to more than the number of keys, because a row maximum between 2^15 and
     2^16 is rounded down.
@@ -108,10 +108,7 @@ def few_values(given):
 
 
 def hidden(number):
-    """Returns a function that sets elements of the last key and value.
-
-    Causal masks hide this key from all queries but the last.
-    """
+    """Returns a function that sets elements of the last key and value, which few queries see."""
 
     def change(given):
         given["K"][:, :, -1, 3] = given["V"][:, :, -1, 5] = number
@@ -228,7 +225,7 @@ CHANGES = {
 @pytest.mark.parametrize("change, sizes, flagged", CHANGES.values(), ids=CHANGES)
 @EACH_BACKWARD
 def test_flags_of_gradients(backend, kernel, change, sizes, flagged):
-    """Compares the numbers of flags of dQ rows, dK keys and dV keys; results are right."""
+    """Compares the numbers of flagged rows of dQ, keys of dK and keys of dV; results are right."""
     plan, arrays = run(backend, kernel, change, **sizes)
     found = tuple((arrays[x] == 1).sum() for x in ("flags", "dK_flags", "dV_flags"))
     assert found == flagged

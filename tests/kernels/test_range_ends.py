@@ -55,7 +55,7 @@ def of_bias(real):
 
 
 def of_slopes(real):
-    slope = np.array([unit(real) / 10], real)  # 139 slopes are finite as well
+    slope = np.array([unit(real) / 10], real)  # 139 * slope is finite as well
     products = LEVELS * SCALE_OF_SLOPES  # significant only at distance 0
     return {"alibi_slopes": slope}, (-slope * DISTANCES.astype(real)).astype(float) + products
 
@@ -80,7 +80,7 @@ def of_lowest(real):
 
 
 def of_hidden(real):
-    """Adds a mask to that bias; it hides the other keys of some rows, or all keys."""
+    """Adds a mask to the bias of of_lowest; it hides the other keys of some rows, or all keys."""
     how, bias = of_lowest(real)
     mask = RNG.random((M, N)) < 0.5
     mask[12:15] = False

@@ -22,7 +22,7 @@ FIRST = tuple(name for name in KERNELS if name not in LIKE_OTHERS)
 
 
 def watched():
-    """Yields every tool with every kernel; each family has its gpu mark on the next tool."""
+    """Yields every tool with every kernel; the gpu mark rotates through the tools by family."""
     for name, (j, tool) in product(KERNELS, enumerate(TOOLS)):
         is_quick = name in FIRST and FIRST.index(name) % len(TOOLS) == j
         yield pytest.param(tool, name, marks=pytest.mark.gpu if is_quick else pytest.mark.slow)

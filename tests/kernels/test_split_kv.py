@@ -15,8 +15,7 @@ from cupyfa.runtime.simulator import Simulator
 SPLIT = FORWARD["mma_split_kv"]
 H100 = limits_of("90")
 SMALL = {"Br": 16, "Bc": 16, "Wr": 16, "stages": 3}
-# Some have more splits than a row's visible keys have tiles; all have one split if blocks_per_sm is
-# 1.
+# Some have more splits than visible tiles of keys; with blocks_per_sm = 1 each has one split.
 SIZES = (
     {"heads": 16, "M": 1, "N": 70, "d": 24},
     {"heads": 32, "kv_heads": 8, "M": 1, "N": 130, "d": 64},
@@ -79,10 +78,7 @@ def test_nonfinite_inputs_stay_in_their_rows(backend):
 
 
 def test_maxima_of_splits_may_lie_far_apart(backend):
-    """One split has all the weight, wherever it is; sums must not overflow.
-
-    There are more splits than the warps of a merge read at a time.
-    """
+    """Any one split may have all the weight. There are more splits than a merge reads at a time."""
     sizes = {"heads": 1, "M": 2, "N": 600, "d": 16, "scale": 1.0}
     plan = planned(SPLIT, backend, sizes, "float16", **SMALL, blocks_per_sm=40)
     assert splits(plan) == 38

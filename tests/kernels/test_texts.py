@@ -160,8 +160,7 @@ def test_a_bias_has_axes_of_its_own_in_every_layout(backend):
     turned = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in (Q, K)]
     out = attend(backend, *turned, bias=BIAS, layout="bshd")
     np.testing.assert_array_equal(out.swapaxes(1, 2), expected)
-    # NumPy arrays are transferred to the device.
-    unchecked = attend(backend, bias=BIAS, check=False)
+    unchecked = attend(backend, bias=BIAS, check=False)  # transfers NumPy arrays
     np.testing.assert_array_equal(unchecked, expected)
 
 

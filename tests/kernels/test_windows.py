@@ -141,8 +141,7 @@ def test_masked_keys_and_values_never_matter(backend, kernel, poison):
     guard.checked(backend, plan, inputs, {})
 
 
-# Line of each main loop after which TRAP is inserted: it writes to an invalid address in tiles of
-# keys that no row of the block sees.
+# Line of each main loop after which TRAP is inserted for tiles that no row of the block sees.
 LOOPS = {
     "fa2": "first_key = keys_of_tile.after<Bc>(first_key)) {\n",
     "fa2_coalesced": "first_key = keys_of_tile.after<Bc>(first_key)) {\n",

@@ -319,7 +319,7 @@ def test_the_rungs_of_gradients(monkeypatch):
     )
     cli("ladder", "--backward", "--backend", "simulator")
     of_others = ("mma_fp16x2_two_pass", "mma_f64_columns", "wgmma_fp16x2_two_pass")
-    assert asked == [x for x in LADDER["backward"] if x not in of_others]  # of 16-bit inputs
+    assert asked == [x for x in LADDER["backward"] if x not in of_others]  # 16-bit kernels
 
 
 @pytest.mark.parametrize("columns", [80, 120])

@@ -63,7 +63,6 @@ class Kernel:
         self.how = {"scale": self.scale, "mods": self.mods, "sink": self.sink}
 
     def rounded(self, x):
-        """Rounds an operand of a product."""
         return reference.rounded(x, self.operands)
 
     def scores(self, text=None):

@@ -17,10 +17,7 @@ def inputs(shape_q, shape_k, dv, seed=0):
 
 
 def naive(q, k, v, scale, causal_offset=None):
-    """Computes attention by definition.
-
-    Every row must see a key, and no exponential may overflow.
-    """
+    """Computes attention by definition: every row must see a key, no exponential may overflow."""
     k, v = (np.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
     P = np.exp(scale * q @ k.mT)
     if causal_offset is not None:
@@ -93,8 +90,7 @@ def test_a_nonfinite_query_changes_only_its_row(poison, causal_offset):
     q, k, v = inputs((2, 2, 5, 4), (2, 2, 5, 4), dv=3)
     expected = reference.attention(q, k, v, scale=0.5, causal_offset=causal_offset)
     q[0, 1, 3] = poison
-    # Scores of an infinite q become +inf.
-    k[0, 1, :, 0], k[0, 1, :, 1:] = np.abs(k[0, 1, :, 0]), 1.0
+    k[0, 1, :, 0], k[0, 1, :, 1:] = np.abs(k[0, 1, :, 0]), 1.0  # an infinite q: scores of +inf
     actual = reference.attention(q, k, v, scale=0.5, causal_offset=causal_offset)
     spoilt = np.zeros((2, 2, 5), bool)
     spoilt[0, 1, 3] = True

@@ -1,7 +1,6 @@
 """Products of float16 parts keep float32 accuracy, or a flag reports that they do not.
 
-The kernels are emulated in NumPy with tensor cores that truncate sums; the simulator's sums are
-exact.
+The kernels are emulated in NumPy with tensor cores that truncate sums, unlike the simulator's.
 """
 
 import numpy as np

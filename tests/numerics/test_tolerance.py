@@ -14,13 +14,11 @@ from cupyfa.problem.dtypes import dtype_named
 
 
 def attention_verdicts(results, q, k, v, rounding=None, **options):
-    """Compares an attention kernel's results with the reference."""
     expected = tolerance.expected_attention(q, k, v, roundings=(rounding,), **options)
     return tolerance.compare(results, expected[rounding])
 
 
 def softmax_verdicts(results, x, *, dtype):
-    """Compares a softmax kernel's results with the reference."""
     return tolerance.compare(results, tolerance.expected_softmax(x, dtype=dtype))
 
 

@@ -164,7 +164,6 @@ def test_nothing_foreign_is_in_the_project(built, what):
 
 
 def libraries():
-    """Returns the library folders of this environment."""
     found = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     return sorted(found | set(site.getsitepackages() if site.ENABLE_USER_SITE else ()))
 

@@ -167,7 +167,6 @@ def test_all_that_is_public_has_an_example():
 
 
 def exceptions():
-    """Returns all public exceptions of the library."""
     found = set()
     for module in pkgutil.walk_packages(cupyfa.__path__, "cupyfa."):
         if any(x in module.name for x in NOT_IMPORTED):

@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def example(request):
-    """Imports the module of a test's EXAMPLE, which can import other examples as when it is run."""
+    """Imports the module of a test's EXAMPLE with its folder in sys.path."""
     path = request.module.EXAMPLE
     sys.path.insert(0, str(path.parent))
     try:

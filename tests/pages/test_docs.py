@@ -85,7 +85,6 @@ class Block:
 
     @property
     def commands(self):
-        """Command lines to run."""
         if {*ELSEWHERE} & {*self.marks}:
             return []
         if self.kind == "paragraph":
@@ -94,7 +93,6 @@ class Block:
 
 
 def blocks(text):
-    """Returns the blocks of a page in order."""
     found, marks = [], []
     for piece in BLOCK.finditer(text):
         if piece["mark"]:
@@ -155,7 +153,7 @@ MEASURES = re.compile(r"cupyfa (bench|tune|ladder)\b(?!.*--backend)")
 
 
 def shortened(line):
-    """A command of a page with less to compute and less time to measure."""
+    """Shortens a page's command: less to compute and less time to measure."""
     program, _, rest = line.partition(" ")
     command, _, words = rest.partition(" ")
     if program != "cupyfa" or command not in SHORT:
@@ -180,8 +178,7 @@ def follow(text, folder, environment, *, gpu):
         if block.file is not None:
             (folder / block.file).write_text(block.text)
         elif block.kind == "python":
-            # An optional dependency.
-            for library in re.findall(r"^import (dask)\b", block.text, re.M):
+            for library in re.findall(r"^import (dask)\b", block.text, re.M):  # optional
                 pytest.importorskip(library)
             (folder / "example.py").write_text(block.text)
             output = shell("python example.py", 0, folder, environment)

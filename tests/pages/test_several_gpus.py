@@ -21,7 +21,6 @@ def run(monkeypatch, options):
 
 @pytest.fixture
 def training(monkeypatch):
-    """Imports the example that defines has_gpu."""
     monkeypatch.syspath_prepend(EXAMPLE.parent)
     return import_module("train_transformer")
 

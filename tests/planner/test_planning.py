@@ -203,7 +203,7 @@ CHOSEN = [
     ("wgmma_fp16x2", "90", {**ROWS, "M": 64, "N": 8192}),
     ("fa2_split_kv", "90", {**ROWS, "M": 64, "N": 8192, "heads": 4}),
     ("wgmma_fp16x2", "90", {**ROWS, "M": 512, "heads": 1}),
-    # So do many queries per key head.
+    # Many queries per key head use tensor cores too.
     ("wgmma_fp16x2", "90", {"M": 257, "precision": "float32"}),
     ("wgmma_fp16x2", "90", {"M": 257}),
     ("fa2_coalesced", "90", {"M": 256}),

@@ -104,7 +104,7 @@ def of_form(*shape):
     return np.random.default_rng(1).standard_normal(shape).astype(np.float32)
 
 
-SHARED = {  # sizes and options, by what devices divide
+SHARED = {  # sizes and options, by the axis divided among devices
     "batch": ((6, 1, 30), {}),
     "heads": ((2, 4, 50, 2, 40), {"causal": True}),
     "rows": ((1, 1, 200, 1, 90), {"causal": True}),

@@ -172,8 +172,7 @@ def test_a_problem_larger_than_the_memory_it_may_take(options):
 def test_uploads_and_downloads_overlap(monkeypatch):
     """Downloads and uploads do not wait for each other, by the GPU's own clock.
 
-    The clock does not tell which copies share an engine. Other processes on the GPU may delay
-    either direction.
+    It does not tell which copies share an engine, and other processes may delay either direction.
     """
     import cupy
 

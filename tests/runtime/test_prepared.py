@@ -299,7 +299,7 @@ def test_prepared_gradients_are_those_of_backward(near, kernel):
         assert all(isinstance(x, Near) for x in got)
         for mine, its in zip(got, wanted):
             np.testing.assert_allclose(mine, its, rtol=1e-6, atol=1e-6)
-    assert near.short == 7  # these, and the forward pass of the last one
+    assert near.short == 7  # all calls above, and the last one's forward pass
     grads = [near.empty(x.shape, x.dtype) for x in (q, k, v)]
     for _ in range(4):  # the last iterations replay a recording
         for x in grads:
@@ -607,7 +607,7 @@ def test_host_arrays_of_any_strides_share_a_prepared_call(plans):
 
 
 def test_a_graph_has_its_own_temporaries(near, monkeypatch):
-    """It may be launched in another stream while calls continue in the captured stream."""
+    """The graph may be launched in another stream while calls continue in the captured stream."""
     places, x = [], arrays(2, 3, 20, 16)
 
     def launch(addresses, stream):

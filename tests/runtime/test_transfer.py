@@ -53,7 +53,7 @@ def arrays(*shape_q, kv_heads=None, N=None, dv=None, dtype=np.float32, seed=0):
 
 
 def same(far, q, k, v, tolerance=0.0, **options):
-    """Checks that a far device returns the simulator's results; returns these."""
+    """Checks that a far device returns the simulator's results, and returns them."""
     options = {"kernel": "fa2", "return_lse": True} | options
     there = cupyfa.attention(q, k, v, backend=far, **options)
     here = cupyfa.attention(q, k, v, backend="simulator", **options)
@@ -133,8 +133,7 @@ def test_chunks_grow_with_the_root_of_what_is_moved(far, monkeypatch, most):
         q, k, v = arrays(1, 1, M, 16)
         same(far, q, k, v, return_lse=False)
         largest = max(size for _, _, size in far.copied)
-        # A whole number of rows.
-        assert largest == min(most, int((4 * q.nbytes * 400) ** 0.5) // 64 * 64)
+        assert largest == min(most, int((4 * q.nbytes * 400) ** 0.5) // 64 * 64)  # whole rows
 
 
 def test_the_smallest_chunks(far):
@@ -721,7 +720,7 @@ def test_a_part_has_the_mask_of_the_whole(options):
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_ctrl_c_during_a_transfer_ends_the_call(far, monkeypatch, begun):
-    """Copies are submitted all or not at all, and the call waits for submitted ones."""
+    """Copies are submitted all together or not at all; the call waits for submitted copies."""
     q, k, v = arrays(2, 4, 50, 16)
     submit, left = Host.submit, [4]
 
