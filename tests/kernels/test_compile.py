@@ -43,7 +43,7 @@ def plans(arch, d):
 
 
 def cases():
-    """Returns (architecture, launch) parameters; architectures share a file's distinct programs."""
+    """Returns (architecture, launch) parameters that divide a file's programs among architectures."""
     files = defaultdict(lambda: defaultdict(dict))
     for turn, (arch, d) in enumerate([*((arch, 64) for arch in ARCHES), ("80", 40)]):
         for plan in plans(arch, d):
@@ -102,7 +102,7 @@ SPILLED = {
     ("mma_tf32", "90", 256, "full"): 16,
     ("mma_tf32", "90", 256, "window"): 12,
 }
-# Addresses, in a memory-bound launch that is faster with few registers and more blocks.
+# split_operands spills addresses: it is memory-bound and faster with few registers and more blocks.
 SPILLED_BY_SPLITTING = {"split_operands": 36}
 HOPPER = [name for name in LADDER["forward"] if name.startswith("wgmma")]
 

@@ -24,7 +24,7 @@ def run(kernel, backend, sizes=SIZES, **tiles):
 
 
 BARRIER = re.compile(r"__sync(?:threads|warp)\(\);  // (.*)")
-# Only without a tile of keys may Q still be in flight when O overwrites it.
+# Q may still be in flight when O overwrites it only if there is no tile of keys.
 WHERE_NO_KEYS_ARE = "Q is no longer read, nor written"
 OF_SPLITS_WITHOUT_KEYS = "the sums of a block without keys are written, too"
 WAIT = re.compile(

@@ -36,7 +36,7 @@ TILES = {
     "wgmma_two_pass": {"Br": 64, "Bc": 128, "Bk": 64, "stages": 2},
     "wgmma_fp16x2_two_pass": {},
 }
-# Headers that synchronize, each with a rung that needs all their statements.
+# Maps headers with synchronization to a rung that needs each of their statements.
 HEADERS = {
     "warpgroup.cuh": "wgmma",
     "tma_tile.cuh": "wgmma",

@@ -32,7 +32,7 @@ def checked(kernel, backend, p, inputs):
 @pytest.mark.parametrize("dtype, d", [("float16", 64), ("bfloat16", 41)])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_float32_results_round_to_those_of_16_bits(backend, kernel, dtype, d):
-    """Rows of 64 elements are stored in pairs; equal gradients require the same O."""
+    """Rows of 64 elements are stored in pairs. Gradients of both runs use the same O."""
     p = Problem.of_sizes(**SIZES, d=d, dtype=dtype)
     inputs = Case(kernel.operation, p).inputs()
     narrow = checked(kernel, backend, p, inputs)

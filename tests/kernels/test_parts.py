@@ -136,7 +136,7 @@ FLAGS = {
 @pytest.mark.parametrize("change, sizes, flagged", FLAGS.values(), ids=FLAGS)
 @EACH
 def test_flags(backend, kernel, change, sizes, flagged):
-    """At least the share `flagged` of rows has flags, and none if it is 0; results are right."""
+    """At least a share `flagged` of the rows is flagged, or none if it is 0; results are right."""
     plan, arrays = run(backend, kernel, change, heads=2, **sizes)
     share = (arrays["flags"] == 1).mean()
     assert share >= flagged and (share == 0) == (flagged == 0)

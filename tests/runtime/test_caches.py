@@ -63,7 +63,7 @@ def files(folder):
 cli = partial(helpers.cli.cli, "cache")
 
 
-# Number of own files of each kind.
+# Number of cupyfa's files of each kind.
 FILES = {"compiled": 2, "peaks": 1, "tuned": 1, "tuning": 1, "zig": 1, "leftovers": 2}
 
 

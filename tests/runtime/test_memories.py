@@ -113,7 +113,7 @@ def require_same_calls(dtype, backend, wanted, several=False):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype, most", [("bfloat16", 4), *((x, 99) for x in DTYPES)])
 def test_host_arrays_of_every_dtype(like_a_gpu, dtype, most):
-    """Runs at most `most` functions: calls, prepared calls and gradients come first."""
+    """Compares the first `most` functions: calls, prepared calls and gradients."""
     wanted = dict(islice(host_calls(dtype, "simulator", False), most))
     require_same_calls(dtype, like_a_gpu, wanted)
 

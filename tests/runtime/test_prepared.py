@@ -579,7 +579,7 @@ def test_gradients_plan_once(near, plans, tmp_path, monkeypatch):
 
 
 def test_kernel_names_may_be_string_subclasses(near):
-    """No temporary name is kept, since a later one may have its address."""
+    """Temporary names are freed, so a later one may reuse the address of an earlier one."""
     x = arrays(2, 3, 20, 16)
     o, lse = cupyfa.attention(*x, return_lse=True, backend="simulator", kernel="fa2")
     cupyfa.backward(o, *x, o, lse, backend=near, kernel=np.str_("two_pass"))

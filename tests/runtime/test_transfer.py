@@ -385,7 +385,7 @@ def test_pieces_are_cut_again_only_for_other_sizes(monkeypatch):
     monkeypatch.setattr(pieces, "cut", lambda *x: done.append(x) or again(*x))
     for wanted, most in (
         *((30_000, 10**6), (30_000, 10**7), (20_000, 10**6)),
-        *((500, 10**6), (500, 10**7), (9000, 9000)),  # less than a head; a head that does not fit
+        *((500, 10**6), (500, 10**7), (9000, 9000)),  # pieces below a head; a head above the limit
     ):
         assert kept.cut(wanted, most).pieces == again(plan, planner(plan), wanted, most)
     assert [x[2] for x in done] == [30_000, 20_000, 500, 9000, 9000]
