@@ -1,4 +1,4 @@
-"""Keyword arguments of all functions: defaults, types, and the kernels they apply to."""
+"""Keyword arguments of all functions: defaults, types, and kernels that accept them."""
 
 import re
 

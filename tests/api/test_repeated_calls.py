@@ -1,4 +1,4 @@
-"""Repeated calls enter few Python functions of the library: they do not plan again."""
+"""Repeated calls enter few Python functions of the library and plan nothing."""
 
 import sys
 import threading

@@ -78,7 +78,7 @@ def test_lists_of_no_array():
 
 
 def inputs(**sizes):
-    """Returns q, k, v and keyword arguments of every sort, with shapes for these sizes."""
+    """Returns q, k, v and a dict of optional inputs, with shapes for the given sizes."""
     s = {**SIZES, **sizes}
     B, H, M, N = (s[x] for x in ("batch", "heads", "M", "N"))
     q, k, v = (

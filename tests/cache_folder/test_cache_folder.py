@@ -270,7 +270,7 @@ struct Planted { Planted() { std::fclose(std::fopen("MARK", "w")); } } planted;
 
 @pytest.mark.slow
 def test_a_planted_library_does_not_run(tmp_path):
-    """Its seal is valid, as anyone can compute it; only its permissions show that it is foreign."""
+    """The library's seal is valid; only its permissions show that it is foreign."""
     folder = with_runtime(tmp_path / "cache")
     env = {"CUPYFA_CACHE_DIR": folder}
     run = ["run", "fa2", *SIMULATOR, *SMALL]
@@ -290,6 +290,6 @@ def test_a_planted_library_does_not_run(tmp_path):
         done = process(run, env=env)
         assert done.returncode == 0 and not (tmp_path / "ran").exists()
     assert "other users can write" in done.stderr
-    load = f"import ctypes; ctypes.CDLL({str(built)!r})"  # checks that loading it would run it
+    load = f"import ctypes; ctypes.CDLL({str(built)!r})"  # checks that loading runs it
     subprocess.run([sys.executable, "-c", load], check=True)
     assert (tmp_path / "ran").exists()

@@ -368,7 +368,7 @@ def test_no_script_of_a_file_is_run(tmp_path):
 
 @pytest.mark.parametrize("form", ["table", "json", "csv", "md"])
 def test_control_characters_of_files_reach_no_terminal(tmp_path, form):
-    """Covers every string of a file and every command that reads it, including its errors."""
+    """Covers every string of a file and every command that reads it, including error messages."""
     made = {kind: KINDS[kind][0](tmp_path) for kind in ("failure", "results")}
     commands = {
         "failure": lambda path: ("replay", path, *SIMULATOR, "--kernel", "nope", "--format", form),

@@ -179,7 +179,7 @@ def test_merged_results_are_rounded_once(dtype):
 
 
 def test_rows_that_see_no_key():
-    """Some chunks consist of such rows; one contains other rows too."""
+    """Some chunks have no visible key in any row, one chunk in some of its rows."""
     q, k, v = arrays(**{**SIZES, "M": 64, "N": 24})
     chunked, how = cut(q, k, v, EVEN), {"causal": True, "return_lse": True, **FORWARD}
     for given in (chunked, merging(*chunked)):
@@ -500,7 +500,7 @@ def deadly(x, folder, block_id):
 
 
 def require_right_if_one_dies(client, folder, given, chunked, **options):
-    """Checks results after a worker dies: its task runs again on another worker."""
+    """Checks results after a worker dies and another worker repeats its task."""
     q, k, v = chunked
     of_q = q.map_blocks(deadly, folder, dtype=q.dtype, meta=q._meta)
     future = client.compute(cupyfa.attention(of_q, k, v, **options))

@@ -239,7 +239,7 @@ TEXTS = {
 
 @pytest.mark.parametrize("schedule", ["gather", pytest.param("ring", marks=pytest.mark.slow)])
 def test_texts_count_as_in_the_whole(schedule):
-    """Compares gradients too; "gather" would otherwise pass only some keys to their kernels."""
+    """Compares gradients too; without `key`, "gather" passes only visible keys to their kernels."""
     given, asked = arrays(**SIZES), TEXTS[schedule]
     how = {}
     if schedule == "ring":
@@ -504,7 +504,7 @@ def test_every_field_has_to_be_equal():
 
 
 def test_a_failure_of_one_rank_ends_the_call_of_all(monkeypatch):
-    """Later calls of the group raise as well. Other ranks wait for this rank's key gradients."""
+    """Later calls of the group raise too. Key gradients are summed over ranks, so others wait."""
     backward, lse = job.backward, X[..., 0]
     fault = SimulatorFault("fa2", (0, 0, 0), (0, 0, 0), "reads nothing", "")
 
@@ -557,7 +557,7 @@ def test_the_first_error_of_threads_is_raised():
 
 
 def test_a_rank_that_closes_waits_for_the_others(monkeypatch):
-    """The others read what it has sent, however late; a closed group rejects calls."""
+    """Other ranks may read its messages late; a closed group rejects calls."""
     put = in_threads._ThreadGroup.put
 
     def slow(group, source, message):

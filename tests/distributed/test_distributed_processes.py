@@ -182,7 +182,7 @@ def test_a_host_with_gpus_of_several_models(monkeypatch):
 
 
 def test_mpi_that_a_library_has_imported_does_not_count(monkeypatch):
-    """The MPI world then consists of this process only."""
+    """Without mpiexec, the MPI world consists of this process alone."""
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
     monkeypatch.setattr(joining, "_mpi", lambda: SimpleNamespace(COMM_WORLD=Communicator()))
     monkeypatch.setattr(joining, "unique_id", lambda: b"by MPI")
@@ -232,7 +232,7 @@ class Event:
 
 
 class Engine:
-    """An NCCL engine with a single rank. With a fault, no message arrives until it is aborted."""
+    """An NCCL engine with a single rank. With a fault, no message arrives before an abort."""
 
     failures = (ZeroDivisionError,)
     is_capturing = False
@@ -366,7 +366,7 @@ def test_another_error_in_a_call_ends_the_group():
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, MemoryError])
 def test_a_failure_while_ranks_agree_ends_the_group(monkeypatch, failure):
-    """Otherwise this rank would stay one call ahead of the others."""
+    """Otherwise the calls of this rank would stay one ahead of the other ranks' calls."""
     engine = Engine()
     group = NcclGroup(0, 2, 30, engine)
 

@@ -43,7 +43,7 @@ def plans(arch, d):
 
 
 def cases():
-    """Returns (architecture, launch) parameters that divide a file's programs among architectures."""
+    """Returns (architecture, launch) pairs; architectures divide a file's programs among them."""
     files = defaultdict(lambda: defaultdict(dict))
     for turn, (arch, d) in enumerate([*((arch, 64) for arch in ARCHES), ("80", 40)]):
         for plan in plans(arch, d):

@@ -57,8 +57,8 @@ OF_STAYING = ("shared.K_pipeline.release(keys);", "shared.V_pipeline.release(key
 OF_QUEUE = "tile_queue.cuh"
 OF_QUARTERS = "dS_of"
 NARROW = {**SIZES, "d": 40}
-# For accumulation of dQ: without a mask, blocks of a head follow each other, and one ends while
-# others still add.
+# For accumulation of dQ: without a mask, blocks of a head run in sequence, and one ends while other
+# blocks still add.
 OF_SUMS = "add_dQ.cuh"
 SUMS = {**SIZES, "causal": None}
 # For the launch that computes a bias gradient.
@@ -92,7 +92,7 @@ NOT_NEEDED_HERE = (
     *(ANNOUNCES_REGISTERS, ANNOUNCES_V, AWAITS_SKIPPED, AWAITS_SKIPPED_KEYS),
     KEEPS_REGISTERS,
 )
-# Disables the repair of nonfinite sums, which would hide a missing statement.
+# Changes that disable the repair of nonfinite sums, which would hide a missing statement.
 REPAIRED = {
     "all_finite.cuh": ("return __all_sync(full_warp, finite);", "return true;"),
     "nonfinite.cuh": ("return __any_sync(full_warp, overflows", "return false && (overflows"),

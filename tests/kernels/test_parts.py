@@ -108,7 +108,7 @@ def few_values(given):
 
 
 def hidden(number):
-    """Returns a function that sets elements of the last key and value, which few queries see."""
+    """Returns a function that sets elements of the last key and value, which causal masks hide."""
 
     def change(given):
         given["K"][:, :, -1, 3] = given["V"][:, :, -1, 5] = number

@@ -83,7 +83,7 @@ class PackedSequences:
 
 
 class PaddedSequences:
-    """Elements without queries, without keys, of full length, or that end within a tile."""
+    """Padded elements without queries, without keys, of full length, or that end within a tile."""
 
     feature, M, N = "lengths", 70, 150
     rows, keys = lengths = (0, 70, 33, 5), (90, 0, 41, 150)

@@ -29,7 +29,7 @@ def random(shape, dtype, seed=0):
 
 
 def pairs(matrix):
-    """Returns the rows of a 16-bit matrix as 32-bit words of two neighbours."""
+    """Returns the rows of a 16-bit matrix as 32-bit words of two neighbours each."""
     return np.ascontiguousarray(matrix).view(np.uint32)
 
 

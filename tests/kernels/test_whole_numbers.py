@@ -34,7 +34,7 @@ def ends(dtype):
 
 
 def pairs_of(dtype, other):
-    """Returns all pairs of such integers, and divisors, some of them -1."""
+    """Returns all pairs of integers from ends(), and divisors, some of them -1."""
     a, b = (x.ravel() for x in np.meshgrid(ends(dtype), ends(other)))
     divisors = np.resize(np.array([3, 1, 7, 100], dtype), a.size)
     if dtype in ("int8", "int16", "int32"):

@@ -17,7 +17,7 @@ def inputs(shape_q, shape_k, dv, seed=0):
 
 
 def naive(q, k, v, scale, causal_offset=None):
-    """Computes attention by definition: every row must see a key, no exponential may overflow."""
+    """Computes attention by its definition; needs a visible key per row and finite exponentials."""
     k, v = (np.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
     P = np.exp(scale * q @ k.mT)
     if causal_offset is not None:

@@ -337,7 +337,7 @@ def test_scores_that_are_the_same_in_every_order_keep_their_bounds(q):
 
 
 def test_a_row_without_bounds_does_not_widen_those_of_others():
-    """Its scores are all -inf in bfloat16, so O = 0, far from the reference."""
+    """Scores of the row are all -inf in bfloat16, so O = 0, far from the reference."""
     c = case("bfloat16", "normal", 2, 4, 2)
     c.q[:, :, 1], c.k[:, :, :] = 1e20, -1e20
     c.q[:, :, 0] = 0

@@ -44,7 +44,7 @@ LAYERS = [
 ]
 LEVEL = {name: level for level, layer in enumerate(LAYERS) for name in layer}
 TOP = {name.split(".")[0] for name in LEVEL}
-TEMPLATES = PACKAGE / "lab" / "commands" / "templates"  # scripts for users, with users' imports
+TEMPLATES = PACKAGE / "lab" / "commands" / "templates"  # user scripts, exempt from these rules
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != TEMPLATES)
 OTHER_TESTS = {"helpers", "kernels", "package", "pages", "tools"}  # not named after a package
 

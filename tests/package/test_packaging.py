@@ -60,7 +60,7 @@ def built(tmp_path_factory):
 
 
 def contents(wheel):
-    """Maps a wheel's files to their bytes, without RECORD, whose order may vary."""
+    """Maps a wheel's files to their bytes, except RECORD, whose order may vary."""
     with zipfile.ZipFile(wheel) as file:
         return {name: file.read(name) for name in file.namelist() if not name.endswith("RECORD")}
 

@@ -97,7 +97,7 @@ def test_the_links_are_the_same_in_both():
     for page, translation in PAIRS:
         if missing := targets(page) ^ targets(translation):
             different[translation.name] = missing
-    assert different in ({}, {"ladder.md": {DOCS / "ladder.md"}})  # its table has more columns
+    assert different in ({}, {"ladder.md": {DOCS / "ladder.md"}})  # English has more columns
 
 
 def test_the_readmes_link_to_each_other():
@@ -112,7 +112,7 @@ def test_the_example_of_the_readme_is_the_one_that_make_runs():
 
 
 def test_the_requirements_of_cuda_13_are_every_dependency():
-    """They are installed without the dependencies of pyproject.toml, so the file repeats those."""
+    """Packages for CUDA 13 are installed without pyproject.toml's dependencies."""
     project = read(ROOT / "pyproject.toml")
     dependencies = re.search(r"^dependencies = \[\n(.*?)^\]", project, re.M | re.S)
     expected = set()

@@ -26,7 +26,7 @@ LIMITS = Limits("a device", shared_bytes=232448)
 
 
 class Captured(FarDevice):
-    """Records which threads work on the device, since capture mode is per thread."""
+    """A device that records which threads work on it, since capture mode is per thread."""
 
     compiles_in_parallel = True
 

@@ -31,7 +31,7 @@ class _Device:
 
 
 class Counting(GpuLike):
-    """Counts its live arrays; errors propagate as with CUDA."""
+    """A device that counts its live arrays; errors propagate as with CUDA."""
 
     def __init__(self):
         super().__init__()

@@ -62,7 +62,7 @@ def test_sequences_go_through_pieces_with_the_same_bits(kernel, back):
 
 
 def test_ragged_batches_and_decoding_are_repeated(monkeypatch):
-    """Calls repeat on the same arrays, whose lengths may have changed."""
+    """Repeated calls use the same arrays, whose lengths may have changed."""
     import cupy
 
     slow, read = [], execution.read_call
@@ -82,7 +82,7 @@ def test_ragged_batches_and_decoding_are_repeated(monkeypatch):
             alone = cupyfa.attention(*parts, causal=True).swapaxes(0, 1)
             np.testing.assert_allclose(out[a:b].get(), alone.get(), atol=4e-3)
         np.testing.assert_allclose(decoded.get()[:, :, 0], new[2].get()[:, :, 0], atol=4e-3)
-    assert len(slow) <= 8 * 2 + 2 * 5  # dense calls, and other calls until their memory is known
+    assert len(slow) <= 8 * 2 + 2 * 5  # dense calls, and others until their addresses recur
 
 
 def of_shape(*shape, dtype=np.float16):

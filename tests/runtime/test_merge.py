@@ -223,7 +223,7 @@ def test_axes(backend, shape):
 
 @pytest.mark.parametrize("shape", [(2, 3, 5, 24), (3, 5, 24), (5, 24)])
 def test_the_other_layout(backend, shape):
-    """With three axes, it is the layout of packed rows."""
+    """With three axes, "bshd" is the layout of packed rows."""
     parts = drawn(3, *shape)
     turned = [(x.swapaxes(-2, -3).copy() if x.ndim > 2 else x, y) for x, y in parts]
     (wanted, rows), right = checked(parts, backend)

@@ -1,4 +1,4 @@
-"""merge and merge_vjp on a GPU: arrays stay there, calls are captured, and large arrays fit."""
+"""merge and merge_vjp on a GPU: arrays stay on it, calls are captured, and large arrays fit."""
 
 import numpy as np
 import pytest

@@ -45,7 +45,7 @@ class Near(np.ndarray):
 
 
 class NearDevice(Simulator):
-    """Launches by addresses, as a GPU does."""
+    """A device that launches kernels by addresses, as a GPU does."""
 
     failures = (ZeroDivisionError,)
     writes_in_place = True
@@ -80,7 +80,7 @@ class NearDevice(Simulator):
 
 
 class Counted(Launcher):
-    """Counts launches by addresses, and checks that their device is current."""
+    """A launcher that counts launches by addresses and checks their device."""
 
     def __call__(self, addresses, stream):
         assert self._backend.device == self._device
@@ -299,7 +299,7 @@ def test_prepared_gradients_are_those_of_backward(near, kernel):
         assert all(isinstance(x, Near) for x in got)
         for mine, its in zip(got, wanted):
             np.testing.assert_allclose(mine, its, rtol=1e-6, atol=1e-6)
-    assert near.short == 7  # all calls above, and the last one's forward pass
+    assert near.short == 7  # all calls above, and the forward pass of vjp
     grads = [near.empty(x.shape, x.dtype) for x in (q, k, v)]
     for _ in range(4):  # the last iterations replay a recording
         for x in grads:
@@ -356,7 +356,7 @@ def test_results_are_written_to_arrays_of_other_libraries(there):
 
 
 class CpuTensor(Foreign):
-    """Resembles torch's CPU tensors: DLPack without versions, which NumPy imports read-only."""
+    """A CPU tensor like torch's: DLPack without versions, which NumPy imports read-only."""
 
     def __init__(self, array, requires_grad=False):
         super().__init__(array)
@@ -572,7 +572,7 @@ def test_gradients_plan_once(near, plans, tmp_path, monkeypatch):
     cupyfa.backward(*there, **options)
     assert len(plans) == 7
     mine = replace(LADDER["backward"]["two_pass"], folder=str(tmp_path))
-    for _ in range(2):  # its file may have changed
+    for _ in range(2):  # the file may have changed
         with pytest.raises(FileNotFoundError):
             cupyfa.backward(o, *x, o, lse, backend=near, kernel=mine)
     assert len(plans) == 9

@@ -767,7 +767,7 @@ def of_sequences(dtype=np.float32, used=None):
 
 
 def same_sequences(far, given, **options):
-    """Checks a ragged batch's results and gradients; returns those of the far device."""
+    """Checks a ragged batch's results and gradients; returns the far device's."""
 
     def made(backend):
         how = {"backend": backend, "kernel": "fa2", "backward_kernel": "two_pass", **options}
