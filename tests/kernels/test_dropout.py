@@ -129,7 +129,7 @@ def test_without_dropout_a_seed_changes_nothing():
     assert AttentionOptions(dropout=None) == AttentionOptions(dropout=np.float32(0))
 
 
-# Seeds and offsets in arrays, and the equivalent scalars.
+# Pairs of a Dropout with seed or offset in arrays, and its equivalent with scalars.
 IN_MEMORY = (
     (Dropout(0.3, np.array([2**40 + 7]), np.array(3, np.uint32)), DROPOUT),
     (Dropout(0.3, np.array(-5), np.array([-1])), Dropout(0.3, 2**64 - 5, 2**32 - 1)),

@@ -183,7 +183,7 @@ def test_a_wait_of_one_lane_covers_others_after_a_barrier(barrier):
 
 def test_a_tensor_map_larger_than_its_array():
     wrong, *others = boxed_arrays()
-    wrong.value["address"] += 1 << 32  # an address that no other array has
+    wrong.value["address"] += 1 << 32  # an address outside all arrays
     caught = fault(COPY, wrong, *others, head=BOX)
     assert re.search("reads .* bytes.* (past the end|before the start|outside)", caught.what)
     assert caught.place == "test.cu:10"

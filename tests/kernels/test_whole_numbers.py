@@ -51,7 +51,7 @@ def in_python(texts, arrays, n):
 
 
 def scores(text, captured, rows, backend, **how):
-    """Returns the scores of rows with a single key, which lse equals."""
+    """Returns the scores of rows with a single key, where lse equals the score."""
     q, k = np.zeros((1, 1, rows, 8)), np.zeros((1, 1, 1, 8))
     given = {"score_mod": text, "captured": captured, "kernel": "fa2", "backend": backend}
     return cupyfa.attention(q, k, k, **given, return_lse=True, **how)[1][0, 0]

@@ -14,8 +14,8 @@ from cupyfa.planner.source import INCLUDE, KERNELS
 # Lines that a reader of a step can skip: phase marks for `cupyfa timeline`, and includes, whose
 # headers are counted themselves.
 UNREAD = re.compile(r"^ *(?:const )?timeline::.*;\n|^#include <.*\n", re.MULTILINE)
-# Maximum number of lines of a kernel's file and the headers of a plain problem, (forward,
-# backward), by the instructions of its products; and the limit of a helper launch.
+# Maximum number of lines to read for a kernel, its file and its headers: (forward, backward), by
+# the instructions of its products. HELPER_LIMIT is for launches without products.
 LIMITS = {"wgmma": (1752, 1738), "mma": (1354, 1709), "threads": (668, 750)}
 HELPER_LIMIT = 781
 PLAIN_LINES = 274  # lines of the headers that every kernel includes

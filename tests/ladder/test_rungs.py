@@ -1,4 +1,4 @@
-"""Every rung has a page of one form, whose numbers match planning and its record."""
+"""Every rung has a page in a fixed format, whose numbers match the planner and the record."""
 
 import math
 import re

@@ -912,7 +912,7 @@ def test_launches_of_a_call_are_not_interleaved_with_other_threads(driver, monke
 
 
 class Tensor:
-    """The attributes of torch's tensors that are used."""
+    """The part of torch's tensor interface that the library reads."""
 
     is_cuda, layout, requires_grad = True, "strided", False
 
