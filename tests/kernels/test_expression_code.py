@@ -248,7 +248,7 @@ LARGEST = {
 @pytest.mark.parametrize("kernel", ["wgmma_persistent", "wgmma_columns", "mma_f64"])
 @pytest.mark.parametrize("captured, text", LARGEST.values(), ids=LARGEST)
 def test_the_largest_texts_compile(kernel, captured, text):
-    """Compiles in at most a minute; without shared subexpressions, half took over ten."""
+    """Compiles in at most a minute; half took over ten when expressions were inlined repeatedly."""
     pytest.importorskip("cupyfa.runtime.cuda.compiler", reason="there is no NVRTC")
     kernel = record_named(kernel)
     is_gradient = kernel.operation == "backward" and text == LARGEST["derivatives"][1]

@@ -82,7 +82,7 @@ def test_ragged_batches_and_decoding_are_repeated(monkeypatch):
             alone = cupyfa.attention(*parts, causal=True).swapaxes(0, 1)
             np.testing.assert_allclose(out[a:b].get(), alone.get(), atol=4e-3)
         np.testing.assert_allclose(decoded.get()[:, :, 0], new[2].get()[:, :, 0], atol=4e-3)
-    assert len(slow) <= 8 * 2 + 2 * 5  # dense calls, and others until their addresses recur
+    assert len(slow) <= 8 * 2 + 2 * 5  # dense calls, and other calls on new memory
 
 
 def of_shape(*shape, dtype=np.float16):

@@ -58,7 +58,7 @@ def test_packed_sequences_are_repeated(device, slow_calls):
         found = cupyfa.attention(*packed((q, k, v), offsets), **how)
         wanted = cupyfa.attention(*packed(PACKED, offsets.host), **{**how, "sink": sink.host, **ON})
         same(found, wanted)
-    assert len(slow_calls) - 8 <= 5  # the simulator's, and calls at new addresses
+    assert len(slow_calls) - 8 <= 5  # the simulator's calls, and calls on new memory
     before = len(slow_calls)
     cupyfa.attention(*packed((q, k, v), offsets), **{**how, "causal": False})
     used = there(np.array([5, 0, 1], "i4"))[0]
@@ -174,7 +174,7 @@ def test_decoding_is_repeated(device, slow_calls, is_paged, writes):
             lengths += 2
         new_k += turn
         new_v -= turn
-    assert len(slow_calls) <= 2 + 5  # on the host, and calls at new addresses
+    assert len(slow_calls) <= 2 + 5  # the host's calls, and calls on new memory
 
     slow_calls.clear()
     device.stream = 9  # with other temporaries

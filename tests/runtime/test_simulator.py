@@ -610,7 +610,8 @@ def test_the_headers_compile_without_warnings(tmp_path, recorded):
     folder = Path(machine.__file__).parent
     names = [path.relative_to(folder / "include") for path in folder.glob("include/**/*.cuh")]
     names = ["simulator.h", "cuda_fp16.h", "cuda_bf16.h", *sorted(names)]
-    text = "constexpr int threads = 32;\nconstexpr bool timeline_detailed = true;\n"  # host code
+    # Constants that the host declares.
+    text = "constexpr int threads = 32;\nconstexpr bool timeline_detailed = true;\n"
     limits = ("first", "blocks", "warps", "capacity")
     text += "".join(f"constexpr unsigned timeline_{x} = 2;\n" for x in limits)
     text += "".join(f"#include <{name}>\n" for name in names)
