@@ -219,7 +219,7 @@ def test_window_constants_and_offsets_of_a_plan():
         assert (made.problem.window_offset, made.problem.causal_offset) == offsets
     top = plan(window=(4, None), causal="top-left").problem
     assert (top.window_offset, top.causal_offset) == (-4, 0)
-    # The right side alone is a mask that kernels without windows support.
+    # A window bounded only on the right is a mask that kernels without windows support.
     planning.plan(FORWARD["v1"], problem(5, 9, window=(None, 2)), H100)
 
 

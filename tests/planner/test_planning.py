@@ -212,7 +212,7 @@ CHOSEN = [
     ("fa2_coalesced", "90", {"M": 300, "d": 257}),
     ("mma_fp16x2", "80", {"M": 257}),
     ("fa2_coalesced", "75", {"M": 300}),
-    # The option precision permits rounding.
+    # The option precision permits rounding to a lower precision.
     ("fa2_coalesced", "90", {"precision": "float32"}),
     ("mma_tf32", "90", {"d": 256, "precision": "tf32"}),
     ("mma_pipelined", "75", {"precision": "float16"}),

@@ -401,7 +401,7 @@ def test_shares_of_any_problem_are_complete(sizes, count, causal):
 
 
 def test_every_thread_that_compiles_works_on_the_device():
-    # Otherwise loading a kernel would invalidate another thread's capture.
+    # A kernel loaded outside working_on() would invalidate another thread's capture.
     device = Captured()
     problem = Problem(1, 2, 2, 40, 40, 16, 16, DTYPES["float32"])
     plan = planning.plan(LADDER["backward"]["two_pass"], problem, LIMITS)
