@@ -184,7 +184,7 @@ def test_files_that_cannot_be_removed_are_reported_once(home, monkeypatch):
     compiled = json.loads(done.stdout)[0]
     assert (compiled["files"], compiled["bytes"], compiled["left"]) == (0, 0, 2)
     notes = [x for x in done.stderr.splitlines() if "Read-only file system" in x]
-    assert len(notes) == 2  # one per kind
+    assert len(notes) == 2  # one note per kind
     assert cli("clear", "--dry-run").exit_code == 0
 
 

@@ -220,7 +220,7 @@ def test_out_is_written_in_place_or_checked(near):
     assert bound(q, k, v, out=out) is out
     assert bound(q, k, v, out=out) is out
     np.testing.assert_array_equal(out, expected)
-    assert near.short == 2 and len(near.made) == 1  # lse, for this stream
+    assert near.short == 2 and len(near.made) == 1  # allocates lse for this stream
     wide = near.empty((2, 3, 40, 16), q.dtype)[:, :, ::2]
     assert bound(q, k, v, out=wide) is wide
     np.testing.assert_array_equal(wide, expected)
@@ -242,7 +242,7 @@ def test_only_the_arrays_of_the_last_call_are_reused(near):
     near.stream = 9
     near.made.clear()
     np.testing.assert_array_equal(bound(q, k, v, out=out), right(q, k, v))
-    assert near.made == [(2, 3, 20)]  # lse, for this stream
+    assert near.made == [(2, 3, 20)]  # allocates lse for this stream
     new = bound(q, k, v)
     assert new is not out
     np.testing.assert_array_equal(new, out)
@@ -562,7 +562,7 @@ def test_gradients_plan_once(near, plans, tmp_path, monkeypatch):
         wanted, *_ = cupyfa.backward(*host, **options | {"backend": Simulator()})
         np.testing.assert_array_equal(dq, wanted)
     launches = len(LADDER["backward"]["two_pass"].steps(Problem.of(*x)))
-    assert len(plans) == 3 and len(texts) == 3 * launches  # including the simulators' own
+    assert len(plans) == 3 and len(texts) == 3 * launches  # including the simulators' plans
     for change in ({"causal": True}, {"kernel": "columns"}, {"tiles": {"Br": 16, "Bc": 16}}):
         cupyfa.backward(o, *x, o, lse, **options | change)
     assert len(plans) == 6
