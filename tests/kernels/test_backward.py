@@ -150,7 +150,7 @@ def test_nan_and_infinity_reach_only_rows_that_see_them(backend, kernel):
 
 
 def test_warps_that_compute_nonfinite_rows_again_write_only_their_own_columns(backend):
-    """dQ has two slices, whose columns do not fill the warps' parts."""
+    """dQ has two slices with fewer columns than the warps cover."""
     sizes = {"heads": 1, "M": 40, "N": 40, "d": 150}
     check_case(BACKWARD["mma_columns"], backend, sizes, "float16", values="nan")
 

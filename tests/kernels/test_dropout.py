@@ -14,7 +14,7 @@ from cupyfa.problem.options import AttentionOptions
 F = np.float32
 KERNELS = able("dropout")
 DROPOUT = Dropout(0.3, 2**40 + 7, 3)
-OPTIONS = {"dropout": 0.3, "dropout_seed": 2**40 + 7, "dropout_offset": 3}  # for Problem
+OPTIONS = {"dropout": 0.3, "dropout_seed": 2**40 + 7, "dropout_offset": 3}  # options of a Problem
 SIZES = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 35, "N": 41, "d": 16}
 
 
