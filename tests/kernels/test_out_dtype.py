@@ -1,4 +1,4 @@
-"""Results of 16-bit inputs in float32, which are those before their last rounding."""
+"""Float32 results of 16-bit inputs equal the results before the last rounding."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def checked(kernel, backend, p, inputs):
 @pytest.mark.parametrize("dtype, d", [("float16", 64), ("bfloat16", 41)])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_float32_results_round_to_those_of_16_bits(backend, kernel, dtype, d):
-    """Rows of 64 numbers are stored in pairs; the same gradients need the same O."""
+    """Rows of 64 elements are stored in pairs. Gradients of both runs use the same O."""
     p = Problem.of_sizes(**SIZES, d=d, dtype=dtype)
     inputs = Case(kernel.operation, p).inputs()
     narrow = checked(kernel, backend, p, inputs)
@@ -62,7 +62,7 @@ def test_the_bound_of_float32_results_lacks_a_rounding(dtype):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_results_that_were_rounded_before_are_found(dtype):
-    """Not those whose correct values the dtype has, or nearly."""
+    """Values that the dtype represents exactly, or nearly, are not reported."""
     values = np.random.default_rng(0).standard_normal((4, 64))
     exact = values.astype(np.dtype(dtype)).astype("f8")
     for value, is_right in ((values, False), (exact, True), (np.zeros((4, 64)), True)):

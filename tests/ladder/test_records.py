@@ -1,4 +1,4 @@
-"""Records of kernels: by name, as text, pickled, and what their constants and fields may be."""
+"""Kernel records: lookup by name, text form, pickling, and valid constants and fields."""
 
 import copy
 import pickle
@@ -50,7 +50,7 @@ def test_rungs_and_their_launches_are_pickled_by_name(kernel):
     assert pickle.loads(pickle.dumps(kernel)) is kernel
     for one in kernel.launches:
         again = pickle.loads(pickle.dumps(one))
-        assert again is one or again == one  # a product of matrices is pickled as it is
+        assert again is one or again == one  # matrix products are pickled by value
 
 
 def test_a_plan_is_pickled():
@@ -96,7 +96,7 @@ def own(value):
 
 
 def declared(value, tmp_path):
-    """The line of the text that declares a constant."""
+    """Returns the source line that declares a constant."""
     (tmp_path / "own.cu").write_text('extern "C" __global__ void own() { factor; }')
     kernel = replace(own(value), folder=tmp_path)
     (launch,) = planning.plan(kernel, Problem.of_sizes(M=1, d=1), H100).launches

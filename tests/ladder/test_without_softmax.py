@@ -1,4 +1,4 @@
-"""Gradients of a user's kernels: what `forward` may give, and attention that has no lse."""
+"""Gradients of user kernels: valid results of `forward`, and attention without lse."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ CASE = Case("backward", cupyfa.Problem.of_sizes(**SIZES, causal=True))
 
 
 def outcomes(kernel, **how):
-    """What a check says of a kernel on one small case."""
+    """Returns the outcomes of checking a kernel on one small case."""
     steps = perform(cupyfa.Simulator(), Task(CASE, (kernel,), **how))
     return [x for x in steps if x.kind not in failures.STEPS]
 

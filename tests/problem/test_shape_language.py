@@ -1,4 +1,4 @@
-"""Forms of arrays that texts read: on the command line, in cases, and in files of failures."""
+"""Shapes of captured arrays: on the command line, in cases, and in failure files."""
 
 import re
 import shlex
@@ -93,7 +93,7 @@ def test_drawn_arrays_can_be_read(values):
     inputs = case.inputs()
     slopes, doc = inputs["mods.alibi_slopes"], inputs["mods.doc"]
     assert slopes.min() > 0 and slopes.max() <= 1
-    assert doc.max() <= 2 and (np.diff(doc.astype(int)) >= 0).all()  # rows of the table
+    assert doc.max() <= 2 and (np.diff(doc.astype(int)) >= 0).all()  # doc indexes rows of the table
     assert np.isfinite(inputs["mods.bias"]).all() == (values not in ("nan", "inf"))
     other = Case("forward", Problem.of_sizes(**SIZES, bias="f64[b1mn]"), 3, values, "gaps")
     np.testing.assert_array_equal(other.inputs()["mods.bias"], inputs["mods.bias"])
@@ -121,7 +121,7 @@ def test_wrong_forms_are_refused(arrays, message):
 
 
 def store_and_replay(folder, case, kernel):
-    """What a kernel gives for a case, also from its file, and the words of its command."""
+    """Checks a case and replays it from its file; returns the outcome and the command's words."""
     *_, outcome = perform(Simulator(), Task(case, (kernel,), keep=True))
     command = failures.command(case, outcome, {"backend": "simulator"})
     file = failures.write(folder, Stored(case, outcome, made_with={}), command)

@@ -1,4 +1,4 @@
-"""Expressions: what texts and traced functions mean, and what is refused before a compiler runs."""
+"""Expressions: the meaning of texts and traced functions, and errors before compilation."""
 
 import ast
 import math
