@@ -12,7 +12,7 @@ ROWS, KEYS = (5, 0, 12), (7, 3, 0)
 
 
 def drawn(*, heads=2, kv_heads=1, d=24, dtype=F, seed=0):
-    """Lists of q, k and v, [heads, rows, d]."""
+    """Returns random q, k and v: lists of arrays [heads, rows, d]."""
     rng = np.random.default_rng(seed)
     of = (ROWS, heads), (KEYS, kv_heads), (KEYS, kv_heads)
     return [[rng.standard_normal((h, n, d)).astype(dtype) for n in sizes] for sizes, h in of]
@@ -55,7 +55,7 @@ def test_threads_copy_large_lists(monkeypatch):
     how = {"kernel": "fa2", "backend": "simulator"}
     wanted = cupyfa.attention(*drawn(), **how)
     monkeypatch.setattr("cupyfa.runtime.ragged._LARGE", 100)
-    monkeypatch.setattr("cupyfa.runtime.ragged._AT_ONCE", 300)  # a row and a half
+    monkeypatch.setattr("cupyfa.runtime.ragged._AT_ONCE", 300)  # about 1.5 rows
     into = [np.full_like(x, 7) for x in wanted]
     cupyfa.attention(*drawn(), out=into, **how)
     for got, right in zip(into, wanted, strict=True):
@@ -124,7 +124,7 @@ USED = np.array([5, 0, 9], "i4"), np.array([7, 2, 0], "i4")
 
 @pytest.mark.parametrize("of_shapes", [False, True], ids=["arrays", "shapes"])
 def test_prepared_calls_of_packed_arrays(backend, of_shapes):
-    """For other offsets than those they were made with, and gradients too."""
+    """Calls use other offsets than those given to compile; gradients are compared too."""
     q, k, v, *offsets = (x.copy() for x in packed())
     how = {"kernel": "fa2", "backend": backend, "causal": True}
     sink = np.array([[0.5, 1], [2, 3], [-1, 0]], F)
@@ -137,7 +137,8 @@ def test_prepared_calls_of_packed_arrays(backend, of_shapes):
         dtype = {"dtype": "float32"}
     *like, of_lse, of_sink = like
     structured = pack(*like, *of_sequences)
-    put = backend.upload if of_shapes else np.asarray  # those of shapes take a backend's arrays
+    # Calls prepared from shapes take the backend's arrays.
+    put = backend.upload if of_shapes else np.asarray
     forward = cupyfa.compile(*structured, return_lse=True, sink=of_sink, **how, **dtype)
     made = forward(*map(put, (q, k, v, sink, *offsets, *USED)))
     assert [backend.download(x).tobytes() for x in made] == [out.tobytes(), lse.tobytes()]
@@ -146,7 +147,8 @@ def test_prepared_calls_of_packed_arrays(backend, of_shapes):
     assert [backend.download(x).tobytes() for x in made] == [out.tobytes(), lse.tobytes()]
 
     how |= {"kernel": "two_pass", "deterministic": True}
-    results = (like[0], *structured, like[0], of_lse)  # dv = d
+    # q describes out and dO as well, since dv = d
+    results = (like[0], *structured, like[0], of_lse)
     backward = cupyfa.compile(*results, dlse=of_lse, sink=of_sink, **how, **dtype)
     given = out, q, k, v, out, lse
     dlse = np.where(np.isfinite(lse), 0.5, 0).astype(F)

@@ -1,4 +1,4 @@
-"""The documentation site: built without a warning, complete, without broken links, offline."""
+"""The documentation site: no warnings, no missing pages, no broken links, usable offline."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def test_the_reference_names_everything_public_once():
 
 
 class Page(HTMLParser):
-    """What a page of the site links to and can be linked to."""
+    """Links and anchors of a page of the site."""
 
     def __init__(self, text):
         super().__init__()
@@ -59,7 +59,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def site(folder):
-    """The pages of the site by their paths in it."""
+    """Maps paths in the site to its pages."""
     return {
         str(file.relative_to(folder)): Page(file.read_text(encoding="utf-8"))
         for file in sorted(folder.rglob("*.html"))
@@ -90,7 +90,7 @@ def test_every_public_name_is_described(site):
 
 
 def anchors(command, path):
-    """Where a command, its options and its subcommands are described."""
+    """Yields the anchors of a command, its options and its subcommands."""
     yield path
     options = (x for x in command.params if isinstance(x, click.Option) and not x.hidden)
     yield from (f"cmdoption-{path}-{option.opts[-1].lstrip('-')}" for option in options)
