@@ -139,7 +139,7 @@ def sampled_out(items):
         mark = item.get_closest_marker("sampled")
         n, *names = mark.args if mark else (_SAMPLED,)
         is_needed = brings_new(item, seen, names) or not is_slow[item]
-        # Keeping every n-th run would always skip the same values if n divides their number.
+        # Every n-th run would always skip the same values if n divides the number of values.
         if not is_needed and random.Random(item.nodeid).randrange(n):
             left_out.add(item)
     return left_out

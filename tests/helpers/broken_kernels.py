@@ -101,7 +101,6 @@ SHARED_SCALE = Fault(
 
 
 def faults() -> list[Fault]:
-    """Parses tests/lab/verify/faults.txt."""
     text = (sources.ROOT / "tests/lab/verify/faults.txt").read_text(encoding="utf-8")
     _, *blocks = text.split("\n\n")
     return [_fault(block.splitlines()) for block in blocks]

@@ -9,7 +9,6 @@ KINDS = ("normal", "positive", "large", "outliers", "spread")
 
 
 def drawn(kind, shape, seed=0):
-    """Draws random numbers in e4m3."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(shape)
     if kind == "positive":

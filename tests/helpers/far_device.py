@@ -95,7 +95,7 @@ class Lane:
 class FarDevice(Simulator):
     """Three simulated devices that run launches as late as a stream may.
 
-    ``gates`` maps (device, way) to a Gate for copies "to" or "back" from a device or a "launch".
+    ``gates`` maps (device, way) to a Gate. The way is "to" or "back" for copies, or "launch".
     """
 
     def __init__(self, free=1 << 40):
@@ -124,7 +124,7 @@ class FarDevice(Simulator):
     def empty(self, shape, dtype):
         made = np.empty(shape, dtype)
         made.reshape(-1).view(np.uint8)[...] = 0xFF
-        self.kept.append(made)  # like a stream's memory pool, until the stream's work is done
+        self.kept.append(made)  # keeps the memory, as a stream's pool does
         return made.view(Far)
 
     def view(self, memory, shape, dtype, offset, strides):

@@ -102,7 +102,7 @@ def rsqrt(x):
 def of_a_turn(f, x):
     """Computes sin or cos of x modulo 2 pi with the absolute error of a special function unit."""
     turns = np.rint(x * F(1 / (2 * np.pi))).astype(float)
-    x = (x - turns * F(6.28318548)).astype(F)  # the high part of 2 pi; the next line has the low
+    x = (x - turns * F(6.28318548)).astype(F)  # the high part of 2 pi; the low part follows
     x = (x + turns * 1.74845553e-7).astype(F)
     return (f(x.astype(float)) + RNG.uniform(-3, 3, x.shape) * EPS).astype(F)
 

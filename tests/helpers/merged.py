@@ -14,8 +14,8 @@ def merged(parts, whole, dtype):
     """Returns "O" and "lse" of a merge with bounds, given those of each part and of the whole.
 
     A part's error in O reaches the result multiplied by the part's weight. Errors of at most b in
-    each lse scale weights by up to exp(2 b), which moves the result by that fraction of its
-    distance from the parts.
+    each lse scale weights by up to exp(2 b), which moves the result by up to exp(2 b) - 1 times
+    its distance from the parts.
     """
     outs, lses = ([x[name] for x in parts] for name in ("O", "lse"))
     b = np.max([x.bound for x in lses], axis=0)

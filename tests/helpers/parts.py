@@ -196,7 +196,7 @@ def split_gradient(do, out, of):
 
 
 def sum_tiles(weights, B, has_numbers, tile):
-    """Multiplies weights [m, n] by B [n, k] tile by tile; flags rows that split operands lost.
+    """Multiplies weights [m, n] by B [n, k] tile by tile; flags rows that lost accuracy.
 
     has_numbers [k] marks the columns in which a sum of 0 is an error.
     """
@@ -272,7 +272,7 @@ def of_columns(rng, q, k, v):
     return q * u, k / u, v
 
 
-# Functions that change normal inputs; split operands represent the results accurately.
+# Transformations of normal inputs into inputs that split operands represent accurately.
 HELD = {
     "normal": lambda rng, q, k, v: (q, k, v),
     "large": lambda rng, q, k, v: (30 * q, 30 * k, v),
@@ -292,7 +292,7 @@ HELD = {
     "one_hot": lambda rng, q, k, v: one_hot(rng, q, k, v, 1),
     "cancelling": cancelling,
 }
-# Functions whose results have rows that split operands cannot represent accurately.
+# Transformations into inputs with rows that split operands cannot represent accurately.
 NOT_HELD = {
     "one_hot, twice": lambda rng, q, k, v: one_hot(rng, q, k, v, 2),
     "elements of V": lambda rng, q, k, v: (q, k, v * power(rng, *v.shape)),

@@ -78,19 +78,16 @@ def name(value):
 
 
 def drawn(*shapes, dtype="float32", seed=0):
-    """Draws normal random arrays of these shapes."""
     rng, of = np.random.default_rng(seed), dtype_named(dtype).numpy
     return [rng.standard_normal(shape).astype(of) for shape in shapes]
 
 
 def qkv(M, N, dtype="float32", *, batch=2, heads=4, kv_heads=2, d=24, dv=None, seed=0):
-    """Draws normal random queries, keys and values."""
     shapes = (batch, heads, M, d), (batch, kv_heads, N, d), (batch, kv_heads, N, dv or d)
     return drawn(*shapes, dtype=dtype, seed=seed)
 
 
 def planned(kernel, backend, sizes, dtype=None, **tiles):
-    """Plans a kernel for these sizes on a backend."""
     problem = Problem.of_sizes(**sizes, dtype=dtype or usual_dtype(kernel))
     return planning.plan(kernel, problem, backend.limits, **tiles)
 

@@ -90,7 +90,7 @@ def _items(kind: str) -> Iterator[Path]:
         is_folder = entry.name == "zig" or entry.name.startswith("build-")
         plain = entry.is_dir if is_folder else entry.is_file
         if re.fullmatch(_NAMES[kind], entry.name) and plain(follow_symlinks=False):
-            with suppress(FileNotFoundError):  # removed by another process
+            with suppress(FileNotFoundError):  # another process may have removed it
                 changed = entry.stat(follow_symlinks=False).st_mtime
                 # Newer build folders and temporary files may still be in use.
                 if kind != "leftovers" or time.time() - changed > _HOUR:
@@ -118,6 +118,6 @@ def _files(item: Path) -> dict[Path, os.stat_result]:
         paths = [Path(place) / name for place, _, names in os.walk(item) for name in names]
     found = {}
     for path in paths:
-        with suppress(FileNotFoundError):  # removed by another process
+        with suppress(FileNotFoundError):  # another process may have removed it
             found[path] = path.lstat()
     return found

@@ -43,7 +43,7 @@ sys.stdout.write("\\n" + json.dumps(answer))
 
 @dataclass(frozen=True, repr=False)
 class Finding(ShownRow):
-    """A component's state ("ok", "missing" or "fault") and the backends that cannot run then."""
+    """A component's state ("ok", "missing" or "fault") and the backends that it makes unusable."""
 
     thing: str
     state: str
@@ -229,7 +229,7 @@ def _size(count: float) -> str:
     return f"{count / 2**30:.1f} GiB"
 
 
-# In output order.
+# Probes in output order.
 PROBES = (
     Probe("Python", lambda: Finding("Python", OK, f"{python_version()}, {sys.executable}")),
     Probe("numpy", partial(_package, "numpy")),

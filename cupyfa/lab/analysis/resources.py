@@ -38,7 +38,7 @@ class Multiprocessor:
     reserved: int = 1024  # bytes of shared memory per block that the CUDA runtime reserves
 
 
-REGISTERS = 16384  # per sub-partition of a multiprocessor; warps get them in units of 256
+REGISTERS = 16384  # per sub-partition of a multiprocessor, allocated to warps in units of 256
 # Limits by compute capability, from "Technical Specifications" in the CUDA C++ programming guide.
 MULTIPROCESSORS = {
     "75": Multiprocessor(64, 64, warps=32, blocks=16, reserved=0),
@@ -194,7 +194,7 @@ def sass(compiled: Compiled) -> str:
 
 
 def compile_launch(launch: PlannedLaunch, arch: str) -> Compiled:
-    """Compiles a launch for ``arch``, unless its kernel requires another architecture."""
+    """Compiles a launch for ``arch``, or for the architecture that its kernel requires."""
     arch = launch.target or arch
     cubin, log = _compiled(launch, arch)
     if f"entry function '{launch.entry}'" not in log:
@@ -228,7 +228,7 @@ def compiled_row(plan: Plan, compiled: Compiled) -> Row:
 
 
 def compilations(rows: Sequence[Row], form: str) -> str:
-    """Renders the rows of ``compiled_row``; compiler warnings follow below a table."""
+    """Renders the rows of ``compiled_row``; a table is followed by the compiler's warnings."""
     if form != "table":
         return render(rows, form)
     below = [

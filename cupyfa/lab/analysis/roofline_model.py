@@ -41,7 +41,7 @@ from cupyfa.runtime.environment import Progress, no_progress
 
 NAIVE, TILED = "naive", "tiled"
 # Number of times that an M x N array of scores is read or written per query head. Forward: S and P
-# are each written and read once. Backward: so are dP and dS, but P and dS are read twice.
+# are each written and read once. Backward: dP and dS as well, and P and dS are read twice.
 _PASSES = {"forward": 4, "backward": 10}
 THIS = "this"
 _COSTS = COMPUTE, MEMORY, EXPONENTIALS = "compute", "memory", "exponentials"
@@ -60,7 +60,7 @@ class Roof(ShownRow):
     precision: the dtype of the matrix products' operands.
     parts: the dtype of the hi and lo halves of split operands; None if operands are not split.
     measured: a benchmark's measurement of the computation, if any.
-    note: the reason if a kernel does not support the problem; there are no figures then.
+    note: why a kernel does not support the problem, in which case there are no figures.
     """
 
     computation: str
@@ -212,7 +212,7 @@ def measured_roofs(
     device: str | Device = "auto",
     **sizes: Any,
 ) -> list[Roof]:
-    """Computes "naive" and "tiled" for each problem of a benchmark, then a Roof for each row.
+    """Returns a Roof for each row of a benchmark, after "naive" and "tiled" for each problem.
 
     ``kernels`` and ``sizes`` select rows; they are those of ``roofline``. ``device`` defaults to
     the device that the results name. Kernels of other libraries are assumed to move as many bytes
@@ -280,7 +280,7 @@ def _has_one(p: Problem, name: str, value: Any) -> bool:
 
 
 def _device_of(results: Results) -> Device:
-    """Returns the device that results name, from its data sheet or, on this machine, measured."""
+    """Returns the device that results name, with rates from its data sheet or measured here."""
     name, backend = results.environment.get("device", ""), gpu()
     found = peaks.known_as(name)
     if found is None and backend and backend.limits.device == name:
@@ -297,7 +297,7 @@ def _limits(device: Device) -> Limits:
 
 
 def _common_operation(kernels: Iterable[Kernel], backward: bool) -> str:
-    """Returns the kernels' common operation, "forward" by default. Raises ValueError if mixed."""
+    """Returns the kernels' operation, "forward" by default. Raises ValueError if they differ."""
     found = {kernel.operation for kernel in kernels} | ({"backward"} if backward else set())
     if len(found) > 1:
         names = ", ".join(f"{kernel.name} computes {kernel.operation}" for kernel in kernels)
@@ -311,7 +311,7 @@ def _input_sizes(operation: str, p: Problem) -> dict[str, int]:
 
 
 def tiled_bytes(operation: str, p: Problem) -> int:
-    """Counts the bytes moved if each input is read once and each output but lse written once."""
+    """Counts the bytes moved if inputs are read once and outputs, except lse, written once."""
     outputs = OPERATIONS[operation].outputs_of(p).items()
     written = sum(x.bytes(p) for name, x in outputs if name != "lse")
     return sum(_input_sizes(operation, p).values()) + written
@@ -370,7 +370,7 @@ def measured_device(backend: Backend) -> Device:
     if not bandwidth or "float32" not in rates:
         why = backend.limits.no_matmul or "its products or copies cannot be timed"
         raise Unsupported(
-            f"this GPU's rates are unknown: {why}; or name a device: {', '.join(peaks.DEVICES)}"
+            f"this GPU's rates are unknown ({why}); name a device: {', '.join(peaks.DEVICES)}"
         )
     limits = backend.limits
     return Device(

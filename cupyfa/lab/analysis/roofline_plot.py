@@ -68,7 +68,7 @@ def _figure(rows: Sequence[Roof]) -> Any:
 
 
 def _wrapped(names: Sequence[str]) -> str:
-    """Joins names into lines without breaking a name."""
+    """Joins names into wrapped lines without breaking a name."""
     unbroken = (name.replace(" ", "\N{NO-BREAK SPACE}") for name in names)
     return fill(", ".join(unbroken), _WIDE, break_long_words=False, break_on_hyphens=False)
 
@@ -112,9 +112,9 @@ def _place(axes: Any, labels: Sequence[Any], xs: Sequence[float], levels: Sequen
 
 
 def _levels(rows: Sequence[Roof]) -> tuple[dict[float, str], dict[float, str]]:
-    """Maps the TFLOP/s of each arithmetic roof, and of each roof of exponentials, to its name.
+    """Returns two dicts from TFLOP/s to names: arithmetic roofs, and roofs of exponentials.
 
-    A roof of exponentials is omitted if it is higher than the arithmetic's or close to another one.
+    A roof of exponentials is omitted if it is above the arithmetic's or close to another roof.
     """
     levels: dict[float, str] = {}
     for row in sorted(rows, key=lambda row: row.peak):

@@ -19,7 +19,7 @@ _YELLOW, _BLUE, _VERMILION, _PURPLE = "#f0e442", "#0072b2", "#d55e00", "#cc79a7"
 _LILAC = "#8da2e8"
 Fill = tuple[str, str]  # colour, hatch pattern or ""
 _FREE = "waits for a free buffer"
-_OWN = ("#e69f00", "#a6611a", "#fdcf8a", "#c98300")  # for phases that kernels name by mark()
+_OWN = ("#e69f00", "#a6611a", "#fdcf8a", "#c98300")  # for phases that kernels mark()
 _GROUPS: Mapping[str, tuple[Fill, tuple[Kind, ...]]] = {
     "waits for a copy or a store": (
         (_YELLOW, ""),
@@ -309,7 +309,7 @@ _GRID: tuple[tuple[str, Fill], ...] = (
 
 
 def _grid_figure(timeline: Timeline, window: tuple[float, float] | None) -> Any:
-    """Draws a row for each multiprocessor, with a lane for each block resident at a time.
+    """Draws a row for each multiprocessor, with a lane for each block that it runs at a time.
 
     In the simulator each block has its own row.
     """

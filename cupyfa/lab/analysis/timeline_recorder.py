@@ -257,7 +257,7 @@ def record(
 
 
 class _Recorded:
-    """A call that records one launch, which is compiled separately: rounds share a program."""
+    """A call that records one launch, compiled separately since launches may share a program."""
 
     def __init__(
         self,
@@ -288,7 +288,7 @@ class _Recorded:
 
 
 def _shortest(backend: Backend, log: Any, call: Callable[[], None]) -> float:
-    """Returns the shortest time of several runs, each with an empty log; a full one costs less."""
+    """Returns the shortest time of several runs, all with an empty log: a full one costs less."""
     times = []
     for _ in range(_TIMES):
         log[...] = 0
@@ -297,7 +297,7 @@ def _shortest(backend: Backend, log: Any, call: Callable[[], None]) -> float:
 
 
 def _launches(plan: Plan) -> list[PlannedLaunch]:
-    """Returns a call's launches in order, without those of empty grids, which CUDA rejects."""
+    """Returns a call's launches in order, without empty grids, which CUDA rejects."""
     return [x for x in plan.launches if all(x.grid)]
 
 
@@ -381,7 +381,7 @@ def _entries(
 
 def _complete(entries: Sequence[Entry], full: Container[tuple[int, int]]) -> Sequence[Entry]:
     """Truncates blocks with lost entries: all their warps end at the first loss."""
-    by_warp = _by_warp([x for x in entries if x.kind is not Kind.PLACED])  # PLACED: another clock
+    by_warp = _by_warp([x for x in entries if x.kind is not Kind.PLACED])  # has another clock
     ends: dict[int, float] = {}
     for (block, warp), own in by_warp.items():
         if (block, warp) in full:

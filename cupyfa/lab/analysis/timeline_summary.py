@@ -82,7 +82,7 @@ def rows_of_blocks(timeline: Timeline) -> dict[int, tuple[int, int]]:
 
 
 def working(timeline: Timeline) -> dict[tuple[int, int], list[Span]]:
-    """Returns the phases of each working warp by (block, warp), without warps that exit at once."""
+    """Maps (block, warp) to the warp's phases, without warps that exit at once."""
     whole, found = extents(timeline), defaultdict[tuple[int, int], list[Span]](list)
     for x in timeline.phases:
         found[x.block, x.warp].append(x)
@@ -118,9 +118,9 @@ def facts(timeline: Timeline) -> dict[str, float]:
     For one block: its time, the percentages of time with and without products in flight, the
     longest gap between products, and the percentage of the softmax that overlaps with products. A
     wgmma group is in flight from the fence before it to the end of the wait for it. For all blocks:
-    their number, the maximum number that run at a time, the waves, the tail (time from the first
-    idle multiprocessor to the end), and the percentage of idle multiprocessor time. In the
-    simulator only the number of steps, since steps do not correspond to time.
+    their number, the maximum number that run at a time, the number of waves, the tail (from the
+    first idle multiprocessor to the end), and the percentage of idle multiprocessor time. For the
+    simulator: only the number of steps, since steps do not correspond to time.
     """
     if not timeline.phases:
         return {}
@@ -201,7 +201,7 @@ _TIMES = ("time", "longest_gap", "tail")
 
 
 def rounded(value: float | str) -> str:
-    """Formats a number with three digits, or without decimals from 100 on; keeps a string."""
+    """Formats a number with three digits, from 100 on without decimals; a string is unchanged."""
     if isinstance(value, str):
         return value
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -313,7 +313,7 @@ def _long(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-# Options whose value is optional: the implied value, a test for values, a description of values.
+# Maps options with an optional value to the implied value, a test for values, and a description.
 _FLAGS: Mapping[str, tuple[str, Callable[[str], bool], str]] = {
     _long(name): (x.flag, partial(contains, x.choices or ()), " or ".join(x.choices or ()))
     for name, x in OPTIONS.items()
@@ -325,7 +325,7 @@ _FLAGS: Mapping[str, tuple[str, Callable[[str], bool], str]] = {
 
 
 def with_flag_values(arguments: Sequence[str]) -> list[str]:
-    """Adds the implied values of options that are given without a value to the arguments.
+    """Appends its implied value to each option that is given without a value.
 
     Otherwise click would read the next argument, such as a kernel's name, as the option's value.
     """
@@ -485,7 +485,7 @@ def refuse_foreign(operations: Collection[str], *names: str) -> None:
 
 
 def given_options(*names: str) -> dict[str, str]:
-    """Maps those of the command's parameters ``names`` that were given to their options."""
+    """Maps each of the parameters ``names`` that was given on the command line to its option."""
     context = click.get_current_context()
     return {
         parameter.name: parameter.opts[-1]

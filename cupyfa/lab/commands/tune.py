@@ -44,7 +44,7 @@ def tune(kernel: str, timeout: float | None, backend: str, form: str, **how: Any
 
     \b
     first ms  the first, short timing, or why there is none
-    ms        finalists: median over the rounds, at one speed of the device
+    ms        finalists: median over the rounds, corrected for drift of the device's speed
     x own     finalists: speedup over the default tiles, in the same rounds
     spread %  from the 20th to the 80th percentile of the times
     rounds    finalists: number of rounds in alternation

@@ -22,8 +22,8 @@ _FILES = re.compile(r" --(docs|(save|plot|from)[ =]\S+)")  # options without inf
 def at_length(rows: Sequence[Measurement], M: int | None) -> list[Measurement]:
     """Returns the rows of rungs at one length, by default USUAL_LENGTH.
 
-    If no rung was timed at the default length, selects the length with the most timed rungs, and
-    the longest of several. Raises ValueError if there is no rung, if a rung occurs twice, or if
+    If no rung was timed at the default length, uses the length with the most timed rungs, and of
+    several the longest. Raises ValueError if there is no rung, if a rung occurs twice, or if
     problems differ in more than the length and the precision, which each rung chooses.
     """
     others = ", ".join(dict.fromkeys(row.kernel for row in rows))
@@ -101,7 +101,7 @@ def title(results: Results, problem: Problem) -> str:
 
 
 def pages_of(folder: Path, backend: str) -> list[Path]:
-    """Returns the ladder's pages. Raises ValueError if one is missing, or for the simulator."""
+    """Returns the pages. Raises ValueError if one is missing or the backend is "simulator"."""
     for name in PAGES:
         if not (folder / name).is_file():
             raise ValueError(f"{folder} has no {name}; run this in a checkout of the project")

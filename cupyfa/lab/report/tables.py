@@ -47,7 +47,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def kernel_row(kernel: Kernel, largest_d: int | str | None) -> Row:
-    """Returns a kernel's row for ``list``; ``largest_d`` may be "any", or None if inapplicable."""
+    """Returns a kernel's row for ``list``. ``largest_d`` is None if the dtype is not supported."""
     rounded = kernel.float32_as if kernel.float32_as != ("float32",) else ()
     has_d = kernel.operation != "softmax"
     return {
@@ -106,7 +106,7 @@ def trial_row(result: Trial, case: Case, backend: Backend) -> Row:
 def trial_lines(
     result: Trial, case: Case, backend: Backend, passed_over: Mapping[str, str] | None = None
 ) -> str:
-    """Renders a trial. ``passed_over`` maps faster kernels to why "auto" did not select them."""
+    """Renders a trial. ``passed_over`` has the reasons why "auto" rejected faster kernels."""
     plan, row = result.plan, result.measurement
     lines = {
         "kernel": f"{plan.kernel.name}: {plan.kernel.adds}",
@@ -231,7 +231,7 @@ def plan_row(plan: Plan, launch: PlannedLaunch) -> Row:
 def plan_lines(plan: Plan, passed_over: Mapping[str, str] | None = None) -> str:
     """Renders the facts of a plan, then those of each launch, one per line.
 
-    ``passed_over`` maps faster kernels to why "auto" did not select them.
+    ``passed_over`` has the reasons why "auto" rejected faster kernels.
     """
     products = sum(isinstance(x, Matmul) for x in plan.steps)
     whole = {

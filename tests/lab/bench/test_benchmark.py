@@ -265,7 +265,7 @@ class Paced(Simulator):
 
     def time(self, call, *, cold=False):
         plan = getattr(call, "plan", None)
-        if plan is not None:  # the result of a product that measures a peak is not needed
+        if plan is not None:  # products that measure a peak need not be computed
             call()
         self.drift *= 1.0001
         kernel = plan.kernel.name if plan else "product"
@@ -383,7 +383,7 @@ def test_bench_of_a_cache_on_the_command_line(tmp_path):
     file = tmp_path / "x.json"
     out = cli("bench", "fa2", "--cache", "paged", "-p", "page=16,32", *sizes, "--save", file)
     assert "cache in pages of 16" in out.stdout and "cache in pages of 32" in out.stdout
-    assert "GB/s are keys and values" in out.stderr
+    assert "GB/s counts keys and values" in out.stderr
     assert "not measured on a GPU" in cli("compare", file, file).stdout
     assert "give cache='paged'" in refused("bench", "fa2", "--page", 16, *sizes, code=2)
 

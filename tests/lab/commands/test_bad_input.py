@@ -78,7 +78,6 @@ def attention(q=(4, 8), k=(4, 8), v=(4, 8), **options):
 
 
 def alike(dtype, **options):
-    """Calls attention on arrays of one dtype."""
     return attention(*(a(4, 8, dtype=dtype) for _ in range(3)), **options)
 
 
@@ -120,7 +119,6 @@ def blocks(text="key <= query", captured=None, **sizes):
 
 
 def updated(captured):
-    """Updates the captured arrays of a block mask."""
     before = {"doc": a(170, dtype=int), "n": 0}
     return blocks("doc[query] == doc[key] + n", before).update(captured)
 
@@ -133,7 +131,6 @@ def packed(options=None, function=attention, **change):
 
 
 def padded(function=attention, **lengths):
-    """Calls a function on padded arrays."""
     return function(*wrap(a(3, 2, 9, 16), a(3, 1, 11, 16), a(3, 1, 11, 16), lengths))
 
 
@@ -188,7 +185,6 @@ def new_tokens():
 
 
 def decode(cache=None, q=(6, 4, 2, 24), **options):
-    """Calls attention on a cache."""
     cache = kv() if cache is None else cache
     q = a(*q) if isinstance(q, tuple) else q
     return cupyfa.attention(q, cache, backend="simulator", **options)

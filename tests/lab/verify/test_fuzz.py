@@ -1,4 +1,4 @@
-"""Random cases: sizes near the limits of a kernel's tiles, stages and schedule; coverage."""
+"""Random cases: sizes near the limits of a kernel's tiles, stages and schedule."""
 
 from collections import Counter
 from dataclasses import replace
