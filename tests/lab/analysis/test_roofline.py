@@ -103,7 +103,7 @@ def test_bounds_by_hand():
 
 
 def test_exponentials_bound_small_heads():
-    """An SM computes 16 exponentials or 4096 FLOP per clock; a score takes one and 4 d FLOP."""
+    """Per clock, an SM computes 16 exponentials or 4096 FLOP; a score needs 1 and 4 d of them."""
     assert row("tiled", device="h100", d=32).bound == "exponentials"
     assert row("tiled", device="h100", d=128).bound == "compute"
     small = row("tiled", device="h100", d=32)

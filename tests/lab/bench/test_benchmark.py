@@ -261,7 +261,7 @@ class Paced(Simulator):
 
     @property
     def limits(self):
-        return replace(super().limits, device="a paced simulator")  # separates its stored peaks
+        return replace(super().limits, device="a paced simulator")  # has stored peaks of its own
 
     def time(self, call, *, cold=False):
         plan = getattr(call, "plan", None)

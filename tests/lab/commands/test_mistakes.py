@@ -224,4 +224,4 @@ def test_a_run_in_which_everything_is_hidden_says_so(kernel, hidden):
 @pytest.mark.parametrize("seed", range(3))
 def test_a_random_mask_lets_something_be_seen(seed):
     done = cli("run", "fa2", *SMALLEST, *SIMULATOR, "--mask", "1111", "--seed", seed)
-    assert "no query sees" not in done.stderr
+    assert "no query attends" not in done.stderr

@@ -1,4 +1,4 @@
-"""Keys in pages in commands and checks: forms, inputs, grids and failures."""
+"""Paged keys in commands and checks: forms, inputs, grids and failures."""
 
 import json
 import shlex
