@@ -70,7 +70,7 @@ def tune(kernel: str, timeout: float | None, backend: str, form: str, **how: Any
         command_options.note(f"fastest for {p.arithmetic}{columns}: {tiles}")
     if right and on.name == "simulator":
         command_options.note(
-            "plans ignore these tiles: times of the simulator do not predict those of a GPU"
+            "plans ignore these tiles: times of the simulator say nothing about a GPU"
         )
     sys.exit(0 if len(right) == len(by_problem) else WRONG)
 
