@@ -26,8 +26,7 @@ __device__ void load_tile(__half (&tile)[16][d], const __half* X, int first, int
   }
 }
 
-extern "C" __global__ void store_fragments(const __half* Q, const __half* K, float* S, int M,
-                                           int N) {
+extern "C" __global__ void fragments(const __half* Q, const __half* K, float* S, int M, int N) {
   __shared__ __align__(16) __half Q_tile[rows][d], K_tile[keys][d];
   const int lane = threadIdx.x;
   load_tile(Q_tile, Q, 0, M);

@@ -22,8 +22,8 @@ __device__ void load_tile(__half (&tile)[16][d], const __half* X, int first) {
 }
 
 // Q, O [16, 16], K, V [N, 16]; N is a multiple of 16.
-extern "C" __global__ void multiply_weights(const __half* Q, const __half* K, const __half* V,
-                                            float* O, int N) {
+extern "C" __global__ void probabilities_as_operand(const __half* Q, const __half* K,
+                                                    const __half* V, float* O, int N) {
   __shared__ __align__(16) __half Q_tile[rows][d], K_tile[keys][d], V_tile[keys][d];
   const int lane = threadIdx.x;
   load_tile(Q_tile, Q, 0);

@@ -7,7 +7,7 @@ constexpr int stages = 2;
 constexpr int consumers = 64;  // threads: two warps, each with a row; a lane has a column
 
 // P [2, N], V [N, 32], O [2, 32]; warp 0 is the producer.
-extern "C" __global__ void multiply_from_ring(const float* P, const float* V, float* O, int N) {
+extern "C" __global__ void producer_consumer(const float* P, const float* V, float* O, int N) {
   __shared__ __align__(128) float ring[stages][keys][columns];
   __shared__ Barrier full[stages], empty[stages];
   if (threadIdx.x == 0) {

@@ -35,9 +35,9 @@ __device__ int lanes_in_banks(const __half (&tile)[rows][columns], const __half*
   return count;
 }
 
-// X, Y [16, 64]: Y is X as the lanes have loaded it. conflicts [4, 32]: lanes_in_banks of each
-// step.
-extern "C" __global__ void load_swizzled(const __half* X, __half* Y, int* conflicts) {
+// X [16, 64]; Y [16, 64], which is X as the lanes have loaded it; conflicts [4, 32], which has
+// lanes_in_banks of each step and lane.
+extern "C" __global__ void swizzle(const __half* X, __half* Y, int* conflicts) {
   __shared__ __align__(128) __half tile[rows][columns];
   const int lane = threadIdx.x;
   for (int i = lane; i < rows * chunks; i += 32) {
