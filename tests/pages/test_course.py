@@ -1,6 +1,7 @@
-"""The pages of the course: one outline, few words, code that is in the sources, and Chinese twins."""
+"""The pages of the course: one outline, few words, and code that is in the sources."""
 
 import re
+from itertools import pairwise
 
 import pytest
 
@@ -62,6 +63,6 @@ def test_drawings_fit_a_column(name):
 
 
 def test_each_page_links_to_the_next():
-    for name, following in zip(PAGES, PAGES[1:]):
+    for name, following in pairwise(PAGES):
         if STEPS.index(following) == STEPS.index(name) + 1:
             assert f"]({following}.md)" in read(name).split("## Next")[1]
