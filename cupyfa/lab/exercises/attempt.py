@@ -129,7 +129,9 @@ def _run_kernel(exercise: Exercise, text: str, example: Example) -> dict[str, np
     ]
     sizes = [ctypes.sizeof(x) for x in values]
     launch = example.grid, example.block, example.shared_bytes
-    machine.starter(kernel, sizes, regions, *launch)(None, ctypes.addressof(table), 0)
+    # One worker runs the blocks in order, so that each run finds a race at the same access.
+    start = machine.starter(kernel, sizes, regions, *launch, workers=1)
+    start(None, ctypes.addressof(table), 0)
     return {name: arguments[name] for name in example.expected}
 
 
