@@ -25,6 +25,7 @@ from cupyfa.errors import CompileError, SimulatorFault
 from cupyfa.lab.exercises.exercise import Example, Exercise, arrays_in, exercise_named
 
 SECONDS = 10.0  # for all solutions that a process runs
+_GUARD_BYTES = 1 << 16  # on each side of an array of a kernel
 _PROGRAM = f"import sys; from {__name__} import run_in_file; run_in_file(*sys.argv[1:])"
 
 
@@ -118,7 +119,10 @@ def _run_kernel(exercise: Exercise, text: str, example: Example) -> dict[str, np
     from cupyfa.runtime.launcher import Region
     from cupyfa.runtime.simulator import machine
 
-    arguments = deepcopy(dict(example.arguments))
+    arguments = {
+        name: _guarded_copy(x) if isinstance(x, np.ndarray) else x
+        for name, x in example.arguments.items()
+    }
     kernel = machine.build(text, (INCLUDE,), exercise.entry)
     values: list[Any] = [_argument(x) for x in arguments.values()]
     table = (ctypes.c_size_t * len(values))(*map(ctypes.addressof, values))
@@ -133,6 +137,14 @@ def _run_kernel(exercise: Exercise, text: str, example: Example) -> dict[str, np
     start = machine.starter(kernel, sizes, regions, *launch, workers=1)
     start(None, ctypes.addressof(table), 0)
     return {name: arguments[name] for name in example.expected}
+
+
+def _guarded_copy(array: np.ndarray) -> np.ndarray:
+    """Returns a copy of an array amid unused memory, so that no other array is near its ends."""
+    buffer = np.zeros(array.nbytes + 2 * _GUARD_BYTES, np.uint8)
+    copied = buffer[_GUARD_BYTES:-_GUARD_BYTES].view(array.dtype).reshape(array.shape)
+    copied[...] = array
+    return copied
 
 
 def _argument(value: Any) -> Any:
