@@ -1,4 +1,4 @@
-"""The command line: all commands; errors are one line on stderr and an exit code."""
+"""The command-line program. Errors are reported as one line on stderr and an exit code."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from cupyfa.lab.commands.tune import tune
 from cupyfa.lab.commands.variables import check_variables
 from cupyfa.lab.commands.watching import own_process
 
-# By name, so that CuPy and others are not imported for them.
+# Exceptions by name, so that CuPy and other libraries need not be imported.
 EXIT_CODES = {
     "WrongResult": WRONG,
     "SimulatorFault": WRONG,
@@ -50,12 +50,12 @@ EXIT_CODES = {
     "OSError": BAD_ARGUMENTS,
 }
 
-# Errors of a full disk, not of arguments.
+# Error numbers of a full disk, which exit with another code than wrong arguments.
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class Program(click.Group):
-    """Ends with one line on stderr and the exit code of an error."""
+    """The command group; reports an error as one line on stderr and exits with its code."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta[mistakes.ARGUMENTS] = args
@@ -78,7 +78,7 @@ class Program(click.Group):
             note("interrupted")
             sys.exit(INTERRUPTED)
         except click.ClickException as error:
-            if type(error).__name__ == "NoArgsIsHelpError":  # of click from 8.2 on
+            if type(error).__name__ == "NoArgsIsHelpError":  # raised by click since 8.2
                 click.echo(error.format_message())
                 sys.exit(0)
             fail(mistakes.message_of(error), BAD_ARGUMENTS)
@@ -96,13 +96,13 @@ class Program(click.Group):
     def invoke(self, context: click.Context) -> Any:
         try:
             return super().invoke(context)
-        except BrokenPipeError:  # the reader of the output has ended: end as other programs do
-            sys.stdout = None  # type: ignore[assignment]  # not to be flushed
+        except BrokenPipeError:  # the reader of the output has exited: exit as for SIGPIPE
+            sys.stdout = None  # type: ignore[assignment]  # prevents a flush at exit
             sys.exit(128 + signal.SIGPIPE)
 
 
 def drop_unwritten_output() -> None:
-    """Keeps Python from reporting at exit, again, that stdout cannot be written."""
+    """Keeps Python from reporting at exit a second time that stdout cannot be written."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -110,7 +110,7 @@ def drop_unwritten_output() -> None:
 
 
 def message_of(error: Exception) -> str:
-    """The message of an error, in one line except for a compiler's output and for carets."""
+    """Returns an error's message in one line, except for compiler output and carets."""
     if isinstance(error, MemoryError):
         return f"{error or 'out of memory'}; give smaller sizes"
     if isinstance(error, OSError) and error.strerror:
@@ -121,7 +121,7 @@ def message_of(error: Exception) -> str:
 
 
 def in_one_line(message: str) -> str:
-    """A message in one line, unless a caret points to a place in a text."""
+    """Joins the lines of a message, unless a caret points to a position in an expression."""
     lines = message.splitlines()
     return message if any(x.strip() == "^" for x in lines) else " ".join(lines)
 

@@ -85,7 +85,7 @@ __all__ = [
     "vjp",
 ]
 
-# Imported on first use, since not every process needs checks, the simulator, caches or merging.
+# Imported on first use, because few processes need checks, the simulator, caches and merging.
 _LATER = {
     "KVCache": "arrays.kv_cache",
     "Rotary": "arrays.kv_cache",
@@ -98,7 +98,7 @@ _LATER = {
 _MODULES = {"lab": "cupyfa.lab", "transfer": "cupyfa.runtime.transfer"}
 _SUBPACKAGES = {"dask", "distributed"}  # imported explicitly by users
 _RAGGED = "Packed(q, cu_seqlens_q), Packed(k, cu_seqlens_k), Packed(v, cu_seqlens_k)"
-# Replacements of removed names, for error messages.
+# Replacements for removed names, for error messages.
 _FORMER = {
     "AttentionOptions": "the options as keyword arguments, **options of a dictionary",
     "attention_backward": "cupyfa.backward(dout, q, k, v, out, lse, …)",

@@ -6,7 +6,7 @@ from cupyfa.planner.source import ROOT
 
 
 def main() -> None:
-    """Runs the command line."""
+    """Runs the command-line program."""
     runpy.run_path(str(ROOT / "cli.py"))["main"](prog_name="cupyfa")
 
 

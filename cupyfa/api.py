@@ -1,4 +1,4 @@
-"""The functions of the library: NumPy in, NumPy out; CuPy or DLPack in, CuPy out."""
+"""The public functions. NumPy arrays return NumPy arrays; CuPy and DLPack arrays return CuPy's."""
 
 from __future__ import annotations
 
@@ -89,92 +89,92 @@ def attention(
     check: bool = False,
     **unknown: Unpack[NoKeywords],
 ) -> Any:
-    """softmax(q kᵀ · scale) v, computed without storing the matrix of scores.
+    """Computes softmax(q kᵀ · scale) v without storing the score matrix.
 
     q [..., heads, M, d], k [..., kv_heads, N, d], v [..., kv_heads, N, dv] of one dtype: float16,
     bfloat16 (ml_dtypes), float32, float64 or float8_e4m3fn (ml_dtypes). heads is a multiple of
-    kv_heads, and query head h reads key head h // (heads // kv_heads). Arrays of two axes are one
-    head, those of three are [heads, rows, d]; with ``layout="bshd"`` arrays are [batch, rows,
-    heads, d]. Any size may be 0, and arrays may have any strides.
+    kv_heads, and query head h reads key head h // (heads // kv_heads). 2-D arrays are a single
+    head, 3-D arrays are [heads, rows, d]; with ``layout="bshd"`` arrays are [batch, rows, heads,
+    d]. Any size may be 0, and arrays may have any strides.
 
-    Properties that differ between batch elements belong to the arrays:
+    Sequence lengths, float8 scales and caches are passed as part of the arrays:
 
-    - ``Padded(q, lengths)``: only the first rows of each batch element count. Masks, windows and
-      expressions are aligned as for arrays of these lengths. The other rows have no influence: out
-      and gradients are 0 there, and lse is -infinity.
-    - ``Packed(q, offsets)``: q [total queries, heads, d], k [total keys, kv_heads, d | dv] and out
-      are sequences that lie one after the other, and lse is [heads, total queries]. Masks, windows
-      and expressions apply within a sequence: query and key count from 0, queries and keys are its
-      lengths, and batch is its index, as in alibi_slopes and sink [sequences, heads]. Such a call
-      takes no bias, and a mask only as an expression. A row that belongs to no sequence has
-      out = 0 and lse = -infinity.
-    - Lists of arrays [heads, rows, d] are such sequences, and results are lists.
-    - ``Scaled(q, scale)``: float8_e4m3fn with a scale for each key head. Such inputs are not
-      rounded, and their out is bfloat16. ``Padded(Scaled(q, scale), lengths)`` combines both.
+    - ``Padded(q, lengths)``: only the first lengths[b] rows of batch element b are used. Masks,
+      windows and expressions are aligned to these lengths. Padding rows never affect the results:
+      their out and gradients are 0, and their lse is -infinity.
+    - ``Packed(q, offsets)``: a ragged batch (varlen). q [total queries, heads, d], k [total keys,
+      kv_heads, d | dv] and out hold the sequences one after the other, and lse is [heads, total
+      queries]. Masks, windows and expressions apply within each sequence: query and key start at
+      0, queries and keys are its lengths, and batch is its index, which also indexes alibi_slopes
+      and sink [sequences, heads]. bias is not supported, and mask must be an expression. Rows
+      outside all sequences have out = 0 and lse = -infinity.
+    - Lists of arrays [heads, rows, d], one array per sequence, are packed; results are lists, too.
+    - ``Scaled(q, scale)``: a float8_e4m3fn array with one scale per key head. Float8 inputs are
+      used as they are, and out is bfloat16. ``Padded(Scaled(q, scale), lengths)`` combines both.
     - ``attention(q, cache)``: the attention of new tokens, q [batch, heads, new tokens, d], to the
-      keys and values of a ``KVCache``. New tokens are the last ones of each sequence: of n keys,
-      token i sees those up to n - new tokens + i. In expressions, ``keys`` is the number of keys of
-      a sequence. Grids are sized for the capacity, and kernels read lengths and page tables when
-      they run: nothing waits for the GPU, and a captured CUDA graph may see new lengths each time.
-    - Dask arrays give lazy Dask arrays (see ``cupyfa.dask``), and ``cupyfa.distributed.Sharded``
-      arrays are rows of a sequence that is divided among ranks.
+      keys and values of a ``KVCache``. New tokens are the last ones of each sequence: in a sequence
+      of n keys, token i sees keys j <= n - new tokens + i. In expressions, ``keys`` is the number
+      of keys of a sequence. Grids are sized for the cache's capacity, and kernels read lengths and
+      page tables on the device: the host does not synchronize, and a captured CUDA graph can be
+      launched again with new lengths.
+    - Dask arrays return lazy Dask arrays (see ``cupyfa.dask``), and ``cupyfa.distributed.Sharded``
+      arrays hold this rank's rows of a sequence that is divided among ranks.
 
     causal: with True or "bottom-right" query i sees keys j <= i + N - M, with "top-left" j <= i.
     window: (left, right); query i at position p = i + N - M (p = i with a "top-left" mask) sees
-        keys p - left <= j <= p + right. None is no limit; a causal mask is the limit right = 0.
+        keys p - left <= j <= p + right. None means unlimited; a causal mask sets right = 0.
     offset: the position of query 0 among the keys, in place of N - M, for masks, windows and
-        expressions: a causal mask lets query i see keys j <= i + offset. With it, a call on some of
-        the queries or keys computes its part of the call on all of them.
-    scale: the factor of the scores, by default 1/sqrt(d).
+        expressions: with a causal mask query i sees keys j <= i + offset. An offset lets a call on
+        a slice of the queries or keys compute its share of the whole problem.
+    scale: the factor that multiplies q kᵀ; 1/sqrt(d) by default.
     softcap: scores become softcap · tanh(score / softcap), after the scale.
-    score_mod: an expression as a string, or a Python function, applied after the softcap: it
-        computes the new score from ``score batch head query key position queries keys`` and from
-        the names in ``captured``, as in
-        "score - slope[head] * abs(position - key)". position is query + N - M, or query under a
-        "top-left" mask.
+    score_mod: a string expression or a Python function that computes the new score, after the
+        softcap. It may use ``score batch head query key position queries keys`` and the names in
+        ``captured``, as in "score - slope[head] * abs(position - key)". position is query + N - M,
+        or query under a "top-left" mask.
     alibi_slopes: [heads] or [batch, heads]; slope · abs(position - key) is subtracted.
-    bias: added to the score; of any float, broadcastable to [batch, heads, M, N].
-    mask: the visible pairs. An array of bool, broadcastable likewise; a ``block_mask``, whose empty
-        tiles are skipped; or an expression like score_mod, as "key <= position". With a tuple of an
-        array and an expression, a pair is visible if it is so in both.
-    captured: the arrays and numbers that the expressions name, as {"slope": array}. Arrays are of
-        bool, whole numbers or floats; an index has to be inside its axis.
-    sink: [heads] or [batch, heads], of any float: one more score of every row of a head, without a
-        value. The softmax and lse include it; -infinity has no effect.
-    dropout: a ``Dropout``, which sets weights of the softmax to 0. It does not affect lse.
-    precision: the format that float32 inputs may be rounded to: "tf32", "float16" or "bfloat16". By
-        default they are not rounded, unless ``kernel`` always rounds them. "float8_e4m3" also
-        applies to float16 and bfloat16 inputs.
-    append: (k, v) of the new tokens, [batch, kv_heads, new tokens, d | dv], which are first written
-        into the cache from row cache.lengths on, which adds them to the keys of the sequences.
-        Without it the cache must already hold them, and cache.lengths counts them. Either way
-        cache.lengths is not changed.
-    kernel: a name of ``kernels()``, a Kernel, or "auto". ``kernel.bind(…)`` gives a kernel of your
-        own its arrays and floats, and names its outputs that are returned after lse.
-    backend: "cuda", "simulator", "auto", or a Simulator with settings of its own. NumPy arrays may
-        be computed on several GPUs, and their progress reported: see ``Devices``.
-    tiles: tile sizes of the kernel, for example ``{"Br": 64, "Bc": 32}``; the others are chosen.
-        With a cache also ``{"splits": n}``: the keys of a row are divided into n parts, each of
-        which is computed by its own block; the default depends on the device and the batch. With a
-        fixed n, the bits of a sequence do not depend on the other sequences.
-    out: the array that the output is written to, or the dtype of a new one. With "float32", the
-        output of float16 and bfloat16 inputs is the float32 sum without its last rounding, for
-        results that are merged or added later. By default out has the dtype of the inputs; for
-        float8_e4m3fn inputs it is "bfloat16" (the default), "float16" or "float32".
-    check: also compare all results with the reference, detect writes outside of them, and validate
+    bias: added to the scores; any float dtype, broadcastable to [batch, heads, M, N].
+    mask: the visible pairs. A bool array that broadcasts to [batch, heads, M, N]; a ``block_mask``,
+        whose empty tiles are skipped; or an expression like score_mod, as "key <= position". With a
+        tuple of an array and an expression, a pair is visible if both allow it.
+    captured: the arrays and numbers that the expressions read, as {"slope": array}. Arrays hold
+        bools, integers or floats; indices must be in bounds.
+    sink: [heads] or [batch, heads], any float dtype: one extra score per row, without a value
+        (attention sink). The softmax and lse include it; -infinity has no effect.
+    dropout: a ``Dropout``, which zeroes some softmax weights. It does not affect lse.
+    precision: the format that inputs may be rounded to: for float32 "tf32", "float16", "bfloat16"
+        or "float8_e4m3", for float16 and bfloat16 only "float8_e4m3". By default inputs are not
+        rounded unless ``kernel`` always rounds them; "float32" rejects kernels that do.
+    append: (k, v) of the new tokens, [batch, kv_heads, new tokens, d | dv]. They are written into
+        the cache from row cache.lengths on, and then attended to as well. Without ``append`` the
+        cache must already hold them, and cache.lengths must count them. The call never changes
+        cache.lengths.
+    kernel: a name from ``kernels()``, a Kernel, or "auto". ``kernel.bind(…)`` passes arrays and
+        floats to a custom kernel, and names the extra outputs to return after lse.
+    backend: "cuda", "simulator", "auto", or a configured Simulator. ``Devices`` computes NumPy
+        arrays on several GPUs and reports progress.
+    tiles: tile sizes of the kernel, for example ``{"Br": 64, "Bc": 32}``; missing ones are chosen.
+        With a cache also ``{"splits": n}`` (split-KV): the keys of a row are divided into n parts,
+        one per block; the default depends on the device and the batch. With a fixed n, the bits of
+        a sequence's results do not depend on the other sequences.
+    out: the output array, or the dtype of a new one. With "float32", float16 and bfloat16 inputs
+        return the float32 result before its last rounding, for results that are merged or added
+        later. By default out has the dtype of the inputs; for float8_e4m3fn inputs it is "bfloat16"
+        (the default), "float16" or "float32".
+    check: also compare all results with the reference, detect out-of-bounds writes, and validate
         lengths, offsets and pages in GPU memory.
 
-    Returns out [..., heads, M, dv] of the dtype (see out) and kind of the inputs; with
+    Returns out [..., heads, M, dv], an array of the inputs' type and dtype (see ``out``); with
     ``return_lse`` also the natural logarithm of each row's sum of exp(score), [..., heads, M] in
-    float32 (float64 for float64); and with ``return_max`` the largest score of each row, in the
-    shape and dtype of lse, after the scale, all modifications and masks, without the sink. A row
-    that sees no key has out = 0, lse = -infinity, or its sink, and the maximum -infinity. Where lse
-    is NaN, the maximum is NaN. The bits of a batch element or sequence do not depend on the finite
-    numbers in others.
+    float32 (float64 for float64); and with ``return_max`` each row's largest score, in the shape
+    and dtype of lse, after the scale, all modifications and masks, without the sink. A row that
+    sees no key has out = 0, lse = -infinity (or its sink) and maximum -infinity. Where lse is NaN,
+    the maximum is NaN. Finite values in one batch element or sequence never change the bits of
+    another one's results.
 
-    Raises ValueError or TypeError for wrong arguments, Unsupported if the kernel or device cannot
-    do the problem, DeviceError if the device fails, SimulatorFault if a kernel does something wrong
-    in the simulator, CompilerNotFound if the simulator finds no compiler, WrongResult if a check
+    Raises ValueError or TypeError for wrong arguments, Unsupported if the kernel or device does not
+    support the problem, DeviceError if the device fails, SimulatorFault if the simulator detects an
+    error in a kernel, CompilerNotFound if the simulator finds no compiler, WrongResult if a check
     fails.
 
     FlashAttention: Dao et al., 2022, arXiv:2205.14135; Dao, 2023, arXiv:2307.08691.
@@ -185,8 +185,8 @@ def attention(
             return function(attention, locals())
         (q, k, v), structure = unwrap(q, k, v)
     dtype = out if isinstance(out, DTYPES) else None
-    # The key of a repeated call: all arguments but the arrays, which ones are None, and whether
-    # out is an array, since that array decides the dtype which others take from q.
+    # The key of a repeated call: all non-array arguments, which arrays are None, and whether out
+    # is an array, which then determines the dtype of the result.
     # fmt: off
     fixed: tuple[Any, ...] = (
         causal, window, offset, scale, softcap, score_mod, precision, dtype,
@@ -209,10 +209,10 @@ def attention(
     if unknown:
         raise unknown_argument(attention, unknown)
     if append is not None:
-        raise TypeError("append is for a KVCache, and k is an array; leave it out")
+        raise TypeError("append requires a KVCache, and k is an array; leave append out")
     inputs: dict[str, Any] = {}
     asked: OptionKeywords = {}
-    # Chains of ``is``: is any of these arguments given?
+    # Skip reading the options if all of them have their defaults.
     if causal is not False or not (
         window is offset is scale is softcap is score_mod is precision is None
         and alibi_slopes is bias is mask is captured is sink is dropout is None
@@ -246,15 +246,15 @@ def vjp(
     wrt: Sequence[str] = QKV,
     **both: Unpack[CommonKeywords],
 ) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
-    """The attention of q, k and v, and the function that computes its gradients.
+    """Computes attention and returns it with its vector-Jacobian product, as ``jax.vjp`` does.
 
-    Returns out and ``pullback``; ``pullback(dout)`` gives the gradients of ``wrt``, by default dq,
-    dk and dv, as ``backward`` does; dout has the dtype of q, also if out is in float32. With
-    ``return_lse`` it returns (out, lse) and ``pullback``; then ``pullback(dout, dlse)`` takes the
-    gradient of lse too. ``kernel`` and ``tiles`` apply to ``attention``, ``out`` is the dtype of
-    its output; ``backward_kernel``, ``backward_tiles`` and ``deterministic`` apply to ``backward``.
-    The other arguments apply to both. The pullback keeps references to q, k, v, out and lse, and
-    may be called several times; it reads their contents when it is called.
+    Returns out and ``pullback``. ``pullback(dout)`` returns the gradients of ``wrt``, by default
+    dq, dk and dv, as ``backward`` does; dout has the dtype of q, even if out is float32. With
+    ``return_lse`` it returns (out, lse) and ``pullback``; then ``pullback(dout, dlse)`` also takes
+    the gradient of lse. ``kernel`` and ``tiles`` apply to ``attention``, and ``out`` is the dtype
+    of its output; ``backward_kernel``, ``backward_tiles`` and ``deterministic`` apply to
+    ``backward``. All further arguments apply to both. The pullback keeps references to q, k, v, out
+    and lse, and reads their contents when it is called; it may be called several times.
     """
     is_other = type(q) in KINDS or type(k) in KINDS or type(v) in KINDS
     if is_other and (function := find_function("vjp", q, k, v)) is not None:
@@ -263,8 +263,8 @@ def vjp(
         raise unknown_argument(vjp, both, OF_BOTH_PASSES)
     if out is not None and not isinstance(out, DTYPES):
         raise ValueError(
-            f"out is {described(out)}, and the pullback keeps out and lse; give its dtype, or call "
-            "attention and backward to have them"
+            f"out is {described(out)}; vjp allocates out, which the pullback keeps: give a dtype, "
+            "or call attention and backward"
         )
     pullback.refuse_gradients(INPUTS.get(str(getattr(q, "dtype", "")).removeprefix("torch.")))
     both = convert_lists(both) if both else both  # type: ignore[assignment]
@@ -291,11 +291,11 @@ def vjp(
 def _pullback(
     arrays: tuple[Any, ...], how: Mapping[str, Any], dout: Any, dlse: Any = None, **unknown: Any
 ) -> tuple[Any, ...]:
-    """The pullback of ``vjp``, which binds the first arguments; at module level so it pickles."""
+    """Calls ``backward``; a function at module level, so that pullbacks can be pickled."""
     if unknown:
         raise TypeError(
-            f"pullback() has no argument {next(iter(unknown))!r}; it has dout and dlse, and "
-            "returns new arrays: backward writes into grads="
+            f"pullback() has no argument {next(iter(unknown))!r}; it takes dout and dlse and "
+            "returns new arrays: to write into existing ones, call backward with grads="
         )
     return backward(dout, *arrays, dlse=dlse, **how)
 
@@ -319,28 +319,28 @@ def backward(
     check: bool = False,
     **scores: Unpack[ScoreKeywords],
 ) -> tuple[Any, ...]:
-    """The gradients of q, k and v, for the gradient ``dout`` of the output of ``attention``.
+    """Computes the gradients of ``attention`` from ``dout``, the gradient of its output.
 
-    q, k, v and the arguments that change scores (causal, window, …) are those of the call of
-    ``attention``; ``out`` [..., heads, M, dv] and ``lse`` [..., heads, M] are its results with
-    ``return_lse``. dout has the shape of out and the dtype of q. With out in float32, dq, dk and dv
-    are in float32, too. A custom kernel that computes no softmax takes None for lse.
+    Pass the q, k, v and score arguments (causal, window, …) of the ``attention`` call; ``out``
+    [..., heads, M, dv] and ``lse`` [..., heads, M] are its results with ``return_lse``. dout has
+    the shape of out and the dtype of q. If out is float32, dq, dk and dv are float32, too. lse may
+    be None for a custom kernel that computes no softmax.
 
-    deterministic: whether every run must give the same bits.
+    deterministic: whether every run must return the same bits.
     dlse: the gradient of lse, in the shape and dtype of lse; 0 by default.
-    wrt: the names of the arrays whose gradients are returned, as ("q", "bias") or "q,bias": q, k,
-        v, bias, alibi_slopes, sink and captured arrays of floats.
-    grads: an array for each of them, or None for a new one.
+    wrt: the names of the arrays to differentiate, as ("q", "bias") or "q,bias": q, k, v, bias,
+        alibi_slopes, sink and captured float arrays.
+    grads: an output array for each gradient, or None for a new array.
 
-    The other arguments are those of ``attention``.
+    All further arguments are those of ``attention``.
 
     Returns the gradients in the order of ``wrt``, by default dq, dk and dv, with the shapes and
-    dtypes of their arrays (dq, dk and dv as out), then the outputs that ``kernel`` is bound to
-    return; dk and dv are sums over the query heads that share a key head. The gradient of a row
-    that sees no key is 0.
+    dtypes of their arrays (dq, dk and dv have the dtype of out), then the outputs that ``kernel``
+    is bound to return. dk and dv are summed over the query heads that share a key head. The
+    gradient of a row that sees no key is 0.
 
-    Raises the errors of ``attention``, and Unsupported if ``deterministic`` is True and the named
-    kernel is not.
+    Raises the errors of ``attention``, and Unsupported if ``deterministic`` is True and ``kernel``
+    names a kernel that is not deterministic.
 
     FlashAttention: Dao et al., 2022, arXiv:2205.14135, appendix B; Dao, 2023, arXiv:2307.08691.
     """
@@ -385,27 +385,27 @@ def compile(
 ) -> Prepared:
     """Plans a call of ``attention`` or ``backward`` and compiles its kernels.
 
-    ``compile(q, k, v, …)`` prepares calls of ``attention``, ``compile(dout, q, k, v, out, lse, …)``
-    those of ``backward``.
+    ``compile(q, k, v, …)`` prepares ``attention``, and ``compile(dout, q, k, v, out, lse, …)``
+    prepares ``backward``.
 
     arrays: arrays with the shapes, strides and dtypes of later calls, or only the shapes of
         contiguous arrays of ``dtype``, a name or a NumPy dtype (CuPy arrays; NumPy arrays in the
-        simulator). The fields of structured arrays, as of ``Packed(q, offsets)``, are given in the
-        same way. With shapes, lse is float32, or float64 for float64.
-    keywords: the other arguments of that function. Arrays that change scores are given as arrays
-        too or, with shapes, as the forms that ``plan`` takes; dlse is an array or shape like lse.
-        With shapes, ``out=`` is the dtype of the output, also for ``backward``, and a kernel is not
-        bound to arrays, since the problem determines their shapes.
+        simulator). Fields of structured arrays such as ``Packed(q, offsets)`` are arrays or shapes
+        in the same way. With shapes, lse is float32, or float64 for float64.
+    keywords: further arguments of that function. bias, mask, sink and other optional arrays are
+        given as arrays or, with shapes, in the notation of ``plan``; dlse is an array or shape like
+        lse. With shapes, ``out=`` is the dtype of the output, also for ``backward``, and a kernel
+        must not be bound to arrays, since the problem determines their shapes.
 
-    Returns a Prepared: ``prepared(q, k, v, out=None)`` or ``prepared(dout, q, k, v, out, lse,
-    grads=None)`` takes a few microseconds for CuPy arrays. It refuses arrays of other shapes,
-    strides, dtypes or devices. Arrays that change scores are given in each call, by name,
-    ``prepared(q, k, v, bias=bias, captured={"slope": slope})``, and so is dlse. Numbers keep the
-    values they had here. Offsets and lengths are int32; those in GPU memory are not checked.
+    Returns a Prepared. ``prepared(q, k, v, out=None)`` or ``prepared(dout, q, k, v, out, lse,
+    grads=None)`` takes a few microseconds for CuPy arrays, and raises for arrays of other shapes,
+    strides, dtypes or devices. Optional arrays and dlse are passed by name in each call:
+    ``prepared(q, k, v, bias=bias, captured={"slope": slope})``. Numbers such as scale are fixed at
+    compile time. Offsets and lengths are int32; in GPU memory they are not checked.
     """
     if len(arrays) not in (3, 6):
         raise TypeError(
-            f"compile() has {len(arrays)} arrays; give q, k and v for attention, or dout, q, k, v, "
+            f"compile() got {len(arrays)} arrays; give q, k and v for attention, or dout, q, k, v, "
             "out and lse for backward"
         )
     return compile_call(compile, arrays, dtype, keywords)
@@ -422,9 +422,9 @@ def softmax(
     check: bool = False,
     **unknown: Unpack[NoKeywords],
 ) -> Any:
-    """exp(x) divided by its sum along the last axis, computed without overflow.
+    """Computes the softmax along the last axis without overflow.
 
-    x [..., N] of float16, bfloat16, float32 or float64; other arguments as for ``attention``.
+    x [..., N] of float16, bfloat16, float32 or float64; further arguments as for ``attention``.
     Returns an array like x; with ``return_lse`` also the natural logarithm of each row's sum of
     exp(x), [...] in float32 (float64 for float64).
 
@@ -462,18 +462,18 @@ def plan(
     return_max: bool = False,
     **scores: Unpack[ScoreKeywords],
 ) -> Plan:
-    """Plans an attention call of these sizes, without arrays and without a launch.
+    """Plans an attention call from sizes alone, without arrays and without a launch.
 
-    N defaults to M, dv to d, kv_heads to heads. ``limits`` describes the device to plan for, by
-    default that of the backend. ``out`` is the dtype of the output.
+    N defaults to M, dv to d, kv_heads to heads. ``limits`` describes the target device, by default
+    that of the backend. ``out`` is the dtype of the output.
 
-    alibi_slopes, bias, mask, sink and the arrays of ``captured`` are given as forms: a shape,
-    (1, 8, 64, 64), or the axes as letters, "1hmn", of float32 (a bias of ``dtype``, a mask of
-    bool); with a dtype, "f16[1hmn]", or for captured arrays "i32[M]" or "f32[heads]"; or an array,
-    of which only shape and dtype are used. A mask may also be a ``block_mask`` or an expression.
-    lengths_q and lengths_k, the lengths of ``Padded`` arrays, are True or such a form,
-    "i32[batch]". ``scales`` names the ``Scaled`` arrays, as "qkv". With ``return_max`` the call
-    also returns the largest score of each row.
+    alibi_slopes, bias, mask, sink and the arrays of ``captured`` are given as a shape, (1, 8, 64,
+    64), or as letters for the axes, "1hmn". Their dtype is then float32, except that bias has
+    ``dtype`` and mask is bool. A dtype can be named: "f16[1hmn]", or for captured arrays "i32[M]"
+    or "f32[heads]". Arrays are accepted as well, and only their shapes and dtypes are used. A mask
+    may also be a ``block_mask`` or an expression. lengths_q and lengths_k, the lengths of
+    ``Padded`` arrays, are True or "i32[batch]". ``scales`` names the ``Scaled`` arrays, as "qkv".
+    With ``return_max`` the call also returns each row's largest score.
 
     Raises the errors of ``attention``.
     """
@@ -499,10 +499,10 @@ def plan(
 
 
 def dropout_mask(dropout: Dropout, *, batch: int, heads: int, M: int, N: int) -> Array:
-    """The pairs of query and key whose weights ``attention`` keeps: bool, [batch, heads, M, N].
+    """Returns the dropout mask of ``attention``: bool [batch, heads, M, N], True for kept weights.
 
-    ``heads`` counts the heads of q. Only batch element, head, query, key, seed and offset decide
-    whether a pair is kept, not M and N. Another seed or offset gives independent bits.
+    ``heads`` counts query heads. An element of the mask depends on its batch, head, query and key
+    indices and on the seed and offset, not on M and N. Different seeds or offsets are independent.
 
     Raises ValueError or TypeError for wrong arguments.
 
@@ -524,10 +524,10 @@ def dropout_mask(dropout: Dropout, *, batch: int, heads: int, M: int, N: int) ->
 def empty_pinned(
     shape: int | Sequence[int], dtype: Any = "float32", *, backend: BackendName | Backend = "auto"
 ) -> np.ndarray:
-    """A NumPy array with unspecified elements in page-locked host memory.
+    """Allocates an uninitialized NumPy array in page-locked host memory.
 
-    Copies between such an array and the GPU need no intermediate buffer, but its allocation takes
-    longer. The simulator returns an ordinary array.
+    Copies between pinned memory and the GPU need no staging buffer, but allocation takes longer.
+    The simulator returns an ordinary array.
     """
     sizes = read_shape("shape", (shape,) if isinstance(shape, int | np.integer) else shape)
     of = dtype_named(dtype).numpy if dtype == "bfloat16" else np.dtype(dtype)

@@ -1,4 +1,4 @@
-"""The exceptions of the library, besides ValueError and TypeError for wrong arguments; warnings."""
+"""Exceptions other than ValueError and TypeError, and helpers for messages and warnings."""
 
 import numbers
 import os
@@ -9,17 +9,17 @@ import warnings
 from collections.abc import Iterable
 from typing import Any, NoReturn, Self
 
-_FEW = 4  # elements of a sequence that a message shows
-_OTHER = "of type"  # stands before the type of a value that a message does not show
-# All control characters but tab and newline, and marks that change the direction of writing.
+_FEW = 4  # messages show sequences of at most this many elements
+_OTHER = "of type"  # precedes the type's name where a message does not show the value
+# All control characters but tab and newline, and Unicode marks that change the text direction.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 _LIBRARY = os.path.dirname(__file__) + os.sep
 
 
 class Unsupported(NotImplementedError):
-    """A valid problem that this kernel or device does not support; names kernels that do.
+    """A valid problem that this kernel or device does not support; names kernels that support it.
 
-    ``reason`` is short and without sizes, so that equal reasons can be counted.
+    ``reason`` is a short reason without sizes, so that equal reasons can be counted.
     """
 
     def __init__(self, message: str, reason: str = "") -> None:
@@ -36,7 +36,7 @@ class DeviceError(RuntimeError):
 
 
 class DeviceLost(DeviceError):
-    """A kernel trapped: this process cannot use the device any more."""
+    """A kernel trapped, and this process cannot use the device any more."""
 
 
 class OutOfMemory(DeviceError):
@@ -46,8 +46,8 @@ class OutOfMemory(DeviceError):
 class SimulatorFault(RuntimeError):
     """An invalid operation of a kernel: names kernel, block, thread, access and source line.
 
-    ``kernel`` is the entry point, ``block`` and ``thread`` are (x, y, z), ``what`` describes the
-    fault and ``place`` is its ``file:line`` with the line of the caller, or "" if unknown.
+    ``kernel`` is the entry point, ``block`` and ``thread`` are (x, y, z) indices, ``what``
+    describes the fault, and ``place`` is its ``file:line`` and the caller's, or "" if unknown.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class OfThisProcess:
 
 
 class CompilerNotFound(RuntimeError):
-    """No working C++ compiler was found; the message lists the attempts and how to get one."""
+    """No working C++ compiler was found; the message lists what was tried and how to get one."""
 
 
 class CompileError(RuntimeError):
@@ -117,7 +117,7 @@ def described(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    """Replaces the characters of a string that control a terminal by escapes such as \\x1b.
+    """Replaces characters that control a terminal by escapes such as \\x1b.
 
     Strings from files may be untrusted. Newlines and tabs are kept.
     """
@@ -140,7 +140,7 @@ def nearest(name: object, known: Iterable[str]) -> str:
 
 
 def warn(text: str) -> None:
-    """Issues a warning that points to the line of the user's code that called the library."""
+    """Issues a warning that points to the line in the user's code that called the library."""
     frame, level = sys._getframe(), 1
     while frame.f_back and frame.f_code.co_filename.startswith(_LIBRARY):
         frame, level = frame.f_back, level + 1

@@ -81,6 +81,13 @@ INCLUDED = {
 PUBLIC = {*cupyfa.__all__}
 ERRORS = {name for name in dir(errors) if name in PUBLIC}
 DOCUMENTED: set[Path] = set()  # files of what the reference describes
+KERNELS = ROOT / "kernels"
+# Headers by the names that #include lines and pages use for them.
+HEADERS = {
+    name: file
+    for file in sorted(KERNELS.glob("include/**/*.cuh"))
+    for name in (file.name, str(file.relative_to(KERNELS / "include")))
+}
 LEXERS = {".cu": "cuda", ".cuh": "cuda", ".py": "python", ".diff": "diff"}
 
 
@@ -129,10 +136,11 @@ def source_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
     """A page for each source file that another page links to."""
     pages = [Path(app.env.doc2path(name)) for name in app.env.found_docs]
     links = [(link, page) for page in pages for link in LINK.finditer(page.read_text("utf-8"))]
-    for file in sorted(DOCUMENTED | {_target(link, page) for link, page in links}):
+    files = {*KERNELS.rglob("*.cu"), *KERNELS.rglob("*.cuh"), *DOCUMENTED}
+    for file in sorted(files | {_target(link, page) for link, page in links}):
         if file.suffix in LEXERS and not file.is_relative_to(DOCS):
             title = str(file.relative_to(ROOT))
-            body = [f"<h1>{title}</h1>", _highlighted(app, file.read_text("utf-8"), file.suffix)]
+            body = [f"<h1>{title}</h1>", _with_linked_includes(app, file)]
             for before in _before(file):
                 change = unified_diff(*(x.read_text("utf-8").splitlines() for x in (before, file)))
                 body += [
@@ -158,6 +166,20 @@ def _highlighted(app: Sphinx, text: str, suffix: str) -> str:
     return app.builder.highlighter.highlight_block(text, LEXERS[suffix], lineanchors="line")
 
 
+def _with_linked_includes(app: Sphinx, file: Path) -> str:
+    """Returns the HTML of a source file in which the names of headers are links to their pages."""
+
+    def linked(include: re.Match[str]) -> str:
+        header = HEADERS.get(include[1]) or KERNELS / include[1]
+        if not header.is_file():
+            return include[0]
+        page = relpath(_source_page(header), _source_page(file.parent))
+        return f'<a href="{page}.html">{include[0]}</a>'
+
+    html = _highlighted(app, file.read_text("utf-8"), file.suffix)
+    return re.sub(r'<span class="cpf">&lt;(.+?)&gt;</span>', linked, html)
+
+
 def _before(file: Path) -> list[Path]:
     """The files of the rungs that a rung's file is read after."""
     files = {record.name: file.parent / f"{record.name}.cu" for record in cupyfa.kernels()}
@@ -166,8 +188,7 @@ def _before(file: Path) -> list[Path]:
 
 
 def linked_code(app: Sphinx, document: nodes.document) -> None:
-    """Links from `cupyfa.name` and `cupyfa command` in text to the reference."""
-    commands = app.builder.get_relative_uri(app.env.docname, "reference/commands")
+    """Links `cupyfa.name` and `cupyfa command` to the reference, and `header.cuh` to its source."""
     for code in [*document.findall(nodes.literal)]:
         name = re.fullmatch(r"cupyfa\.(\w+)(\(.*\))?", code.astext())
         command = re.fullmatch(r"cupyfa (\w+)( .*)?", code.astext())
@@ -177,8 +198,14 @@ def linked_code(app: Sphinx, document: nodes.document) -> None:
             about = {"refdomain": "py", "reftype": "obj", "reftarget": f"cupyfa.{name[1]}"}
             code.replace_self(pending_xref("", code.deepcopy(), refdoc=app.env.docname, **about))
         elif command and command[1] in main.commands:
-            uri = f"{commands}#cupyfa-{command[1]}"
-            code.replace_self(nodes.reference("", "", code.deepcopy(), refuri=uri, internal=True))
+            _link_to(app, code, f"reference/commands/{command[1]}")
+        elif file := HEADERS.get(code.astext()):
+            _link_to(app, code, _source_page(file))
+
+
+def _link_to(app: Sphinx, code: nodes.Element, page: str) -> None:
+    uri = app.builder.get_relative_uri(app.env.docname, page)
+    code.replace_self(nodes.reference("", "", code.deepcopy(), refuri=uri, internal=True))
 
 
 def plain_signature(
@@ -267,6 +294,28 @@ def write_formula(translator: Any, node: nodes.Element) -> None:
     raise nodes.SkipNode
 
 
+def describe_shared_options_once(app: Sphinx, context: Any, lines: list[str]) -> None:
+    """Leaves options that `cupyfa run` has too to its page."""
+    run, command = main.commands["run"], context.command
+    if command is run or context.parent:  # a command in a group has few options
+        return
+    known = {(tuple(x.opts), x.help) for x in run.params if isinstance(x, click.Option)}
+    options = [x for x in command.params if isinstance(x, click.Option) and not x.hidden]
+    shared = [x.opts[-1] for x in options if (tuple(x.opts), x.help) in known]
+    described = re.split(r"^(?=\.\. option:: )", "\n".join(lines), flags=re.M)
+    kept = [x for x in described if _option_of(x) not in shared]
+    note = ", ".join(f"``{x}``" for x in shared)
+    lines[:] = "".join(kept).splitlines()
+    if shared:
+        lines += ["", f"Described at :doc:`cupyfa run <run>`: {note}.", ""]
+
+
+def _option_of(block: str) -> str:
+    """Returns the last name in a block that describes an option, or ""."""
+    names = re.findall(r"(?<![\w-])(--?[A-Za-z][\w-]*)", block.partition("\n")[0])
+    return names[-1] if names else ""
+
+
 def setup(app: Sphinx) -> None:
     app.add_html_math_renderer("mathml", (write_formula, None), (write_formula, None))
     show_as_in_help(main)
@@ -279,3 +328,4 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-docstring", with_definitions)
     app.connect("sphinx-click-process-description", plain_help)
     app.connect("sphinx-click-process-options", plain_help)
+    app.connect("sphinx-click-process-options", describe_shared_options_once)

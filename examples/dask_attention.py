@@ -1,8 +1,8 @@
-"""Attention of Dask arrays: a long causal sequence in chunks, computed by any number of workers.
+"""Computes attention of a long causal sequence on Dask arrays with any number of workers.
 
-Every chunk of q is a task, which takes the chunks of k and v that its rows see. Chunks are made
-where they are needed, so the arrays may be larger than the memory of the process that calls.
-The extra ".[dask]" has the packages that this needs.
+Each chunk of q is one task, which reads the chunks of k and v that its rows see. Workers create the
+chunks, so the arrays may be larger than the memory of the calling process. Install the dependencies
+with the extra ".[dask]".
 
     python examples/dask_attention.py                              # threads of this process
     python examples/dask_attention.py --workers 2                  # processes, each with its GPU
@@ -23,7 +23,7 @@ import numpy as np
 
 
 def random_arrays(given: argparse.Namespace) -> list[Any]:
-    """q, k and v in chunks of --rows tokens, each of the query heads of one key head."""
+    """Makes q, k and v in chunks of --rows tokens and one key head with its query heads."""
     import dask.array as da
 
     group = given.heads // given.kv_heads
@@ -41,14 +41,14 @@ def random_arrays(given: argparse.Namespace) -> list[Any]:
 
 
 def cluster(count: int) -> Any:
-    """Processes of one thread on this machine, each with one of its GPUs, if there are any."""
+    """Starts single-threaded worker processes on this machine and assigns its GPUs to them."""
     from dask.distributed import Nanny, Scheduler, SpecCluster
 
     gpus = visible_gpus()
     usual = {"nthreads": 1, "memory_limit": 1 / count, "silence_logs": logging.WARNING}
     workers = {}
     for number in range(count):
-        # A worker that takes the place of one that has died gets the same environment.
+        # A Nanny restarts its worker with the same environment, and so on the same GPU.
         environment = {"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]} if gpus else {}
         workers[number] = {"cls": Nanny, "options": {**usual, "env": environment}}
     scheduler = {"cls": Scheduler, "options": {"host": "localhost", "dashboard": False}}
@@ -56,19 +56,19 @@ def cluster(count: int) -> Any:
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    """Lists the GPUs that this process may use, in the notation of CUDA_VISIBLE_DEVICES."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         return [x.strip() for x in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if x.strip()]
     import cupy
 
     try:
         return [str(x) for x in range(cupy.cuda.runtime.getDeviceCount())]
-    except cupy.cuda.runtime.CUDARuntimeError:  # there is no driver
+    except cupy.cuda.runtime.CUDARuntimeError:  # no driver or no GPU
         return []
 
 
 def error_of_rows(out: Any, q: Any, k: Any, v: Any, rows: slice) -> float:
-    """The largest error in some rows of the last head, by the definition of attention."""
+    """Returns the largest error of some rows of the last head against plain NumPy attention."""
     on_host = (x if isinstance(x, np.ndarray) else x.get() for x in (out[0, -1, rows], q, k, v))
     out, q, k, v = (x.astype(np.float64) for x in on_host)
     scores = q @ k.T / np.sqrt(q.shape[1])
@@ -119,8 +119,8 @@ def main() -> None:
         out, *of_head = da.compute(out, q[0, -1, last], k[0, -1], v[0, -1])
     error = error_of_rows(out, *of_head, last)
     print(f"largest error in the last rows: {error:.1e}")
-    # bfloat16 rounds out, which is below 4, by at most 2**-7, and weights so that out changes by
-    # as much. Steps of float32 are 2**16 times finer; the rest is for exp and long sums.
+    # |out| < 4: bfloat16 rounds out by at most 2**-7, and rounded weights change it by as much
+    # again. float32 is 2**16 times finer; the remaining margin is for exp and long sums.
     assert error < (1e-5 if given.dtype in ("float32", "float64") else 2e-2)
 
 

@@ -1,6 +1,6 @@
-"""Attention of a sequence whose rows are divided among GPUs, with gradients; checks some rows.
+"""Computes attention and gradients of a sequence that is divided among GPUs; checks some rows.
 
-By itself a process is a group of one, which needs no GPU:
+Without a launcher the process is a group of one, which needs no GPU:
 
     python examples/distributed_attention.py
     for rank in 0 1; do
@@ -22,7 +22,7 @@ import cupyfa.distributed as ranks
 
 
 def drawn(given: argparse.Namespace) -> list[np.ndarray]:
-    """q, k and v of the whole sequence, the same on every rank."""
+    """Draws q, k and v of the whole sequence, equal on all ranks."""
     rng = np.random.default_rng(given.seed)
     heads = given.heads, given.kv_heads, given.kv_heads
     shapes = [(1, n, given.tokens, given.d) for n in heads]
@@ -34,7 +34,7 @@ def on_host(array: Any) -> np.ndarray:
 
 
 def error_of_rows(out: np.ndarray, arrays: list[np.ndarray], rows: range) -> float:
-    """The largest error in some rows of the last head, by the definition of attention."""
+    """Returns the largest error of some rows of the last head against plain NumPy attention."""
     q, k, v = (x[0, -1].astype(np.float64) for x in arrays)
     scores = q[rows.start : rows.stop] @ k.T / np.sqrt(q.shape[1])
     scores[np.arange(len(k)) > np.array(rows)[:, None]] = -np.inf
@@ -75,12 +75,12 @@ def main() -> None:
         found = out[0, -1, out.shape[2] - len(rows) :]
         error = error_of_rows(on_host(found), whole, rows)
         shapes = ", ".join(str(x.shape) for x in gradients)
-        # In one piece, since all ranks write to the same terminal.
+        # A single write, so that lines of different ranks do not mix.
         sys.stdout.write(
             f"rank {group.rank} of {group.ranks}: gradients {shapes}, largest error {error:.1e}\n"
         )
-        # bfloat16 rounds out, which is below 4, by at most 2**-7, and weights so that out changes
-        # by as much. Steps of float32 are 2**16 times finer; the rest is for exp and long sums.
+        # |out| < 4: bfloat16 rounds out by at most 2**-7, and rounded weights change it by as much
+        # again. float32 is 2**16 times finer; the remaining margin is for exp and long sums.
         assert error < (1e-5 if given.dtype in ("float32", "float64") else 2e-2)
 
 

@@ -1,10 +1,10 @@
 """Generates tokens without torch: NumPy or CuPy arrays, attention by cupyfa.
 
-The weights are those of examples/train_transformer.py. Prompts of different lengths are prefilled
-as one ragged batch of `cupyfa.Packed` arrays. New tokens attend to a `cupyfa.KVCache`, whose keys
-and values lie in pages. Requests join and leave between steps (continuous batching): a finished
-request frees its pages, and a waiting one is prefilled. If pages run out, the most recent request
-is preempted, and later prefilled again with its tokens.
+The weights come from examples/train_transformer.py. Prompts of different lengths are prefilled as
+one ragged batch of `cupyfa.Packed` arrays. New tokens attend to a paged `cupyfa.KVCache`. Requests
+join and leave between steps (continuous batching): a finished request frees its pages, and a
+waiting request is prefilled. If pages run out, the most recent request is preempted, and later
+prefilled again with all of its tokens.
 
     python examples/train_transformer.py --task repeat --save weights.npz
     python examples/generate.py weights.npz                 # in the simulator if there is no GPU
@@ -38,11 +38,11 @@ from train_transformer import (
 
 import cupyfa
 
-Attend = Callable[[int, Any, Any, Any], Any]  # (block, q, k, v), each [rows, heads, d], to out
+Attend = Callable[[int, Any, Any, Any], Any]  # (block, q, k, v) -> out, all [rows, heads, d]
 
 
 def logits_of(model: Model, weights: Arrays, tokens: Any, places: Any, attend: Attend) -> Any:
-    """The logits of the next tokens, [rows, vocabulary], for tokens [rows] at these places."""
+    """Computes next-token logits [rows, vocabulary] from tokens [rows] at positions `places`."""
     x = weights["tokens"][tokens]
     if "positions" in weights:
         x = x + weights["positions"][places]
@@ -59,22 +59,22 @@ def logits_of(model: Model, weights: Arrays, tokens: Any, places: Any, attend: A
 
 @dataclass(eq=False)
 class Request:
-    """A prompt, which grows by `new` tokens. It is seen from a step on."""
+    """A prompt to extend by `new` tokens. It arrives at step `step`."""
 
     tokens: list[int]
     new: int
     step: int = 0
-    end: int = field(init=False)  # how many tokens it has then
+    end: int = field(init=False)  # final number of tokens
 
     def __post_init__(self) -> None:
         self.end = len(self.tokens) + self.new
 
 
 class Pages:
-    """Keys and values of all blocks of the model in pages, which slots of a batch take and free.
+    """The paged keys and values of all blocks of the model, and the page table that they share.
 
-    All blocks have the same page table. Slots without a request write too, each into a page of its
-    own. So every step has arrays of the same shapes.
+    A slot of the batch allocates pages while its request runs. Slots without a request write to a
+    dummy page each, so that arrays have the same shapes in every step.
     """
 
     def __init__(self, model: Model, slots: int, pages: int, size: int, xp: Any) -> None:
@@ -88,7 +88,7 @@ class Pages:
         self.lengths = np.zeros(slots, np.int32)  # keys of each slot
 
     def make_room(self, slot: int, keys: int) -> bool:
-        """Whether a slot now has pages for so many keys; it takes all that it needs, or none."""
+        """Allocates a slot's pages for `keys` keys; returns False if too few pages are free."""
         has, needs = (-(-n // self.size) for n in (int(self.lengths[slot]), keys))
         if needs - has > len(self.free):
             return False
@@ -96,26 +96,25 @@ class Pages:
         return True
 
     def release(self, slot: int) -> None:
-        """Frees the pages of a slot."""
         used = -(-int(self.lengths[slot]) // self.size)
         self.free += self.table[slot, :used].tolist()
         self.table[slot], self.lengths[slot] = slot, 0
 
     def write(self, block: int, slots: np.ndarray, places: np.ndarray, k: Any, v: Any) -> None:
-        """Writes keys and values [rows, kv_heads, d] of slots at places."""
+        """Writes keys and values [rows, kv_heads, d] at each row's slot and position."""
         page = self.xp.asarray(self.table[slots, places // self.size])
         row = self.xp.asarray(places % self.size)
         self.k[block][page, row] = k
         self.v[block][page, row] = v
 
     def caches(self) -> list[cupyfa.KVCache]:
-        """The cache of each block, with a table and lengths that they share."""
+        """Makes one KVCache per block, with common page table and lengths."""
         lengths, table = self.xp.asarray(self.lengths), self.xp.asarray(self.table)
         return [cupyfa.KVCache(k, v, lengths, table, layout="bshd") for k, v in zip(self.k, self.v)]
 
 
 class Server:
-    """Generates the tokens of requests, each the most likely one, in steps."""
+    """Generates tokens for requests step by step, with greedy decoding."""
 
     def __init__(
         self, model: Model, weights: Arrays, slots: int, pages: int, size: int = 16
@@ -123,7 +122,7 @@ class Server:
         self.model, self.weights, self.xp = model, weights, module_of(weights["norm"])
         self.pages = Pages(model, slots, pages, size, self.xp)
         self.waiting: deque[Request] = deque()
-        self.running: dict[int, Request] = {}  # by slot, in the order in which they joined
+        self.running: dict[int, Request] = {}  # by slot, the most recent request last
         self.steps = self.prefilled = self.decoded = self.preempted = 0
         self.seconds = {"prefill": 0.0, "decode": 0.0}
         self.how: Arrays = {"backend": model.backend}
@@ -131,19 +130,19 @@ class Server:
             self.how["score_mod"] = "score + bias_of[head, min(max(position - key, 0), last)]"
 
     def submit(self, request: Request) -> None:
-        """Takes a request. Raises ValueError for one that can never have enough pages."""
+        """Queues a request; raises ValueError if it has no tokens or is too long for the cache."""
         most = len(self.pages.table[0]) * self.pages.size
         if not self.model.distances:
             most = min(most, self.model.length)
         if not request.tokens or request.end > most:
             raise ValueError(
-                f"a request has a prompt of {len(request.tokens)} and {request.new} new tokens; "
-                f"give at least one, and at most {most} in all"
+                f"a request has {len(request.tokens)} prompt tokens and {request.new} new tokens; "
+                f"give a prompt of at least 1 token, and at most {most} tokens in total"
             )
         self.waiting.append(request)
 
     def step(self) -> list[Request]:
-        """Each running request gets a token. Returns those that are finished."""
+        """Generates one token per running request; returns the finished requests."""
         finished = []
         for work in (self.prefill, self.decode):
             work()
@@ -154,7 +153,7 @@ class Server:
         return finished
 
     def prefill(self) -> None:
-        """Admits waiting requests while slots and pages last; prefills them as a ragged batch."""
+        """Admits waiting requests while slots and pages are free; prefills them as ragged batch."""
         joined = []
         while self.waiting and self.waiting[0].step <= self.steps:
             free = [x for x in range(len(self.pages.lengths)) if x not in self.running]
@@ -183,7 +182,7 @@ class Server:
         self.seconds["prefill"] += time.perf_counter() - start
 
     def decode(self) -> None:
-        """One new token for each running request; writes keys and values of the one before."""
+        """Generates one token per running request, and caches keys and values of its last token."""
         for slot in list(self.running):
             while slot in self.running and not self.pages.make_room(
                 slot, int(self.pages.lengths[slot]) + 1
@@ -202,12 +201,12 @@ class Server:
             return cupyfa.attention(q, caches[block], append=(k, v), **self.options(block))
 
         self.take(slots, tokens, pages.lengths, attend, np.array(slots))
-        pages.lengths[slots] += 1  # attention does not change them
+        pages.lengths[slots] += 1  # attention appends keys but does not change lengths
         self.decoded += len(slots)
         self.seconds["decode"] += time.perf_counter() - start
 
     def preempt(self, slot: int) -> None:
-        """A request waits again, with the tokens that it has, and its pages are free."""
+        """Returns a running request with its tokens to the queue, and frees its pages."""
         self.waiting.appendleft(self.running.pop(slot))
         self.pages.release(slot)
         self.preempted += 1
@@ -215,34 +214,36 @@ class Server:
     def take(
         self, slots: list[int], tokens: np.ndarray, places: np.ndarray, attend: Attend, rows: Any
     ) -> None:
-        """Gives each slot the token that is most likely after its row."""
+        """Runs the model and appends the most likely next token to each slot's request.
+
+        rows: the row of each slot's last token.
+        """
         tokens, places, rows = (self.xp.asarray(x) for x in (tokens, places, rows))
         logits = logits_of(self.model, self.weights, tokens, places, attend)
         for slot, token in zip(slots, logits[rows].argmax(-1).tolist()):
             self.running[slot].tokens.append(token)
 
     def options(self, block: int) -> Arrays:
-        """What attention takes besides: the learned bias of distances, if the model has one."""
+        """Returns further arguments of attention, with the learned bias if the model has one."""
         if not self.model.distances:
             return self.how
         bias = self.weights[f"{block}.bias"]
         return {**self.how, "captured": {"bias_of": bias, "last": bias.shape[1] - 1}}
 
     def run(self, report: Callable[[Request], None] = lambda request: None) -> None:
-        """Steps until no request is left."""
         while self.waiting or self.running:
             for request in self.step():
                 report(request)
 
 
 def prompts(model: Model, task: str, many: int, longest: int, seed: int) -> list[list[int]]:
-    """Prompts of different lengths, as the model was trained with."""
+    """Draws prompts of different lengths that resemble the training data."""
     random = np.random.default_rng(seed)
     if task == "text":
         text, _ = characters()
         starts = random.integers(0, len(text) - longest, many)
         return [text[a : a + n].tolist() for a, n in zip(starts, random.integers(1, longest, many))]
-    if task == "sort":  # of a fixed number of tokens
+    if task == "sort":  # prompts of this task have a fixed length
         return random.integers(0, model.vocabulary, (many, (model.length + 1) // 2)).tolist()
     made = []
     for n in random.integers(EVERY, max(longest, EVERY) + 1, many):
@@ -274,9 +275,9 @@ def main() -> None:
         if not model.distances:
             new = min(new, model.length - len(prompt))
         try:
-            server.submit(Request(prompt, new, step=i // 2))  # two come in each step
+            server.submit(Request(prompt, new, step=i // 2))  # two requests arrive per step
         except ValueError as error:
-            sys.exit(f"{error}: --pages, --prompt and --new say how many")
+            sys.exit(f"{error}: change --pages, --prompt or --new")
     alphabet = about["alphabet"]
 
     def shown(tokens: list[int]) -> str:
@@ -304,7 +305,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("weights", metavar="FILE.npz", help=saved)
     parser.add_argument("--backend", choices=("auto", "cuda", "simulator"), default="auto")
     for name, default, what in (
-        ("requests", 12, "number of requests; two come in each step"),
+        ("requests", 12, "number of requests; two arrive per step"),
         ("slots", 4, "sequences in a batch"),
         ("pages", 16, "pages of the cache"),
         ("page", 16, "keys in a page: 16, 32, 64, 128 or 256"),

@@ -1,4 +1,4 @@
-"""Attention of NumPy arrays and its gradients on several GPUs of this host, compared with one.
+"""Computes attention on NumPy arrays and its gradients on several GPUs, and compares with one GPU.
 
 python examples/several_gpus.py                                # all GPUs
 python examples/several_gpus.py --devices 0 1 --tokens 32768 --dtype float16
@@ -19,14 +19,14 @@ import cupyfa
 
 
 def pinned(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Random numbers in page-locked memory, which GPUs read and write without a copy of it."""
+    """Draws random numbers in pinned memory, from which the GPU copies without a staging buffer."""
     array = cupyfa.empty_pinned(shape, dtype)
     array[...] = rng.standard_normal(shape, np.float32)
     return array
 
 
 def milliseconds(call: Callable[[], Any]) -> float:
-    call()  # compiles, and takes memory
+    call()  # warm-up: compiles kernels and allocates memory
     begin = perf_counter()
     call()
     return 1e3 * (perf_counter() - begin)
@@ -47,7 +47,7 @@ def options() -> argparse.ArgumentParser:
 def main() -> None:
     given = options().parse_args()
     if not has_gpu():
-        sys.exit("there is no GPU, and the simulator's times say nothing; run `cupyfa doctor`")
+        sys.exit("there is no GPU, and simulator times are meaningless; run `cupyfa doctor`")
     devices = cupyfa.Devices(given.devices or "all")
     rng = np.random.default_rng(given.seed)
     heads = given.heads, given.kv_heads, given.kv_heads

@@ -1,15 +1,15 @@
 """Trains a small transformer without torch: NumPy or CuPy arrays, attention by cupyfa.
 
-Attention and its gradients are `cupyfa.vjp`. Everything else (embeddings, RMS norm,
-linear maps, GELU, cross-entropy, Adam) is a few lines of array code, with gradients by hand.
-A function whose name ends in `_vjp` returns its value and a pullback, which maps a gradient of the
-value to gradients of the arguments. `cupyfa.vjp` does the same.
+`cupyfa.vjp` computes attention and its gradients. Everything else (embeddings, RMS norm, linear
+maps, GELU, cross-entropy, Adam) is a few lines of array code with hand-written gradients. Like
+`cupyfa.vjp`, a function whose name ends in `_vjp` returns its value and a pullback, which maps the
+gradient of the value to the gradients of the arguments.
 
     python examples/train_transformer.py                     # learns to sort, in the simulator
-    python examples/train_transformer.py --task repeat       # documents, and a learned bias
+    python examples/train_transformer.py --task repeat       # packed documents, a learned bias
     python examples/train_transformer.py --backend cuda --task text --plot loss.svg
 
-With --save the weights go to a file, from which examples/generate.py generates tokens.
+With --save it writes the weights to a file, from which examples/generate.py generates tokens.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ Arrays = dict[str, Any]
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes: kinds of tokens, longest sequence, columns, heads, key heads and blocks.
+    """The sizes of a model: vocabulary, longest sequence, columns, heads, key heads, blocks.
 
-    With distances, learned biases of so many distances from a query to a key replace the learned
-    positions, as in T5: Raffel et al., 2019, arXiv:1910.10683. Farther keys have the last one.
+    If distances > 0, relative position biases replace position embeddings, as in T5 (Raffel et al.,
+    2019, arXiv:1910.10683). Each query-key distance below it has a learned bias, and all larger
+    distances share the last one.
     """
 
     vocabulary: int
@@ -46,7 +47,7 @@ class Model:
     heads: int
     kv_heads: int
     blocks: int
-    attention: str = "float32"  # the dtype of q, k and v
+    attention: str = "float32"  # dtype of q, k and v
     backend: str = "auto"
     distances: int = 0
 
@@ -56,7 +57,7 @@ class Model:
 
 
 def parameters(model: Model, dtype: str = "float32", seed: int = 0) -> dict[str, np.ndarray]:
-    """Random weights. Weights of layers that add to the residual stream shrink with `blocks`."""
+    """Draws initial weights, smaller for layers that add to the residual stream of many blocks."""
     random = np.random.default_rng(seed)
     width, columns = model.width, (model.heads + 2 * model.kv_heads) * model.d
 
@@ -88,10 +89,10 @@ def parameters(model: Model, dtype: str = "float32", seed: int = 0) -> dict[str,
 def loss_and_gradients(
     model: Model, weights: Arrays, tokens: Any, targets: Any, documents: Any = None
 ) -> tuple[float, Arrays]:
-    """The mean cross-entropy of the next tokens, and its gradients.
+    """Computes the mean cross-entropy of next-token prediction and its gradients.
 
-    tokens and targets are integers [batch, M]; targets of -1 are ignored. documents, likewise, are
-    the numbers of the documents of all tokens, which do not see each other.
+    tokens, targets and documents are integers [batch, M]; targets of -1 are ignored. documents
+    holds each token's document index. Tokens attend only to their own document.
     """
     loss, pullback = loss_vjp(model, weights, tokens, targets, documents)
     return loss, pullback()
@@ -100,7 +101,7 @@ def loss_and_gradients(
 def loss_vjp(
     model: Model, weights: Arrays, tokens: Any, targets: Any, documents: Any = None
 ) -> tuple[float, Callable[[], Arrays]]:
-    """The loss, and a function that returns the gradients of all weights."""
+    """Returns the loss, and a function that computes the gradients of all weights."""
     x, embedding = embedding_vjp(weights["tokens"], weights.get("positions"), tokens)
     blocks = []
     for i in range(model.blocks):
@@ -125,7 +126,7 @@ def loss_vjp(
 def block_vjp(
     model: Model, weights: Arrays, i: int, x: Any, documents: Any
 ) -> tuple[Any, Callable]:
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """Computes x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def weight(name: str) -> Any:
         return weights[f"{i}.{name}"]
@@ -156,14 +157,15 @@ def block_vjp(
 def attention_vjp(
     model: Model, x: Any, qkv: Any, out: Any, bias: Any, documents: Any
 ) -> tuple[Any, Callable]:
-    """Causal self-attention: q, k and v are columns of x qkv; `out` mixes the heads.
+    """Computes causal self-attention: q, k and v are columns of x @ qkv; `out` mixes the heads.
 
-    A bias [heads, distances] is added to the scores, and its gradient is one of the results.
-    Documents [batch, M] are seen one by one. Neither is ever an array of all pairs.
+    bias [heads, distances] is added to the scores by distance and is differentiated, too. documents
+    [batch, M] hides keys of other documents. Both are expressions that kernels evaluate per score,
+    so that no [M, M] array is stored.
     """
     batch, M, _ = x.shape
     y, project = linear_vjp(x, qkv)
-    # [batch, M, heads, d] is layout "bshd": q, k and v are views of y, and nothing is transposed.
+    # With layout "bshd", [batch, M, heads, d], q, k and v are views of y without a transposition.
     y = y.reshape(batch, M, -1, model.d)
     ends = model.heads, model.heads + model.kv_heads
     parts = (y[:, :, : ends[0]], y[:, :, ends[0] : ends[1]], y[:, :, ends[1] :])
@@ -194,7 +196,7 @@ def attention_vjp(
 
 
 def linear_vjp(x: Any, w: Any) -> tuple[Any, Callable]:
-    """x w."""
+    """Computes x @ w."""
 
     def pullback(dy: Any) -> tuple[Any, Any]:
         rows = x.reshape(-1, x.shape[-1])
@@ -204,7 +206,7 @@ def linear_vjp(x: Any, w: Any) -> tuple[Any, Callable]:
 
 
 def rms_norm_vjp(x: Any, gain: Any) -> tuple[Any, Callable]:
-    """x divided by the root mean square along the last axis, times gain."""
+    """Divides x by its root mean square along the last axis, and multiplies it by gain."""
     root = ((x * x).mean(-1, keepdims=True) + 1e-5) ** 0.5
     normed = x / root
 
@@ -217,7 +219,7 @@ def rms_norm_vjp(x: Any, gain: Any) -> tuple[Any, Callable]:
 
 
 def gelu_vjp(x: Any) -> tuple[Any, Callable]:
-    """GELU in its tanh approximation: Hendrycks and Gimpel, 2016, arXiv:1606.08415."""
+    """Computes GELU in its tanh approximation (Hendrycks and Gimpel, 2016, arXiv:1606.08415)."""
     a = math.sqrt(2 / math.pi)
     t = module_of(x).tanh(a * (x + 0.044715 * x**3))
 
@@ -229,7 +231,7 @@ def gelu_vjp(x: Any) -> tuple[Any, Callable]:
 
 
 def embedding_vjp(tokens: Any, positions: Any, which: Any) -> tuple[Any, Callable]:
-    """The embedding of each token, plus that of its position if positions have one."""
+    """Looks up token embeddings, and adds position embeddings unless `positions` is None."""
     M = which.shape[1]
 
     def pullback(dx: Any) -> Arrays:
@@ -245,7 +247,7 @@ def embedding_vjp(tokens: Any, positions: Any, which: Any) -> tuple[Any, Callabl
 
 
 def cross_entropy_vjp(logits: Any, targets: Any) -> tuple[float, Callable]:
-    """The mean of -log softmax(logits)[target] over the targets that are not -1."""
+    """Computes the mean of -log softmax(logits)[target] over all targets that are not -1."""
     xp = module_of(logits)
     shifted = logits - logits.max(-1, keepdims=True)
     log_softmax = shifted - xp.log(xp.exp(shifted).sum(-1, keepdims=True))
@@ -259,7 +261,7 @@ def cross_entropy_vjp(logits: Any, targets: Any) -> tuple[float, Callable]:
 
 
 class Adam:
-    """Kingma and Ba, 2014, arXiv:1412.6980."""
+    """The Adam optimizer (Kingma and Ba, 2014, arXiv:1412.6980)."""
 
     def __init__(self, weights: Arrays, betas: tuple[float, float] = (0.9, 0.99)) -> None:
         self.betas, self.steps = betas, 0
@@ -279,9 +281,9 @@ class Adam:
 
 
 def sorting(batch: int, count: int, kinds: int, seed: int = 0) -> Iterator[tuple[Any, Any]]:
-    """Endless batches of `count` random tokens out of `kinds`, followed by the same tokens sorted.
+    """Yields batches of `count` random tokens out of `kinds`, followed by the same tokens sorted.
 
-    Only the second half is predicted. Tokens and targets are [batch, 2 count - 1].
+    Only the sorted half has targets. Tokens and targets are [batch, 2 count - 1].
     """
     random = np.random.default_rng(seed)
     while True:
@@ -295,10 +297,10 @@ def sorting(batch: int, count: int, kinds: int, seed: int = 0) -> Iterator[tuple
 def repeating(
     batch: int, length: int, kinds: int, every: int, seed: int = 0
 ) -> Iterator[tuple[Any, Any, Any]]:
-    """Endless batches of rows that are packed with documents of different lengths.
+    """Yields batches of rows that are packed with documents of different lengths.
 
-    A document repeats `every` random tokens out of `kinds`, so all but these can be predicted.
-    Tokens, targets and the documents' numbers are [batch, length].
+    A document repeats `every` random tokens out of `kinds`, so that all later tokens are
+    predictable. Tokens, targets and document indices are [batch, length].
     """
     random = np.random.default_rng(seed)
     place = np.arange(length)
@@ -308,7 +310,7 @@ def repeating(
         documents = starts.cumsum(axis=1)
         within = place - np.maximum.accumulate(np.where(starts, place, 0), axis=1)
         tokens = random.integers(0, kinds, (batch, length))
-        first = place - within + within % every  # where this token was drawn
+        first = place - within + within % every  # index of the token that this one repeats
         tokens = np.take_along_axis(tokens, first, axis=1)
         targets = np.full_like(tokens, -1)
         known = within[:, 1:] >= every
@@ -317,7 +319,7 @@ def repeating(
 
 
 def reading(text: np.ndarray, batch: int, length: int, seed: int = 0) -> Iterator[tuple[Any, Any]]:
-    """Endless batches of pieces of a text, each with the characters that follow."""
+    """Yields batches of text excerpts and of the same excerpts shifted by one character."""
     random = np.random.default_rng(seed)
     while True:
         starts = random.integers(0, len(text) - length, batch)
@@ -326,14 +328,14 @@ def reading(text: np.ndarray, batch: int, length: int, seed: int = 0) -> Iterato
 
 
 def without_attention(tokens: np.ndarray, targets: np.ndarray) -> float:
-    """The least loss of a model that sees only the token before and, if useful, its position.
+    """Returns the lowest loss of any model without attention, which sees only the last token.
 
-    This is the conditional entropy of the targets in these sequences.
+    It is the conditional entropy of the targets, given the last token and, if useful, its position.
     """
     rows, places = np.nonzero(targets >= 0)
     if tokens.shape[1] > 1:
         given = places * (tokens.max() + 1) + tokens[rows, places]
-    else:  # pieces of a text begin anywhere
+    else:  # text excerpts start anywhere, so positions carry no information
         given = tokens[rows, places]
     _, given = np.unique(given, return_inverse=True)
     counts = np.zeros((given.max() + 1, targets.max() + 1))
@@ -344,7 +346,7 @@ def without_attention(tokens: np.ndarray, targets: np.ndarray) -> float:
 
 
 def module_of(array: Any) -> Any:
-    """NumPy, or CuPy for CuPy arrays."""
+    """Returns the module of an array, numpy or cupy."""
     if isinstance(array, np.ndarray):
         return np
     import cupy
@@ -363,9 +365,10 @@ def train(
     trained: Arrays | None = None,
     report: Callable[[int, float], None] = lambda step, loss: None,
 ) -> list[float]:
-    """The loss of each step. The learning rate rises linearly, then falls along a cosine.
+    """Trains a model and returns the loss of each step.
 
-    In ``trained``, if given, are then the weights, as NumPy arrays.
+    The learning rate has a linear warm-up and a cosine decay. If ``trained`` is given, the final
+    weights are stored in it as NumPy arrays.
     """
     weights: Arrays = parameters(model, seed=seed)
     if on_device:
@@ -387,12 +390,12 @@ def train(
 
 
 def save(path: str, model: Model, weights: Arrays, **about: Any) -> None:
-    """Writes weights, the model's sizes and what else is to be known into an .npz file."""
+    """Writes weights, the model's sizes and further metadata to an .npz file."""
     np.savez(path, about=np.array(json.dumps({"model": asdict(model), **about})), **weights)
 
 
 def load(path: str, backend: str) -> tuple[Model, Arrays, dict[str, Any]]:
-    """A model for a backend, its weights and what else is known of it, from such a file."""
+    """Reads a model, its weights and metadata from a file that `save` has written."""
     with np.load(path) as file:
         arrays = dict(file)
     about = json.loads(str(arrays.pop("about")))
@@ -400,7 +403,7 @@ def load(path: str, backend: str) -> tuple[Model, Arrays, dict[str, Any]]:
 
 
 def characters() -> tuple[np.ndarray, str]:
-    """The text of the project's pages as integers, and the different characters, by number."""
+    """Returns the text of the project's documentation as integers, and its alphabet."""
     root = Path(__file__).resolve().parent.parent
     pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
     text = "".join(page.read_text(encoding="utf-8") for page in pages)
@@ -409,7 +412,7 @@ def characters() -> tuple[np.ndarray, str]:
 
 
 def draw(losses: list[float], levels: dict[str, float], path: str, title: str) -> None:
-    """Draws the losses, and levels that a simpler model could reach, the higher one first."""
+    """Plots the losses, and the losses of simpler models as levels, the highest first."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -419,20 +422,20 @@ def draw(losses: list[float], levels: dict[str, float], path: str, title: str) -
     for (name, level), side in zip(levels.items(), ("bottom", "top")):
         axes.axhline(level, color="#424a53", linestyle="--", linewidth=1)
         place = {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points"}
-        label = f"{level:.2f} {name}"  # to the right of the curve, and apart from the other one
+        label = f"{level:.2f} {name}"  # drawn to the right of the plot, above or below its line
         axes.annotate(label, (1, level), (6, 0), verticalalignment=side, **place)
     axes.set(xlim=(0, len(losses)), ylim=(0, None), xlabel="step")
     axes.set_title(f"{title}; {losses[-1]:.2f} at the end", loc="left", fontsize=10)
     axes.grid(color="#d8dee4", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     metadata = {"Title": title, **({"Date": None} if path.endswith(".svg") else {})}
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "loss"}):  # equal files, small ones
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "loss"}):  # small, reproducible SVGs
         figure.savefig(path, bbox_inches="tight", pad_inches=0.15, metadata=metadata)
 
 
-EVERY = 4  # after so many tokens a document of the task "repeat" repeats itself
+EVERY = 4  # period of the documents in the task "repeat", in tokens
 
-# Default sizes for the simulator, where a step takes a tenth of a second, and for a GPU.
+# Default sizes. In the simulator a step takes about a tenth of a second.
 SIZES = {
     ("sort", "simulator"): dict(
         steps=300, batch=16, length=8, kinds=8, width=32, heads=2, kv_heads=1, blocks=1, rate=1e-2
@@ -569,14 +572,14 @@ def count(text: str) -> int:
 def picture(text: str) -> str:
     if not text.endswith((".svg", ".png")):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a picture; use a name that ends with .svg or .png"
+            f"{text!r} is not the name of a picture; it must end with .svg or .png"
         )
     return text
 
 
 def weights_file(text: str) -> str:
     if not text.endswith(".npz"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no file of weights; use a name in .npz")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a weights file; it must end with .npz")
     return text
 
 

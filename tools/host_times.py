@@ -1,11 +1,10 @@
-"""Measures host times: round trips of NumPy arrays, calls, first calls, the import.
+"""Measures host times: round trips of NumPy arrays, calls, first calls and imports.
 
     python tools/host_times.py
     python tools/host_times.py --only calls --only import --format md
 
-Equivalent ways are timed in alternation, round by round, and the first rounds are not counted. In
-the simulator, everything that needs a GPU is left out, and calls include the computation: there
-the figures only show that the script works.
+Alternatives are timed in interleaved rounds after a warm-up. The simulator skips everything that
+needs a GPU, and its calls include the computation: it only shows that the script works.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ from cupyfa.runtime import environment
 from cupyfa.runtime.choose_backend import backend_named
 
 ROOT = Path(cupyfa.__file__).parents[1]
-WARM_UP = 2  # rounds: kernels are compiled in them, and later results lie in pinned memory
-SMALL = (1, 2, 64, 64)  # the shape of arrays whose kernel takes less time than its launch
-SETS = 4  # sets of arrays, for calls with different ones each time
+WARM_UP = 2  # rounds that compile kernels and allocate the pinned memory of later results
+SMALL = (1, 2, 64, 64)  # a shape for which the kernel takes less time than its launch
+SETS = 4  # sets of arrays for calls with different arrays each time
 ON_A_GPU = {"B": 8, "H": 16, "M": 4096, "d": 128, "calls": 200, "loops": 50, "processes": 5}
 SIMULATED = {"B": 2, "H": 2, "M": 64, "d": 16, "calls": 3, "loops": 5, "processes": 2}
 
@@ -53,11 +52,11 @@ Timer = Callable[[], float]
 
 @dataclass(frozen=True)
 class Setting:
-    """The parameters of a measurement. ``torch`` is None if it has no GPU."""
+    """The parameters of a measurement. torch: the module, or None if it cannot use the GPU."""
 
     engine: Any
     torch: Any
-    shape: tuple[int, ...]  # of the arrays in round trips
+    shape: tuple[int, ...]  # shape of the arrays in round trips
     dtype: str
     rounds: int
     calls: int
@@ -70,12 +69,12 @@ class Setting:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of calls: none if the backend need not be named, as in most calls."""
+        """The options of calls; empty on a GPU, where users rarely name the backend."""
         return {} if self.on_gpu else {"backend": self.engine}
 
 
 def in_turn(timers: Mapping[str, Timer], rounds: int) -> dict[str, list[float]]:
-    """Returns the times of each timer in each round after the first ones."""
+    """Runs all timers in each round; returns each timer's results after the warm-up rounds."""
     times: dict[str, list[float]] = {name: [] for name in timers}
     for _ in range(rounds):
         for name, timer in timers.items():
@@ -84,7 +83,7 @@ def in_turn(timers: Mapping[str, Timer], rounds: int) -> dict[str, list[float]]:
 
 
 def row(group: str, what: str, unit: str, times: Sequence[float], **more: Any) -> Row:
-    """Makes a row of the table."""
+    """Makes a table row. ``more`` overrides columns."""
     return {
         "group": group,
         "what": what,
@@ -99,13 +98,14 @@ def row(group: str, what: str, unit: str, times: Sequence[float], **more: Any) -
     }
 
 
-# NumPy arrays there and back
+# Round trips of NumPy arrays
 
 
 def round_trips(at: Setting) -> list[Row]:
-    """Measures the milliseconds from arrays on the host to the result on the host.
+    """Measures milliseconds from arrays on the host to the result on the host.
 
-    x is the speedup over code by hand; % of bus is the part of the time that the bus needs alone.
+    x is the speedup over hand-written CuPy code, and % of bus is the transfer time as a percentage
+    of the whole.
     """
     host = normal(at.shape, at.dtype, 3)
     timers = ways(at, host)
@@ -121,7 +121,7 @@ def round_trips(at: Setting) -> list[Row]:
 
 
 def rates(times: Mapping[str, Sequence[float]], what: str, moved: int) -> Row:
-    """Computes GB/s, and median ratios to code by hand and to the bus, where these were timed."""
+    """Computes GB/s, and the median ratios to hand-written code and to the bus if timed."""
     found = {"GB/s": moved / median(times[what]) / 1e6}
     if BY_HAND in times:
         found["x"] = timing.ratio(times[BY_HAND], times[what])
@@ -131,15 +131,15 @@ def rates(times: Mapping[str, Sequence[float]], what: str, moved: int) -> Row:
 
 
 def normal(shape: Sequence[int], dtype: str, count: int) -> list[np.ndarray]:
-    """Makes random arrays, whose memory has thus been touched."""
+    """Makes random arrays. Their pages are mapped, unlike those of np.empty."""
     rng, of = np.random.default_rng(0), dtype_named(dtype).numpy
     return [rng.standard_normal(shape, np.float32).astype(of) for _ in range(count)]
 
 
 def ways(at: Setting, host: list[np.ndarray]) -> dict[str, Timer]:
-    """Returns timers for all available ways, and for the bus and the kernel, which bound them."""
+    """Returns timers for all alternatives, and for the bus and the kernel as lower bounds."""
     attend = partial(cupyfa.attention, **at.options)
-    out = host[0].copy()  # a copy, since the memory of a new array is untouched
+    out = host[0].copy()  # a copy, because the pages of a new array are not mapped yet
     pinned = [cupyfa.empty_pinned(x.shape, at.dtype, backend=at.engine) for x in (*host, out)]
     for mine, x in zip(pinned, (*host, out)):
         mine[...] = x
@@ -160,21 +160,21 @@ def ways(at: Setting, host: list[np.ndarray]) -> dict[str, Timer]:
 
 
 def milliseconds(call: Callable[[], Any]) -> float:
-    """Times a call until its result is ready, which is then dropped."""
+    """Times a call until its result is ready, without the time to free the result."""
     start = perf_counter()
     _result = call()
     return 1e3 * (perf_counter() - start)
 
 
 def by_hand(host: Sequence[np.ndarray]) -> np.ndarray:
-    """Computes attention as one would write it with CuPy; get() waits for the result."""
+    """Computes attention with hand-written CuPy transfers; get() waits for the result."""
     import cupy
 
     return cupyfa.attention(*map(cupy.asarray, host)).get()
 
 
 def bus(pinned: Sequence[np.ndarray], device: Sequence[Any]) -> Callable[[], None]:
-    """Returns the copies that every way needs, in both directions at once: three in, one out."""
+    """Returns a function that makes the necessary copies: three in and one out, concurrently."""
     import cupy
 
     up, down = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
@@ -192,14 +192,14 @@ def bus(pinned: Sequence[np.ndarray], device: Sequence[Any]) -> Callable[[], Non
 
 
 def ways_of_torch(torch: Any, host: Sequence[np.ndarray]) -> dict[str, Callable[[], Any]]:
-    """Returns torch's ways from ordinary and from pinned memory to a tensor on the host."""
+    """Returns round trips in torch, from ordinary and from pinned memory."""
     attend = torch.nn.functional.scaled_dot_product_attention
 
     def ordinary() -> Any:
-        return attend(*(tensor(torch, x).cuda() for x in host)).cpu()  # .numpy() is a view of it
+        return attend(*(tensor(torch, x).cuda() for x in host)).cpu()  # .numpy() makes no copy
 
     inputs = [tensor(torch, x).pin_memory() for x in host]
-    # The result's axes may have another order in memory; a different one costs a copy on the GPU.
+    # The result may have permuted strides. out must match them, or copy_ adds a copy on the GPU.
     out = ordinary().pin_memory()
 
     def pinned() -> None:
@@ -210,7 +210,7 @@ def ways_of_torch(torch: Any, host: Sequence[np.ndarray]) -> dict[str, Callable[
 
 
 def tensor(torch: Any, array: np.ndarray) -> Any:
-    """Returns a view of the array; torch does not know NumPy's bfloat16, so bits are passed."""
+    """Views a NumPy array as a tensor; passes bfloat16 as int16, since torch rejects ml_dtypes."""
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
@@ -225,10 +225,10 @@ extern "C" __global__ void empty(const void*, const void*, const void*, void*, i
 
 
 def host_times(at: Setting) -> list[Row]:
-    """Measures the host's microseconds for a call on small arrays on the GPU.
+    """Measures the host's microseconds per call on small arrays in GPU memory.
 
-    Loops are short and end with a wait for the device, so that its queue does not fill: a call
-    that finds it full would wait for a kernel.
+    Loops are short and end with a synchronization, because a call would wait for a kernel if the
+    device's launch queue were full.
     """
     sets = [[at.engine.upload(x) for x in normal(SMALL, "float16", 4)] for _ in range(SETS)]
     calls = small_calls(at, sets)
@@ -239,7 +239,7 @@ def host_times(at: Setting) -> list[Row]:
 
 
 def small_calls(at: Setting, sets: Sequence[Sequence[Any]]) -> dict[str, Callable[[], Any]]:
-    """Returns the calls of cupyfa, after those that they are compared with."""
+    """Returns calls of cupyfa, preceded by the calls to compare with."""
     q, k, v, out = sets[0]
     attend = partial(cupyfa.attention, **at.options)
     prepared, others = (cupyfa.compile(q, k, v, backend=at.engine) for _ in range(2))
@@ -263,14 +263,13 @@ def small_calls(at: Setting, sets: Sequence[Sequence[Any]]) -> dict[str, Callabl
 
 
 def from_dlpack(tensors: Sequence[Any]) -> list[Any]:
-    """Converts tensors, as attention would have to if it did not use their addresses."""
+    """Converts tensors to CuPy arrays, a cost that attention avoids by using their addresses."""
     import cupy
 
     return [cupy.from_dlpack(x) for x in tensors]
 
 
 def backward_calls(at: Setting, q: Any, k: Any, v: Any, dout: Any) -> dict[str, Callable[[], Any]]:
-    """Returns the calls for gradients."""
     out, lse = cupyfa.attention(q, k, v, return_lse=True, **at.options)
     given, grads = (
         (dout, q, k, v, out, lse),
@@ -290,7 +289,7 @@ def backward_calls(at: Setting, q: Any, k: Any, v: Any, dout: Any) -> dict[str, 
 
 
 def others_calls(at: Setting, arrays: Sequence[Any]) -> dict[str, Callable[[], Any]]:
-    """Returns calls that show the cost of a launch, of an allocation and of torch."""
+    """Returns calls to compare with: a launch, an allocation and torch."""
     import cupy
 
     q, k, v, out = arrays
@@ -308,7 +307,7 @@ def others_calls(at: Setting, arrays: Sequence[Any]) -> dict[str, Callable[[], A
 
 
 def microseconds(at: Setting, call: Callable[[], Any]) -> float:
-    """Returns the host's microseconds per call of a loop."""
+    """Returns the host's microseconds per call, averaged over a loop."""
     at.engine.synchronize()
     start = perf_counter()
     for _ in range(at.calls):
@@ -318,10 +317,10 @@ def microseconds(at: Setting, call: Callable[[], Any]) -> float:
     return 1e6 * seconds / at.calls
 
 
-# New processes
+# First calls and imports in new processes
 
 
-# The time of the first call excludes CuPy and CUDA, which any program on a GPU has to load.
+# Import CuPy and create the CUDA context first: any GPU program has to, so it is timed separately.
 FIRST = """
 import sys, time
 import numpy as np
@@ -341,8 +340,9 @@ print(time.perf_counter() - start)
 
 
 def first_calls(at: Setting) -> list[Row]:
-    """Measures the seconds until a new process has its first result: with empty caches, and then
-    with those of the previous process. The device is awake, since this process uses it too.
+    """Measures the seconds to a new process's first result, with cold and then with warm caches.
+
+    The device is initialized already, because this process uses it.
     """
     times: dict[str, list[float]] = {}
     for _ in range(at.processes):
@@ -369,7 +369,7 @@ print(after - start, time.process_time() - after)
 
 
 def imports(at: Setting) -> list[Row]:
-    """Measures CPU milliseconds of imports from bytecode, which the first process writes."""
+    """Measures CPU milliseconds of imports from bytecode, which an extra first process writes."""
     with tempfile.TemporaryDirectory() as folder:
         bytecode = {"PYTHONPYCACHEPREFIX": folder, "PYTHONDONTWRITEBYTECODE": ""}
         _, *seconds = [child(IMPORT, **bytecode) for _ in range(1 + at.processes)]
@@ -381,7 +381,7 @@ def imports(at: Setting) -> list[Row]:
 
 
 def child(code: str, *args: Any, **variables: str) -> list[float]:
-    """Returns the numbers that a new process prints."""
+    """Runs Python code in a new process; returns the numbers that it prints."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, args)],
@@ -404,24 +404,24 @@ GROUPS: dict[str, Callable[[Setting], list[Row]]] = {
 }
 
 
-# The command
+# Command line
 
 
 def torch_on(engine: Any) -> tuple[Any, list[str]]:
-    """Returns torch, if it can use the GPU, and notes on measurements that are left out."""
+    """Returns torch, or None if it cannot use the GPU, and notes on skipped measurements."""
     if engine.name != "cuda":
-        return None, ["no GPU is used: CuPy, torch, the bus and the CUDA context are left out"]
+        return None, ["no GPU is used: CuPy, torch, the bus and the CUDA context are skipped"]
     try:
         import torch
     except ImportError as error:
-        return None, [f"torch cannot be imported ({error}): its ways are left out"]
+        return None, [f"torch cannot be imported ({error}): its measurements are skipped"]
     if not torch.cuda.is_available():
-        return None, ["torch has no CUDA here: its ways are left out"]
+        return None, ["torch cannot use CUDA: its measurements are skipped"]
     return torch, []
 
 
 def made_with(at: Setting) -> dict[str, str]:
-    """Returns the device, the versions, and all else that figures depend on."""
+    """Describes the device, versions and settings that the figures depend on."""
     batch, heads, M, d = at.shape
     return {
         **environment.describe(at.engine),
@@ -434,7 +434,7 @@ def made_with(at: Setting) -> dict[str, str]:
 
 
 def told(about: Mapping[str, str], rows: Sequence[Row], form: str) -> str:
-    """Renders a table for each group, without its empty columns, or all rows in another format."""
+    """Renders one table per group without empty columns, or all rows as JSON or CSV."""
     if form == "json":
         return json.dumps({"environment": about, "rows": rows}, indent=2)
     if form == "csv":
@@ -448,7 +448,7 @@ def told(about: Mapping[str, str], rows: Sequence[Row], form: str) -> str:
 
 
 def count(name: str, *also: str, least: int = 1, say: str | None = None) -> Callable:
-    """Makes an option whose default is smaller in the simulator."""
+    """Makes a click option whose default is smaller in the simulator."""
     usual = f"[default: {ON_A_GPU[name]}; {SIMULATED[name]} in the simulator]"
     kind = click.IntRange(least)
     return click.option(*also, name, type=kind, help=f"{say or ''}  {usual}".strip())
@@ -485,7 +485,7 @@ def main(
     form: str,
     **counts: int | None,
 ) -> None:
-    """Measures host times: the median and the best of each way."""
+    """Measures host times: the median and the minimum of each measurement."""
     engine = backend_named(backend)
     usual = ON_A_GPU if engine.name == "cuda" else SIMULATED
     sizes = {"B": B, "H": H, "M": M, "d": d, **counts}

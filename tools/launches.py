@@ -1,9 +1,9 @@
-"""Launches kernels in every dtype on ragged shapes, for compute-sanitizer to watch.
+"""Launches kernels in all dtypes on ragged shapes, to be run under compute-sanitizer.
 
     compute-sanitizer --tool racecheck python tools/launches.py [KERNEL…]
 
-Without names it launches all kernels. Every array has an allocation of its own, so that accesses
-beyond its ends are found.
+Without names it launches all kernels. Each array has its own allocation, so that out-of-bounds
+accesses are detected.
 """
 
 import sys
@@ -26,11 +26,11 @@ from cupyfa.runtime.workspace import allocate
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from helpers.problems import DTYPES, FORWARD, RAGGED, WINDOWED, claimed, inputs_of
 
-# A few tiles; LONG has enough of them for a ring of stages to wrap around.
+# SEVERAL is a problem of a few tiles. LONG has enough tiles for the pipeline stages to be reused.
 SEVERAL = {"heads": 2, "kv_heads": 1, "M": 130, "N": 150, "causal": True}
 LONG = SEVERAL | {"M": 530, "N": 550}
 WIDTHS = (64, 128, 192, 256, 320)
-NARROW = (64,)  # d for kernels without tensor cores, whose many instructions are slow under a tool
+NARROW = (64,)  # d for kernels without tensor cores, which are slow under compute-sanitizer
 CAPPED = SEVERAL | {"d": 64, "softcap": 5.0}
 
 
@@ -45,7 +45,7 @@ def main(names):
         several = LONG if has_ring(kernel) else SEVERAL
         wide = [several | {"d": d} for d in (WIDTHS if "mma" in kernel.name else NARROW)]
         others = [problem_of(kernel, sizes, dtype) for sizes in (*WINDOWED, *wide, CAPPED)]
-        for problem in dict.fromkeys(others):  # softmax problems have no d, so some repeat
+        for problem in dict.fromkeys(others):  # drops duplicates: softmax problems ignore d
             if planning.can(kernel, problem, backend.limits):
                 launch(backend, kernel, problem)
     for kernel in chosen.values():
@@ -54,7 +54,7 @@ def main(names):
 
 
 def has_ring(kernel):
-    """Whether a kernel's tiles pass through a ring of stages."""
+    """Whether a kernel has a multistage pipeline."""
     return "stages" in kernel.choice.names
 
 
@@ -77,8 +77,8 @@ def launch(backend, kernel, problem):
 def launch_modified(kernel):
     """Calls a kernel with expressions, captured arrays, sinks, dropout and a block mask.
 
-    Some rows see no key, and some keys are seen by no row. A backward kernel also computes
-    gradients of the arrays, and of the bias alone, for which some kernels have their own launch.
+    Some rows see no key, and some keys are visible to no row. A backward kernel also computes the
+    gradients of these arrays, and of the bias alone, for which some kernels have a separate launch.
     """
     rng, of = np.random.default_rng(0), dtype_named(usual_dtype(kernel))
     M, N = SEVERAL["M"], SEVERAL["N"]

@@ -1,12 +1,14 @@
-"""Makes many calls of all kinds from several threads, and compares each result with the first one
-of the same call, and the memory at the end with that at the beginning. With --faults it provokes
-faults: after each one the process must still work, or say why it cannot.
+"""Soak test: makes many calls of all kinds from several threads.
+
+Compares each result with the first result of the same call, and memory use at the end with that at
+the beginning. With --faults it provokes faults instead; after each fault the process must still
+work or raise an error that explains why it cannot.
 
     python tools/soak.py --calls 100000 --threads 8
     python tools/soak.py --faults
 
-Runs on all visible GPUs, or in the simulator. Graphs are not tested: while one is captured, no
-other thread may allocate.
+Runs on all visible GPUs, or in the simulator. CUDA graphs are not tested, because no thread may
+allocate while another one captures a graph.
 """
 
 from __future__ import annotations
@@ -39,11 +41,11 @@ from cupyfa.runtime.choose_backend import backend_named
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from helpers import own_kernel
 
-SWITCH_INTERVAL = 2e-4  # seconds between switches of threads: at the default 5 ms few calls overlap
-MMAP_THRESHOLD = -3  # a parameter of glibc's mallopt
-LARGE = 1 << 17  # bytes; larger blocks return to the system at once, so they are no leak
-ROUNDS = 10  # each starts new threads; memory is compared from the end of the second round
-# CuPy's pool keeps memory for every stream that was ever used.
+SWITCH_INTERVAL = 2e-4  # seconds between thread switches; at the default 5 ms few calls overlap
+MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of glibc's mallopt
+LARGE = 1 << 17  # bytes; free() returns larger blocks to the system, so they do not look like leaks
+ROUNDS = 10  # each round starts new threads; leaks are measured from the end of the second round
+# The growth in bytes that is not reported. CuPy's pool keeps memory for each stream ever used.
 LEEWAY = {"host": 48 << 20, "pool": 1 << 30, "device": 64 << 20, "in use": 16 << 20}
 MOST_WRONG = 10
 ROOT = Path(cupyfa.__file__).parents[1]
@@ -51,20 +53,20 @@ ROOT = Path(cupyfa.__file__).parents[1]
 
 @dataclass(frozen=True)
 class Call:
-    """A call that gives the same bits each time, or is refused each time.
+    """A call that returns the same bits, or raises the same error, each time.
 
-    It gets a dictionary in which its thread keeps arrays to write to.
+    run: takes a dictionary in which each thread keeps its output arrays.
     """
 
     name: str
     run: Callable[[dict], Any]
-    device: int | None = None  # the current device, if there are several
+    device: int | None = None  # the device to make current; None in the simulator
     on_host: bool = True
-    prepared: Any = None  # the prepared call, if it makes one
+    prepared: Any = None  # the Prepared that `run` calls, if any
 
 
 def calls(engine: Any) -> list[Call]:
-    """Returns all kinds of calls, on NumPy's arrays and on those of each device."""
+    """Returns all kinds of calls, on NumPy arrays and on CuPy arrays of each device."""
     if engine.name == "simulator":
         return [*_kinds(engine, lambda x: x, None, True)]
     import cupy
@@ -119,7 +121,7 @@ def _kinds(engine: Any, put: Callable, device: int | None, on_host: bool) -> Ite
                 attend(*x, out=x[0], **forward)
             except ValueError:
                 return
-            raise AssertionError("an out that overlaps an input was not refused")
+            raise AssertionError("attention accepted an out that overlaps an input")
 
         x, kinds = (q, k, v), {}
         kinds["attention"] = lambda kept, x=x: attend(*x, **forward)
@@ -144,14 +146,14 @@ def _kinds(engine: Any, put: Callable, device: int | None, on_host: bool) -> Ite
 
 
 class Soak:
-    """Threads that make calls, and the errors that they found."""
+    """Runs calls in threads and collects the errors that they find."""
 
     def __init__(self, engine: Any, seed: int) -> None:
         self.engine, self.seed = engine, seed
         self.calls = calls(engine)
         self.right = [self.first(call) for call in self.calls]
         self.done, self.wrong, self.lock = 0, list[str](), threading.Lock()
-        self.shared: dict[int | None, Any] = {}  # a stream of each device, which all threads share
+        self.shared: dict[int | None, Any] = {}  # one stream per device, shared by all threads
         for call in self.calls:
             self.shared.setdefault(call.device, self.stream(call.device))
 
@@ -164,14 +166,14 @@ class Soak:
             return cupy.cuda.Stream(non_blocking=True)
 
     def first(self, call: Call) -> tuple:
-        """Returns the result of a call before any others run."""
+        """Returns a call's reference result, computed while no other calls run."""
         with self.on(call.device):
             made = tuple(x.copy() for x in _all_of(call.run({})))
             self.engine.synchronize()
             return made
 
     def again(self, i: int, kept: dict, stream: Any = None) -> str | None:
-        """Makes a call, and describes an error in its result."""
+        """Makes a call; returns a description of wrong results, or None if they are right."""
         with self.on(self.calls[i].device, stream):
             made = _all_of(self.calls[i].run(kept))
             for at, (x, right) in enumerate(zip(made, self.right[i], strict=True)):
@@ -191,7 +193,7 @@ class Soak:
             yield
 
     def run(self, total: int, threads: int, patience: float) -> None:
-        """Makes `total` more calls; if none ends in time, prints all stacks and exits."""
+        """Makes `total` calls; prints all stacks and exits if none ends for `patience` seconds."""
         numbers = itertools.count(1)
         workers = [
             threading.Thread(target=self.work, args=(numbers, total, i), daemon=True)
@@ -218,7 +220,7 @@ class Soak:
         while next(numbers) <= total and len(self.wrong) < MOST_WRONG:
             i = rng.randrange(len(self.calls))
             if self.calls[i].name.startswith("buffers") and rng.randrange(20):
-                i = 0  # since new buffers take long
+                i = 0  # release buffers rarely, because allocating new ones is slow
             call = self.calls[i]
             at = rng.randrange(4)
             try:
@@ -232,7 +234,6 @@ class Soak:
 
 
 def _all_of(result: Any) -> tuple:
-    """Returns the arrays of a call's result."""
     if result is None:
         return ()
     return result if isinstance(result, tuple) else (result,)
@@ -242,20 +243,19 @@ def _all_of(result: Any) -> tuple:
 
 
 def memory(engine: Any, prepared: Iterable[Any]) -> dict[str, int]:
-    """Returns the bytes in use on the host and each device while no call runs: pinned memory and
-    CuPy's pool, and then, after these are freed, all other memory.
+    """Measures the bytes in use on the host and on each device while no call runs.
 
-    Memory that prepared calls keep is freed first: it depends on the number of streams in which
-    each of them was called.
+    Counts pinned memory and CuPy's pool, frees them, then counts all other memory. Scratch memory
+    of prepared calls is freed first, since it grows with the number of streams that they ran in.
     """
     for call in prepared:
         call.forget()
     gc.collect()
     found = {"pinned": cupyfa.transfer.held()}
     cupyfa.transfer.release()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
-        trim(0)  # it keeps up to 64 MB of each thread's freed memory
+        trim(0)  # glibc keeps up to 64 MB of freed memory per thread
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     found["host"] = pages * os.sysconf("SC_PAGE_SIZE")
     if engine.name != "simulator":
@@ -274,13 +274,13 @@ def memory(engine: Any, prepared: Iterable[Any]) -> dict[str, int]:
 
 
 def grown(before: dict[str, int], after: dict[str, int], shared: bool) -> list[str]:
-    """Lists the kinds of memory that have grown by more than the leeway."""
+    """Describes the kinds of memory that have grown by more than LEEWAY."""
     devices = sum(name.startswith("pool ") for name in before) or 1
     most = LEEWAY | {"pinned": devices * cupyfa.transfer.configure().most_held}
     if shared:
         most["device"] = sys.maxsize
     return [
-        f"{name}: {before[name]:,} bytes, and then {after[name]:,}"
+        f"{name}: {before[name]:,} bytes before, {after[name]:,} after"
         for name in before
         if after[name] > before[name] + most[name.rstrip("0123456789 ")]
     ]
@@ -290,7 +290,7 @@ def grown(before: dict[str, int], after: dict[str, int], shared: bool) -> list[s
 
 
 def interrupted(engine: Any, seed: int, times: int) -> str:
-    """Interrupts calls by Ctrl-C in this thread, which must be the main thread."""
+    """Interrupts calls by Ctrl-C; must run in the main thread."""
     soak, rng, armed = Soak(engine, seed), random.Random(seed), threading.Event()
 
     def handle(*_: Any) -> None:
@@ -322,13 +322,13 @@ def interrupted(engine: Any, seed: int, times: int) -> str:
     assert came > 0.8 * times  # Python ignores interrupts inside destructors
     soak.run(4 * len(soak.calls), 4, 60)
     assert not soak.wrong, soak.wrong
-    return f"Ctrl-C came {came} times in {len(soak.calls)} kinds of calls, and all are right after"
+    return f"{came} interrupts by Ctrl-C in {len(soak.calls)} kinds of calls: all are right after"
 
 
 def out_of_memory(engine: Any, seed: int) -> str:
-    """Limits the device's pool while threads call: each call is right or raises OutOfMemory."""
+    """Limits CuPy's pool while threads call; calls must be right or raise OutOfMemory."""
     if engine.name == "simulator":
-        return "out of memory: the simulator takes the host's"
+        return "out of memory: skipped, because the simulator uses host memory"
     import cupy
 
     soak, pool = Soak(engine, seed), cupy.get_default_memory_pool()
@@ -344,20 +344,21 @@ def out_of_memory(engine: Any, seed: int) -> str:
         soak.run(2000, 8, 60)
     finally:
         pool.set_limit(size=0)
-    others = [x for x in soak.wrong if not x.startswith("OutOfMemory")]  # of cupyfa and of CuPy
+    # Both cupyfa and CuPy have an error with a name that starts with OutOfMemory.
+    others = [x for x in soak.wrong if not x.startswith("OutOfMemory")]
     assert told.startswith("out of memory") and soak.wrong and not others, (told, soak.wrong)
     soak.wrong.clear()
     soak.run(4 * len(soak.calls), 8, 60)
     assert not soak.wrong, soak.wrong
-    return f"out of memory: told as it is, as in {told!r}; all calls are right after"
+    return f"out of memory: reported as {told!r}; all calls are right after"
 
 
 BEGIN = "if (row >= M) return;"
-FAR = "O.data[1ll << 44] = scalar(1.f);"  # beyond any memory
+FAR = "O.data[1ll << 44] = scalar(1.f);"  # writes to an unmapped address
 
 
 def trapped(engine: Any) -> str:
-    """Runs a kernel that writes far outside its array, while threads call."""
+    """Runs a kernel that writes far out of bounds while threads make calls."""
     with tempfile.TemporaryDirectory() as folder:
         script = own_kernel.write(Path(folder), cu=(BEGIN, f"{FAR}\n  {BEGIN}"))
         done = _child("trap", engine, script, timeout=120)
@@ -366,7 +367,7 @@ def trapped(engine: Any) -> str:
 
 
 def _trap(engine: Any, script: str) -> str:
-    """Does the work of ``trapped`` in a process of its own, since it may lose the device."""
+    """Does the work of ``trapped`` in a child process, because it may lose the device."""
     mine = record_named(f"{script}:mine")
     x = np.ones((2, 4, 3), np.float32)
     soak = Soak(engine, 0)
@@ -388,7 +389,8 @@ def _trap(engine: Any, script: str) -> str:
     if engine.name == "simulator":
         assert not soak.wrong, soak.wrong
         return f"a kernel that traps: {said[0]!r}; all other calls are right"
-    others = [x for x in soak.wrong if not x.startswith(("DeviceLost", "CUDA"))]  # of both
+    # cupyfa raises DeviceLost, and CuPy raises errors that start with CUDA.
+    others = [x for x in soak.wrong if not x.startswith(("DeviceLost", "CUDA"))]
     told = [*said, *(x for x in soak.wrong if x.startswith("DeviceLost"))]
     assert soak.wrong and not others, soak.wrong
     assert all("restart the process" in x for x in told), told
@@ -396,7 +398,7 @@ def _trap(engine: Any, script: str) -> str:
 
 
 def killed(engine: Any, seed: int, times: int = 3) -> str:
-    """Kills processes while they compile and write to the caches."""
+    """Kills processes while they compile kernels and write to the caches."""
     rng, sums = random.Random(seed), set()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         where = {"CUPYFA_CACHE_DIR": f"{folder}/ours", "CUPY_CACHE_DIR": f"{folder}/cupys"}
@@ -414,7 +416,7 @@ def killed(engine: Any, seed: int, times: int = 3) -> str:
             assert done.returncode == 0, done.stderr
             sums.add(done.stdout)
     assert len(sums) == 1, sums
-    return f"{2 * times} processes were killed with cold caches: the next ones were right"
+    return f"{2 * times} processes were killed with cold caches: later processes were right"
 
 
 def _call(engine: Any) -> str:
@@ -487,7 +489,7 @@ def main(
     child: str | None,
     args: tuple[str, ...],
 ) -> None:
-    """Makes calls from threads and compares each result; exit code 1 for a wrong one or a leak."""
+    """Makes calls from threads and checks each result; exits with 1 on wrong results or leaks."""
     faulthandler.enable()
     engine = backend_named(backend)
     if child:

@@ -1,1 +1,1 @@
-"""Structured arguments: block masks, and caches of keys and values."""
+"""Structured arguments: block masks, KV caches and shared prefixes."""

@@ -1,6 +1,6 @@
-"""Block masks: masks whose tiles are known to be empty, full or partial before kernels run.
+"""Block masks: masks whose tiles are classified as empty, partial or full before kernels run.
 
-Kernels visit no tile that is empty, and evaluate a mask's expression only where a tile is partial.
+Kernels skip empty tiles and evaluate the mask's expression only in partial tiles.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from cupyfa.score.expressions import Expression
 
 # A call adds this prefix to the names of a block mask's arrays.
 _PREFIX = optional_inputs.OF_BLOCKS
-_DRAWN = 128  # rows and keys of the tiles that `density` counts and `str` draws
-_MOST_DRAWN = 64  # columns and lines of a drawing
-_SIGNS = " ░█"  # the signs of the states EMPTY, PARTIAL and FULL
+_DRAWN = 128  # rows and keys of a tile in `density` and `str`
+_MOST_DRAWN = 64  # largest number of lines, and of columns, in a drawing
+_SIGNS = " ░█"  # characters for EMPTY, PARTIAL and FULL
 
 
 class BlockMask:
-    """A mask with the state of its tiles; ``block_mask`` makes one. Only ``update`` changes it.
+    """A mask that knows which tiles are empty, partial or full; made by ``block_mask``.
 
-    Arrays are copied. The states of tiles are kept for later calls, for each device and size of
-    tiles. ``a & b``, ``a | b`` and ``~a`` are block masks.
+    Arrays are copied. Tile states are cached per device and tile size. Only ``update`` changes a
+    block mask. ``a & b``, ``a | b`` and ``~a`` are block masks.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class BlockMask:
         self.text, self.captured, self.sizes, self.backend = text, captured, sizes, backend
         self._lock = threading.RLock()
         self._states_kept = dict[Any, np.ndarray]()
-        # Copies of arrays by memory and name, and maps by memory and parameters. Prepared calls
-        # depend on their addresses.
+        # Copies of arrays by (memory, name), and tile maps by memory and parameters. They are never
+        # reallocated, because prepared calls hold their addresses.
         self._placed, self._maps = dict[Any, Any](), dict[Any, _HostMap | DeviceMap]()
-        self._updated = set[str]()  # the names of arrays in ``captured`` that may change
-        _ = self._problem  # raises for expressions and arrays that do not fit together
+        self._updated = set[str]()  # names of captured arrays that the next update overwrites
+        _ = self._problem  # raises if the expression does not match the captured arrays
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles the definition without maps, copies of arrays and the lock."""
+        """Pickles the mask's definition, without maps, device copies and the lock."""
         return BlockMask, (self.text, self._unchanging(), self.sizes, self.backend)
 
     @property
@@ -89,7 +89,7 @@ class BlockMask:
 
     @property
     def density(self) -> float:
-        """The share of tiles of 128 queries and 128 keys that are not empty."""
+        """The fraction of tiles of 128 queries and 128 keys that are not empty."""
         states = self.states(_DRAWN, _DRAWN)
         return float((states != EMPTY).mean()) if states.size else 0.0
 
@@ -115,14 +115,14 @@ class BlockMask:
         return BlockMask(text, self._unchanging(), self.sizes, self.backend)
 
     def update(self, captured: Mapping[str, Any]) -> None:
-        """Replaces the elements of captured arrays, and recomputes the states of tiles.
+        """Replaces the elements of captured arrays and recomputes the tile states.
 
-        captured: some of its arrays by name, with unchanged shapes and dtypes; a mask that was
-        given as an array is called ``array``. The arrays are copied. Later calls use them,
-        including those of ``compile`` and of captured CUDA graphs. On a GPU two launches recompute
-        each map that calls have needed so far, in CuPy's current stream, which may be captured;
-        with CuPy arrays the host does not wait for them. Work in other streams must wait. Block
-        masks that were made from this one earlier do not change.
+        captured: new arrays by name, with the shapes and dtypes of the current ones; a mask that
+        was given as an array is called ``array``. The arrays are copied. All later calls use them,
+        including prepared calls and captured CUDA graphs. On a GPU two launches recompute each
+        cached map in CuPy's current stream, which may be capturing; with CuPy arrays the host does
+        not wait for them. Work in other streams must wait for this stream. Block masks that were
+        derived from this one earlier do not change.
 
         Raises ValueError or TypeError for arrays of other names, shapes or dtypes.
         """
@@ -149,9 +149,9 @@ class BlockMask:
         return f"<block mask {self.text.text!r}: {sizes}>"
 
     def __str__(self) -> str:
-        """Draws the tiles of 128 queries (lines) and 128 keys, or larger ones: █ full, ░ partial.
+        """Draws the mask, one character per tile of at least 128 queries (lines) and 128 keys.
 
-        A tile whose state differs between batch elements or heads is drawn as partial.
+        █ is full and ░ partial, also where the state differs between batch elements or heads.
         """
         states = self.drawn()
         return "\n".join(
@@ -162,7 +162,7 @@ class BlockMask:
         )
 
     def drawn(self, most: int = _MOST_DRAWN) -> np.ndarray:
-        """Returns the states of at most ``most`` x ``most`` tiles, over all heads."""
+        """Returns the states of at most ``most`` x ``most`` tiles, combined over all heads."""
         states = self.states(_DRAWN, _DRAWN)
         if not states.size:
             return np.zeros((0, 0), np.uint8)
@@ -173,13 +173,13 @@ class BlockMask:
             largest = np.maximum.reduceat(largest, starts, axis=axis)
         return np.where(least == largest, least, PARTIAL).astype(np.uint8)
 
-    # The mask in a call
+    # Use in a call
 
     def masked(self, p: Problem) -> Problem:
-        """Returns the problem of a call with this mask added.
+        """Returns the problem with this mask added.
 
-        Raises ValueError if its sizes differ from the mask's, and Unsupported for a ragged batch,
-        since the states of tiles hold for the sizes of the mask.
+        Raises ValueError if the sizes of problem and mask differ, and Unsupported for a ragged
+        batch, because tile states are computed for one pair of M and N.
         """
         if p.is_ragged:
             raise Unsupported(
@@ -195,7 +195,7 @@ class BlockMask:
         return replace(p, options=options, operands=(*p.operands, *mine))
 
     def arrays(self, backend: Backend, on_host: bool) -> dict[str, Any]:
-        """Returns its arrays by their names in a call, in the memory of the call's arrays."""
+        """Returns the mask's arrays by their names in a call, on the host or in GPU memory."""
         return {
             f"mods.{_PREFIX}{x.name}": self._array(backend, on_host, x.name)
             for x in self._operands
@@ -207,7 +207,8 @@ class BlockMask:
         own = ", ".join(f"{name}={x}" for name, x in zip(_SIZES, self.sizes))
         if (self.M, self.N) != (p.M, p.N):
             raise ValueError(
-                f"mask is a block mask of {own}, and the call has {sizes}; make one of its M and N"
+                f"mask is a block mask of {own}, and the call has {sizes}; make one with M={p.M} "
+                f"and N={p.N}"
             )
         for name, mine, given in (("batch", self.batch, p.batch), ("heads", self.heads, p.heads)):
             if mine == given or (mine == 1 and not self._depends(name)):
@@ -219,10 +220,10 @@ class BlockMask:
             )
 
     def maps(self, plan: Plan, backend: Backend, on_host: bool, alone: bool) -> dict[str, Any]:
-        """Returns the maps of tiles that the kernel of a plan reads; none if it visits all tiles.
+        """Returns the tile maps that a plan's kernel reads; empty if it visits all tiles.
 
-        alone: whether no other expression hides pairs, so that the kernel need not evaluate the
-        mask in full tiles.
+        alone: whether this is the call's only mask expression. If so, the kernel skips its
+        evaluation in full tiles.
         """
         p, found = plan.problem, dict[str, Any]()
         if 0 in (p.batch, p.heads, p.M, p.N):
@@ -233,10 +234,10 @@ class BlockMask:
         return found
 
     def planned(self, plan: Plan, limits: Limits) -> Plan:
-        """Returns the plan of a call with this mask, whose kernel reads its maps."""
+        """Returns the plan with the tile maps of this mask as inputs of its kernel."""
         return choose_kernel.with_maps(plan, limits, [self.text])
 
-    # Computing the states and maps
+    # Computation of tile states and maps
 
     @cached_property
     def _operands(self) -> tuple[Operand, ...]:
@@ -244,7 +245,7 @@ class BlockMask:
 
     @cached_property
     def _problem(self) -> Problem:
-        """The problem of its tiles; batch and heads are 1 if the expression does not name them."""
+        """The problem to classify tiles for; batch and heads are 1 if the mask ignores them."""
         batch, heads, M, N = self.sizes
         batch, heads = (
             batch if self._depends("batch") else 1,
@@ -259,11 +260,11 @@ class BlockMask:
         return _PLACE_OF[size] in self.text.positions
 
     def _position(self, p: Problem) -> int:
-        """Returns the position of query 0 in a problem, or a fixed value if it does not matter."""
+        """Returns query 0's position in a problem, or N - M if the mask does not use positions."""
         return p.first_position if "position" in self.text.positions else self.N - self.M
 
     def _array(self, backend: Backend, on_host: bool, name: str) -> Any:
-        """Returns a captured array in host memory or a backend's; keeps the copy."""
+        """Returns the copy of a captured array on the host or a device; makes it if necessary."""
         key = _place(backend, on_host), name
         with self._lock:
             if key not in self._placed:
@@ -273,7 +274,7 @@ class BlockMask:
             return self._placed[key]
 
     def _map(self, backend: Backend, on_host: bool, name: str, *how: Any) -> Any:
-        """Returns a map of tiles in host memory or a backend's; keeps it."""
+        """Returns the tile map on the host or a device; makes it if necessary."""
         key = _place(backend, on_host), name, *how
         *tiles, alone = how
         with self._lock:
@@ -291,13 +292,13 @@ class BlockMask:
         position, alone = how
         if backend.is_capturing:
             raise ValueError(
-                "mask is a block mask whose tiles are not known yet, and they cannot be computed "
-                "while a graph is captured; compile the call before"
+                "mask is a block mask without tile states for this call, which cannot be computed "
+                "while a graph is captured; compile or run the call before the capture"
             )
         p, arrays = self._problem_at(sums, position), self._arrays(backend)
         made = DeviceMap(backend, p, arrays, name, rows, keys, alone=alone)
         made.make()
-        made.wait()  # for calls in other streams
+        made.wait()  # calls in other streams may use the map, too
         return made
 
     def _states(
@@ -315,45 +316,44 @@ class BlockMask:
             return self._states_kept[key]
 
     def _problem_at(self, sums: str, position: int) -> Problem:
-        """Returns its problem with query 0 at ``position`` and float64 sums if ``sums`` says so."""
+        """Returns the problem with query 0 at ``position`` and sums in the dtype ``sums``."""
         p = replace(self._problem, shift=position - (self.N - self.M))
         return replace(p, dtype=DTYPES[sums]) if sums == "float64" else p
 
     def _arrays(self, backend: Backend) -> dict[str, Any]:
-        """Returns its arrays in the memory of a backend."""
         return {x.name: self._array(backend, False, x.name) for x in self._operands if x.is_array}
 
     def _unchanging(self) -> dict[str, Any]:
-        """Returns captured values for another block mask, with copies of arrays that may change."""
+        """Returns captured values for a derived mask; copies arrays that ``update`` overwrites."""
         return {x: y.copy() if x in self._updated else y for x, y in self.captured.items()}
 
     def _like_before(self, name: str, given: Any) -> Any:
         mine = {x.name: x for x in self._operands if x.is_array}
         if name not in mine:
             raise ValueError(
-                f"captured has {name!r}, and the arrays of this block mask are "
-                f"{', '.join(mine) or 'none'}; make another block mask for other numbers"
+                f"captured has {name!r}, and this block mask's arrays are "
+                f"{', '.join(mine) or 'none'}; make a new block mask to change numbers"
             )
         before, now = mine[name], optional_inputs.of_value(name, given)
         if now != before:
             raise ValueError(
-                f"{name} is {now.dtype} {now.shape}; it must be {before.dtype} {before.shape}, as "
-                "before: convert it, or make another block mask"
+                f"{name} is {now.dtype} {now.shape}; an update must be {before.dtype} "
+                f"{before.shape}, as before: convert it, or make a new block mask"
             )
         return given
 
     def _joined(self, other: BlockMask, sign: str) -> BlockMask:
         if not isinstance(other, BlockMask):
             raise TypeError(
-                f"{sign} joins block masks, and one side is {described(other)}; make a block mask "
-                "of it: block_mask(array)"
+                f"{sign} joins two block masks, and one operand is {described(other)}; convert it "
+                "with block_mask(array)"
             )
         if (self.M, self.N) != (other.M, other.N):
-            raise ValueError(f"{self!r} and {other!r} differ in M or N; make them for one size")
+            raise ValueError(f"{self!r} and {other!r} differ in M or N; make both for equal sizes")
         sizes: list[int] = []
         for name, a, b in (("batch", self.batch, other.batch), ("heads", self.heads, other.heads)):
             if 1 not in (a, b) and a != b:
-                raise ValueError(f"{self!r} and {other!r} differ in {name}; make them for one size")
+                raise ValueError(f"{self!r} and {other!r} differ in {name}; make them equal or 1")
             short = self if a < b else other
             if a != b and short._depends(name):
                 raise ValueError(
@@ -389,20 +389,20 @@ def block_mask(
     N: int | None = None,
     backend: str | Backend = "auto",
 ) -> BlockMask:
-    """Makes a mask whose empty tiles kernels skip, for ``mask=`` of ``attention`` and others.
+    """Makes a block-sparse mask, whose empty tiles kernels skip; pass it as ``mask=``.
 
-    mask: an array of bool, broadcastable to [batch, heads, M, N]; True means visible.
-    mask_mod, captured: instead of an array, an expression and the arrays and numbers that it names,
-        as for ``attention``. ``position`` is that of the call.
-    batch, heads, M, N: the sizes. M and N must equal those of the calls. A batch or heads of 1
-        serve any number, unless the expression names ``batch`` or ``head``. For an array, the sizes
-        follow from the axes that are not 1.
+    mask: a bool array, broadcastable to [batch, heads, M, N]; True means visible.
+    mask_mod, captured: instead of an array, an expression and the arrays and numbers that it reads,
+        as for ``attention``. Its ``position`` follows the causal mask and offset of each call.
+    batch, heads, M, N: the sizes. M and N must equal those of the calls. batch=1 and heads=1 match
+        any number, unless the expression uses ``batch`` or ``head``. For an array, the sizes follow
+        from its axes that are not 1.
     backend: the backend that computes ``density`` and drawings, by name or as a Simulator.
 
-    A tile of queries and keys is empty, full or partial, which is determined exactly, from all of
-    its pairs, when it is first needed. Most kernels skip empty tiles and evaluate the mask only in
-    partial ones; the others evaluate it in all tiles. The results are those of the same mask
-    without tiles.
+    Each tile of queries and keys is classified as empty, full or partial, exactly and from all of
+    its pairs, when a call first needs it. Most kernels skip empty tiles and evaluate the mask only
+    in partial tiles; a few evaluate it in all tiles. Results equal those of the same mask without
+    tiles.
 
     Raises ValueError or TypeError for wrong arguments.
     """
@@ -410,15 +410,15 @@ def block_mask(
     if not isinstance(given, Mapping):
         raise TypeError(f'captured is {described(captured)}; give {{"name": array}}')
     if (mask is None) == (mask_mod is None):
-        raise TypeError("give a bool array, or an expression as mask_mod=")
+        raise TypeError("give either mask, a bool array, or mask_mod, an expression")
     sizes = [options.read_size("batch", batch, 2**31), options.read_size("heads", heads, 2**31)]
     if mask is not None:
         if given:
-            raise TypeError("captured is only for expressions, and mask is an array; leave it out")
+            raise TypeError("captured is for expressions, and mask is an array; leave captured out")
         array = _copied("mask", mask)
         return _of_array(array, (*sizes, M, N), backend)
     if M is None or N is None:
-        raise TypeError("give M and N, the numbers of queries and keys")
+        raise TypeError("M or N is missing; give the numbers of queries and keys")
     sizes += [options.read_size("M", M, 2**31), options.read_size("N", N, 2**31)]
     for name, x in given.items():
         optional_inputs.operand(name, _seen(name, x))
@@ -428,9 +428,9 @@ def block_mask(
 
 
 def readable(backend: Backend, plan: Plan, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns inputs on the host in a form that the kernel of a plan can read.
+    """Converts host inputs to a form that a plan's kernel can read.
 
-    For a problem with a block mask they include the maps of the plan's tiles.
+    For a problem with a block mask, adds the tile maps for the plan's tile sizes.
     """
     p, found = plan.problem, dict(inputs)
     if any(x.name in optional_inputs.MAPS for x in p.operands):
@@ -439,7 +439,7 @@ def readable(backend: Backend, plan: Plan, inputs: Mapping[str, Any]) -> dict[st
 
 
 def _of_inputs(p: Problem, inputs: Mapping[str, Any], backend: Backend) -> BlockMask:
-    """Makes a block mask of all masks of a problem."""
+    """Makes one block mask that combines all masks of a problem."""
     texts, own = p.modifiers.mask, {optional_inputs.MASK: f"{_PREFIX}array"}
     text = _expression(" and ".join(f"({rename_in_text(x.text, own)})" for x in texts))
     captured = {
@@ -452,24 +452,24 @@ def _of_inputs(p: Problem, inputs: Mapping[str, Any], backend: Backend) -> Block
 
 def _of_array(array: Any, given: tuple[int | None, ...], backend: str | Backend) -> BlockMask:
     if isinstance(array, str | Expression) or callable(array):
-        raise TypeError(f"mask is {described(array)}, an expression; write mask_mod=")
+        raise TypeError(f"mask is {described(array)}; pass an expression as mask_mod=")
     if not is_array(array) or array.dtype != bool or array.ndim > 4:
-        what = f"{array.dtype}, of {array.ndim} axes" if is_array(array) else described(array)
+        what = f"{array.dtype} with {array.ndim} axes" if is_array(array) else described(array)
         raise TypeError(
-            f"mask is {what}; give an array of bool, broadcastable to [batch, heads, M, N]"
+            f"mask is {what}; give a bool array that broadcasts to [batch, heads, M, N]"
         )
     array = array.reshape((1,) * (4 - array.ndim) + array.shape)
     sizes = []
     for name, n, asked in zip(_SIZES, array.shape, given):
         if asked is not None and n not in (1, asked) and not (asked == 1 and name in _PLACE_OF):
-            raise ValueError(f"mask has shape {array.shape}, and {name}={asked}; make them equal")
+            raise ValueError(f"mask has shape {array.shape} and {name}={asked}; make them equal")
         sizes.append(max(n, asked or 1) if n else 0)
     text = _expression(f"array[{optional_inputs.indices(array.shape)}]")
     return BlockMask(text, {"array": array}, tuple(sizes), backend)  # type: ignore[arg-type]
 
 
 def rename_in_text(text: str, names: Mapping[str, str]) -> str:
-    """Replaces names in an expression by other names or by expressions."""
+    """Substitutes names in an expression by other names or expressions."""
     trees = {name: ast.parse(x, mode="eval").body for name, x in names.items()}
 
     class Renaming(ast.NodeTransformer):
@@ -491,7 +491,7 @@ def _seen(name: str, given: Any) -> Any:
 
 
 def _copied(name: str, given: Any) -> Any:
-    """Returns a number, or a private copy of an array in the same memory."""
+    """Copies an array in the memory where it is; returns numbers unchanged."""
     seen = _seen(name, given)
     if not is_array(seen):
         return seen
@@ -505,12 +505,10 @@ def _copied(name: str, given: Any) -> Any:
 
 
 def _on_host(array: Any) -> Any:
-    """Converts an array to NumPy; returns numbers unchanged."""
     return array.get() if hasattr(array, "get") else array
 
 
 def _is_host(backend: Backend) -> bool:
-    """Whether a backend's memory is the host's."""
     return backend.owns(np.empty(0))
 
 
@@ -524,14 +522,14 @@ def _write(array: Any, given: Any) -> None:
         array[...] = _on_host(given)
     elif isinstance(given, np.ndarray):
         array.set(np.ascontiguousarray(given))
-    elif given.flags.c_contiguous:  # without a kernel: CuPy cannot compile one during a capture
+    elif given.flags.c_contiguous:  # a memcpy, since CuPy cannot compile kernels during a capture
         array.data.copy_from_device_async(given.data, array.nbytes)
     else:
         array[...] = given
 
 
 class _HostMap:
-    """A map in host memory."""
+    """A tile map in host memory, like ``DeviceMap`` on a device."""
 
     def __init__(self, states: Callable[[], np.ndarray], name: str, alone: bool) -> None:
         self._find, self._by_keys, self._alone = states, name == KEY_TILES, alone

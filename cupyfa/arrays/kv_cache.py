@@ -1,4 +1,4 @@
-"""Decoding: caches of keys and values, and the launch that writes new tokens into them."""
+"""KV caches, and the kernel launch that appends the keys and values of new tokens."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ LAYOUTS = ("bshd", "bhsd")
 SCALES = optional_inputs.SCALES
 E4M3_SINCE = 89
 _IDENTIFIED = ("q", "lengths", "pages", "k", "v", "cos", "sin")  # arrays compared by identity
-THREADS = 128  # threads of a block; each warp writes a row
-_MOST_KEPT = 1 << 20  # bytes of new tokens that a cache keeps alive until its next step
+THREADS = 128  # threads per block; each warp writes one row
+_MOST_KEPT = 1 << 20  # limit for the bytes of q, k and v that a cache keeps until its next step
 APPEND = Launch(
     "append_keys",
     args="Q turned_Q new_K new_V K V cosines sines positions lengths.data used.data pages.data "
@@ -52,11 +52,11 @@ _KERNEL = Kernel("append_keys", "writes new keys and values into a cache", (APPE
 
 
 class Rotary(NamedTuple):
-    """A rotary position embedding, which rotates pairs of columns of q and k by their positions.
+    """A rotary position embedding (RoPE): rotates pairs of columns of q and k by position.
 
     cos, sin: each [positions, angles], of the dtype of q or of lse. Columns from 2 · angles on are
         not rotated.
-    interleaved: whether pairs are columns (2 x, 2 x + 1) instead of (x, x + angles).
+    interleaved: whether columns (2 x, 2 x + 1) form a pair, instead of (x, x + angles).
 
     Su et al., 2021, arXiv:2104.09864.
     """
@@ -67,37 +67,36 @@ class Rotary(NamedTuple):
 
 
 class KVCache(Structured):
-    """Keys and values of the tokens of several sequences, in the caller's arrays.
+    """Keys and values of several sequences, stored in the caller's arrays.
 
-    ``attention(q, cache)`` computes the attention of new tokens to them, and ``cache.append(k, v)``
-    writes keys and values of new tokens.
+    ``attention(q, cache)`` computes the attention of new tokens to the cache, and
+    ``cache.append(k, v)`` writes the keys and values of new tokens into it.
 
     k, v: [batch, kv_heads, capacity, d] and [batch, kv_heads, capacity, dv]; with ``layout="bshd"``
-        [batch, capacity, kv_heads, d | dv]. With ``pages`` they are pages: [pages, kv_heads,
+        [batch, capacity, kv_heads, d | dv]. With ``pages`` they hold pages: [pages, kv_heads,
         page_size, d | dv], or [pages, page_size, kv_heads, d | dv]; page_size is 16, 32, 64, 128 or
-        256. Arrays of float8_e4m3 may be ``Scaled``, each by its own scale; d and dv are then even.
-        New keys and values are divided by the scales and rounded to the nearest number of e4m3;
-        larger ones are clamped to 448 or -448.
+        256. float8_e4m3 arrays need an even d and dv, and may be ``Scaled``. New keys and values
+        are divided by the scales, rounded to nearest and clamped to [-448, 448].
     lengths: [batch] of int32, the number of keys of each sequence.
     pages: [batch, most] of int32, the page table: key j of sequence b is row j % page_size of page
-        pages[b, j // page_size]. Sequences may share pages. Numbers after the last page that a
+        pages[b, j // page_size]. Sequences may share pages. Entries after the last page that a
         sequence needs are ignored.
-    rotary: a ``Rotary``, or its (cos, sin): new keys are rotated before they are written, and the
-        queries of new tokens before they attend.
-    prefix: keys and values that all sequences share and that precede those of the cache: a tuple
-        (k, v) of arrays [1, kv_heads, keys, d | dv], or a KVCache of one sequence. They are read
-        once for all sequences, by the kernel that "auto" chooses; kernel and tiles of a call apply
-        to the keys of the cache. With g sequences instead of one, each is shared by batch / g
-        consecutive sequences. A list has several such prefixes, from the outermost to the
-        innermost. Positions, windows and expressions count as if one cache held all of these keys.
+    rotary: a ``Rotary``, or its (cos, sin). New keys are rotated before they are written, and the
+        queries of new tokens before attention is computed.
+    prefix: keys and values that all sequences share, and that precede the keys in the cache: a
+        tuple (k, v) of arrays [1, kv_heads, keys, d | dv], or a KVCache of one sequence. A prefix
+        is read once for all sequences, by an automatically chosen kernel; kernel and tiles of a
+        call apply to the keys in the cache. If the prefix has g sequences, each of them is shared
+        by batch / g consecutive sequences. A list nests several prefixes, the outermost first.
+        Positions, windows and expressions are the same as if one cache held all keys.
 
-    All are NumPy arrays, or all are in the memory of one GPU. No array is copied: a call uses the
-    contents at the time when it runs, also those of lengths and page tables. A list of lengths,
-    pages or scales becomes a new array in the memory of k. If new keys are written into k and v,
-    these must not share memory; lengths are never changed.
+    All arrays are NumPy arrays, or all are in the memory of one GPU. No array is copied: a call
+    reads the current contents of k, v, lengths and pages. Lists of lengths, pages or scales are
+    converted to new arrays in the memory of k. If new tokens are appended, k and v must not share
+    memory. Calls never change lengths.
 
-    Raises ValueError or TypeError for arrays that do not fit together, Unsupported for other page
-    sizes.
+    Raises ValueError or TypeError for arrays whose shapes or dtypes do not match, Unsupported for
+    other page sizes.
 
     Pages: Kwon et al., 2023, arXiv:2309.06180.
     """
@@ -117,7 +116,7 @@ class KVCache(Structured):
             raise ValueError(f"layout is {described(layout)}; use one of {', '.join(LAYOUTS)}")
         self.layout, self.prefix = layout, prefix
         self.rotary = None if rotary is None else _read_rotary(rotary)
-        self.last_call: Any = None  # kept by ``call/decode.py``
+        self.last_call: Any = None  # a LastStep of ``call/decode.py``
         scales = [x.scale if isinstance(x, Scaled) else None for x in (k, v)]
         k, v = (x.array if isinstance(x, Scaled) else x for x in (k, v))
         self.k, self.v = seen("k", k), seen("v", v)
@@ -131,7 +130,7 @@ class KVCache(Structured):
             whose = "k" if self.pages is None else "pages"
             raise ValueError(
                 f"lengths has shape {tuple(self.lengths.shape)}, and {whose} has {wanted} "
-                "sequences; give a number for each"
+                "sequences; give one length per sequence"
             )
         self.k_scale, self.v_scale = (
             None if x is None else _there(name, x, self.k) for name, x in zip(SCALES, scales)
@@ -139,7 +138,7 @@ class KVCache(Structured):
         self._scales = tuple(map(self._seen_scale, SCALES, (self.k_scale, self.v_scale)))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out the launches of the last call, which belong to this process."""
+        """Drops the last call, whose launches are bound to this process."""
         return {**self.__dict__, "last_call": None}
 
     @classmethod
@@ -155,15 +154,16 @@ class KVCache(Structured):
         rotary: tuple[Any, ...] | None = None,
         prefix: Any = None,
     ) -> KVCache:
-        """Makes a paged cache from a page table in the format of FlashInfer.
+        """Makes a paged cache from a page table in FlashInfer's CSR format.
 
-        Sequence b has the pages indices[indptr[b]] to indices[indptr[b + 1] - 1], of which all but
-        the last are full and the last has last_page_len[b] keys. indptr is [batch + 1], indices
+        Sequence b has the pages indices[indptr[b]] to indices[indptr[b + 1] - 1]. All of them are
+        full, except the last one, which holds last_page_len[b] keys. indptr is [batch + 1], indices
         [all pages of all sequences], last_page_len [batch], all of int32.
 
-        The table and the lengths are new arrays, made from the current contents. Only the last
-        pages have room for new keys. The host does not wait for arrays in GPU memory, so for these
-        the table has a column for each of ``indices``.
+        The page table and the lengths are new arrays, computed from the current contents. New keys
+        can be appended only up to the end of each sequence's last page. For arrays in GPU memory
+        the host does not synchronize, and the page table has as many columns as ``indices`` has
+        elements.
         """
         keys = seen("k", k.array if isinstance(k, Scaled) else k)
         starts = _read_whole("indptr", indptr, keys, axes=1)
@@ -171,8 +171,8 @@ class KVCache(Structured):
         last = _read_whole("last_page_len", last_page_len, keys, axes=1)
         if len(starts) != len(last) + 1:
             raise ValueError(
-                f"indptr has {len(starts)} numbers and last_page_len {len(last)}; give one more "
-                "in indptr: where each sequence's pages begin, and then the end"
+                f"indptr has {len(starts)} elements and last_page_len has {len(last)}; indptr must "
+                "have one more: the start of each sequence's pages, then the end"
             )
         counts = starts[1:] - starts[:-1]
         most = len(listed)
@@ -200,8 +200,8 @@ class KVCache(Structured):
 
         k [batch, kv_heads, new tokens, d], v [batch, kv_heads, new tokens, dv]. Keys are rotated if
         the cache has a rotary embedding. ``lengths`` is not changed: add the number of new tokens
-        to it before the next call. ``attention(q, cache, append=(k, v))`` appends and attends to
-        all keys in one call. check: also compare the written rows with a reference.
+        before the next call. ``attention(q, cache, append=(k, v))`` appends the tokens and computes
+        attention in one call. check: also compare the written rows with a reference.
 
         Raises the errors of ``attention``.
         """
@@ -215,12 +215,12 @@ class KVCache(Structured):
 
     @property
     def page_size(self) -> int | None:
-        """The number of keys in a page; None without pages."""
+        """The number of keys per page; None without pages."""
         return None if self.pages is None else self.rows_of(self.k).shape[2]
 
     @property
     def capacity(self) -> int:
-        """The largest number of keys that a sequence can have."""
+        """The largest number of keys that the cache can hold per sequence."""
         rows = self.rows_of(self.k).shape[2]
         return rows if self.pages is None else rows * self.pages.shape[1]
 
@@ -246,7 +246,7 @@ class KVCache(Structured):
         return array.swapaxes(1, 2) if self.layout == "bshd" else array
 
     def _seen_scale(self, name: str, scale: Any) -> Any:
-        """Checks a scale and views it as [batch or 1, kv_heads], or [pages, 1, kv_heads]."""
+        """Checks a scale; returns it as [batch or 1, kv_heads], or [pages, 1, kv_heads]."""
         if scale is None:
             return None
         heads, shape = self.rows_of(self.k).shape[1], tuple(scale.shape)
@@ -256,8 +256,8 @@ class KVCache(Structured):
             wanted += f", or [pages, kv_heads], {(count, heads)}"
         if not self.is_e4m3:
             raise ValueError(
-                f"{name[0]} is Scaled, and k is {self.k.dtype}; scales are for {E4M3}: give the "
-                "array alone"
+                f"{name[0]} is Scaled, and k is {self.k.dtype}; scales are for {E4M3}: pass the "
+                "array itself"
             )
         if shape not in ((heads,), (self.batch, heads)) and (not count or shape != (count, heads)):
             raise ValueError(f"{name} has shape {shape}; its shape must be {wanted}")
@@ -271,8 +271,8 @@ class KVCache(Structured):
             return scale[None]
         if count and count == self.batch:
             raise ValueError(
-                f"{name} has shape {shape}, and there are as many pages as sequences; give k and v "
-                "a page more, so that the shape shows whether scales belong to pages"
+                f"{name} has shape {shape}, which is ambiguous because there are as many pages as "
+                "sequences; add a page to k and v"
             )
         return scale[:, None] if count and count == shape[0] else scale
 
@@ -281,28 +281,29 @@ class KVCache(Structured):
         check_page_size("page_size", self.page_size, Unsupported)
         if not (count and columns):
             raise ValueError(
-                f"k has {count} pages and the page table {columns} columns; give at least one"
+                f"k has {count} pages and the page table has {columns} columns; give at least one "
+                "of each"
             )
 
     @property
     def _room(self) -> str:
-        """The capacity of a sequence and the axes of k, for error messages."""
+        """The capacity per sequence and the axes of k, for error messages."""
         rows = "page_size" if self.pages is not None else "capacity"
         first = "pages" if self.pages is not None else "batch"
         axes = f"{rows}, kv_heads" if self.layout == "bshd" else f"kv_heads, {rows}"
         return (
-            f"the cache has room for {self.capacity} keys of a sequence (its k has shape "
+            f"the cache has room for {self.capacity} keys per sequence (its k has shape "
             f"{tuple(self.k.shape)}, with layout={self.layout!r} [{first}, {axes}, d])"
         )
 
     def check_numbers(self, lengths: np.ndarray, pages: np.ndarray | None, new: int) -> None:
-        """Raises ValueError for lengths, including ``new`` keys, or pages that are out of range."""
+        """Raises ValueError if lengths + new or pages are out of range."""
         wrong = np.flatnonzero((lengths < 0) | (lengths > self.capacity - new))
         if wrong.size:
             i = int(wrong[0])
-            more = f", and there are {new} new ones" if new else ""
+            more = f", and the call appends {new}" if new else ""
             raise ValueError(
-                f"lengths[{i}] is {lengths[i]}, {self._room}{more}; give a number from 0 to "
+                f"lengths[{i}] is {lengths[i]}, and {self._room}{more}; give a number from 0 to "
                 f"{self.capacity - new}"
             )
         if pages is None:
@@ -313,7 +314,7 @@ class KVCache(Structured):
         if len(missing):
             b, i = map(int, missing[0])
             raise ValueError(
-                f"pages[{b}, {i}] is {pages[b, i]}, and there are {count} pages; give a number "
+                f"pages[{b}, {i}] is {pages[b, i]}, and k has {count} pages; give page numbers "
                 f"from 0 to {count - 1} for all {lengths[b] + new} keys of sequence {b}"
             )
 
@@ -323,12 +324,12 @@ KINDS[KVCache] = "cupyfa.call.decode"
 
 @dataclass(frozen=True)
 class Step:
-    """Queries and a cache in a backend's memory, and new tokens that may have to be written.
+    """One decoding step: queries, cache and new tokens in a backend's memory.
 
-    q: the queries, which ``write`` rotates if there is a rotary embedding. k, v: [batch or pages,
+    q: the queries, rotated by ``write`` if the cache has a rotary embedding. k, v: [batch or pages,
     kv_heads, rows, columns]. lengths: include the new keys. scales: the scales of e4m3 k and v,
-    else None. is_moved: whether these are copies of the caller's NumPy arrays. may_repeat: whether
-    a cache may keep the step, for a call on identical arrays in the same stream.
+    else None. is_moved: whether the arrays are copies of the caller's NumPy arrays. may_repeat:
+    whether the cache may keep the step and reuse it if the next call has identical arguments.
     """
 
     backend: Backend
@@ -347,7 +348,7 @@ class Step:
         return self._new is not None
 
     def read_lengths(self, cache: KVCache) -> None:
-        """Reads lengths and pages in host memory again, since they may have changed."""
+        """Reads lengths and pages in host memory again, because the caller may change them."""
         count = 0 if self.lengths is cache.lengths else self.q.shape[2]
         cache.check_numbers(cache.lengths, cache.pages, count)
         if cache.rotary is not None:
@@ -356,19 +357,19 @@ class Step:
             np.add(cache.lengths, count, out=self.lengths)
 
     def write(self) -> None:
-        """Writes new keys and values, and rotates keys and queries."""
+        """Launches the kernel that rotates q and k and appends new tokens, if the step needs it."""
         if self._new is not None:
             self._new.write()
 
     def write_and_check(self) -> None:
-        """Like ``write``, but compares with a reference. Raises WrongResult if they differ."""
+        """Like ``write``, then raises WrongResult if the written rows differ from a reference."""
         if self._new is not None:
             self._new.write()
             self._new.check()
 
 
 def list_arrays(q: Any, cache: KVCache, new: tuple[Any, Any] | None) -> list[Any]:
-    """Lists all arrays of a call, None for a missing one, and the flag ``interleaved``."""
+    """Lists a call's arrays, with None for missing ones, and the flag ``interleaved``."""
     rotary = cache.rotary or _NO_ROTARY
     return [q, cache.lengths, cache.pages, *(new or (None, None)), *rotary, cache.k, cache.v]
 
@@ -385,10 +386,10 @@ def step(
     look: bool,
     prefix_keys: Any = None,
 ) -> Step:
-    """Checks the arrays of a call and moves them to a backend's memory; launches nothing yet.
+    """Checks a call's arrays and moves them to a backend's memory; launches nothing yet.
 
-    new: keys and values of the new tokens. look: whether to check lengths and pages that lie in GPU
-    memory, too. prefix_keys: [batch], the numbers of keys that precede those of the cache.
+    new: keys and values of the new tokens. look: whether to check lengths and pages in GPU memory,
+    too. prefix_keys: [batch], the number of keys that precede the cache in each sequence.
     """
     given, rotary = _named(q, cache, new), cache.rotary
     if prefix_keys is not None:
@@ -399,8 +400,8 @@ def step(
     _check_shapes(given, cache)
     if new is not None and share_memory(given["cache.k"], given["cache.v"]):
         raise ValueError(
-            "cache.k and cache.v share memory, and new keys and values are written to both; give "
-            "two arrays"
+            "cache.k and cache.v share memory, and the call appends keys and values; give separate "
+            "arrays"
         )
     on_host = isinstance(given["lengths"], np.ndarray)
     if on_host or look:
@@ -414,7 +415,7 @@ def step(
     tokens = given["q"].shape[2]
     count = tokens if "k" in given else 0
     made = {}
-    cache.last_call = None  # frees its memory, which this step may use
+    cache.last_call = None  # frees the last call's memory for this step
     with where.working_on(given["q"]):
         if count:
             made["used"] = (
@@ -424,7 +425,7 @@ def step(
             )
         if rotary is not None:
             made["turned"] = where.empty(tuple(given["q"].shape), given["q"].dtype)
-        if made and where.is_capturing:  # a graph writes to them whenever it is launched
+        if made and where.is_capturing:  # every launch of the graph will write to these arrays
             of_graphs.append(made)
         for name in ("k", "v") if rotary is None else ("q", "k", "v", "cos", "sin"):
             if name in given and not columns_contiguous(given[name]):
@@ -450,10 +451,10 @@ def step(
 
 
 def _may_keep(given: Mapping[str, Any], arrays: Iterable[Any]) -> bool:
-    """Whether a cache may keep a step: new tokens are few, and no array is a copy or a view.
+    """Whether a cache may keep a step: q, k and v are small, and no array is a copy or a view.
 
-    A copy would miss later changes of the caller's array, and a view would miss that another
-    library's array got new memory.
+    A copy would not show later changes of the caller's array. A view of another library's array
+    would keep its old address if that library reallocates it.
     """
     are_given = all(x is given.get(name) for name, x in zip(_IDENTIFIED, arrays))
     return are_given and sum(given[x].nbytes for x in "qkv" if x in given) <= _MOST_KEPT
@@ -469,7 +470,7 @@ def _read_rotary(given: Any) -> Rotary:
 
 
 def _named(q: Any, cache: KVCache, new: tuple[Any, Any] | None) -> dict[str, Any]:
-    """Returns all arrays of a call by name; those of the cache have axes as in ``rows_of``."""
+    """Returns a call's arrays by name; cache.k and cache.v are in the layout of ``rows_of``."""
     named = {"q": q, "cache.k": cache.rows_of(cache.k), "cache.v": cache.rows_of(cache.v)}
     named["lengths"] = cache.lengths
     if cache.pages is not None:
@@ -483,7 +484,7 @@ def _named(q: Any, cache: KVCache, new: tuple[Any, Any] | None) -> dict[str, Any
 
 
 def check_keys(k: Any, v: Any, layout: str) -> None:
-    """Raises ValueError or TypeError for keys and values that do not fit together."""
+    """Raises ValueError or TypeError if the shapes or dtypes of k and v are invalid or differ."""
     shapes = f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}"
     if len(k.shape) != 4 or len(v.shape) != 4 or k.shape[:3] != v.shape[:3]:
         axes = "rows, kv_heads" if layout == "bshd" else "kv_heads, rows"
@@ -491,18 +492,18 @@ def check_keys(k: Any, v: Any, layout: str) -> None:
     for name, x in (("k", k), ("v", v)):
         if (str(x.dtype) not in DTYPES and x.dtype != E4M3) or x.dtype != k.dtype:
             raise TypeError(
-                f"k is {k.dtype} and v is {v.dtype}; both must be one of {', '.join(DTYPES)}, "
-                f"{E4M3}"
+                f"k is {k.dtype} and v is {v.dtype}; both must have the same dtype, one of "
+                f"{', '.join(DTYPES)}, {E4M3}"
             )
         if x.dtype == E4M3 and (x.shape[3] % 2 or any(n % 2 for n in x.strides[:3])):
             raise ValueError(
-                f"{name} has shape {tuple(x.shape)} and strides {x.strides}; rows of {E4M3} must "
-                "have an even number of bytes and begin at even ones: add a column of zeros"
+                f"{name} has shape {tuple(x.shape)} and strides {x.strides}; {E4M3} needs an even "
+                "number of columns and even strides: add a column of zeros"
             )
         if 0 not in x.shape and not columns_contiguous(x):
             raise ValueError(
-                f"{name} has strides {x.strides}; the elements of its last axis must lie side by "
-                "side: give an array whose last axis is contiguous"
+                f"{name} has strides {x.strides}; its last axis must be contiguous: give a "
+                "contiguous copy"
             )
 
 
@@ -510,11 +511,10 @@ def _read_whole(name: str, given: Any, keys: Any, *, axes: int) -> Any:
     """Checks an int32 array; converts a list to an array on the device of ``keys``."""
     array = _there(name, given, keys)
     if len(array.shape) != axes:
-        raise ValueError(f"{name} has shape {tuple(array.shape)}; it must have {axes} axes")
+        raise ValueError(f"{name} has shape {tuple(array.shape)}; it must be {axes}-D")
     if str(array.dtype) != "int32":
         raise TypeError(
-            f"{name} is {array.dtype}; it must be int32, as kernels read it in place: give "
-            f"{name}.astype(numpy.int32)"
+            f"{name} is {array.dtype}; it must be int32: give {name}.astype(numpy.int32)"
         )
     if not columns_contiguous(array):
         raise ValueError(f"{name} has strides {array.strides}; its last axis must be contiguous")
@@ -522,16 +522,14 @@ def _read_whole(name: str, given: Any, keys: Any, *, axes: int) -> Any:
 
 
 def _check_csr(starts: np.ndarray, listed: np.ndarray) -> None:
-    """Raises ValueError for offsets that decrease or exceed the number of indices."""
     if (np.diff(starts) < 0).any() or (starts[0], starts[-1]) != (0, len(listed)):
         raise ValueError(
-            f"indptr is {starts.tolist()}, and there are {len(listed)} indices; give offsets from "
-            "0 to that number that do not decrease"
+            f"indptr is {starts.tolist()}; it must start at 0, not decrease, and end at "
+            f"{len(listed)}, the number of indices"
         )
 
 
 def _check_shapes(given: Mapping[str, Any], cache: KVCache) -> None:
-    """Raises ValueError or TypeError for new tokens that do not fit the cache."""
     q, keys, values = given["q"], given["cache.k"], given["cache.v"]
     shape = tuple(q.shape)
     if len(shape) != 4 or shape[0] != cache.batch or shape[3] != keys.shape[3]:
@@ -541,20 +539,23 @@ def _check_shapes(given: Mapping[str, Any], cache: KVCache) -> None:
         )
     if cache.is_e4m3:
         if str(q.dtype) not in ("float16", "bfloat16"):
-            raise TypeError(f"q is {q.dtype}; with a cache of {E4M3} it is float16 or bfloat16")
+            raise TypeError(
+                f"q is {q.dtype}; with a cache of {E4M3} it must be float16 or bfloat16: convert it"
+            )
     elif q.dtype != keys.dtype:
-        raise TypeError(f"q is {q.dtype} and the cache {keys.dtype}; convert one of them")
+        raise TypeError(f"q is {q.dtype} and the cache is {keys.dtype}; convert one of them")
     for name, like in (("k", keys), ("v", values)):
         wanted = cache.batch, keys.shape[1], shape[2], like.shape[3]
         if name in given and (tuple(given[name].shape), given[name].dtype) != (wanted, q.dtype):
             x = given[name]
             raise ValueError(
-                f"{name} is {x.dtype} {tuple(x.shape)}; it must be {q.dtype} {wanted}: [batch, "
-                f"kv_heads, new tokens, columns], as q and the cache have them; {cache._room}"
+                f"{name} is {x.dtype} {tuple(x.shape)}; it must be {q.dtype} {wanted}, [batch, "
+                f"kv_heads, new tokens, columns], to match q and the cache; {cache._room}"
             )
     if "k" in given and shape[2] > cache.capacity:
         raise ValueError(
-            f"there are {shape[2]} new tokens, [batch, kv_heads, new tokens, d], and {cache._room}"
+            f"k has {shape[2]} new tokens, [batch, kv_heads, new tokens, d], and {cache._room}; "
+            "give fewer"
         )
     if "cos" in given:
         _check_angles(given["cos"], given["sin"], q)
@@ -572,12 +573,12 @@ def _check_angles(cos: Any, sin: Any, q: Any) -> None:
     if cos.dtype not in dtypes or sin.dtype != cos.dtype:
         either = " or ".join(dict.fromkeys(map(str, dtypes)))
         raise TypeError(
-            f"rotary is of {cos.dtype} and {sin.dtype}; both must be {either}; convert them"
+            f"rotary has dtypes {cos.dtype} and {sin.dtype}; both must be {either}: convert them"
         )
 
 
 def _check_contents(backend: Backend, given: Mapping[str, Any], cache: KVCache) -> None:
-    """Raises ValueError for lengths and pages out of range, and for arrays that overlap."""
+    """Raises ValueError if lengths or pages are out of range, or if inputs overlap the cache."""
 
     def downloaded(name: str) -> Any:
         array = given.get(name)
@@ -594,26 +595,25 @@ def _check_contents(backend: Backend, given: Mapping[str, Any], cache: KVCache) 
     for name in ("cache.k", "cache.v"):
         array = given[name]
         if isinstance(array, np.ndarray) and not array.flags.writeable:
-            raise ValueError(f"{name} is read-only, and new keys are given; make it writable")
+            raise ValueError(f"{name} is read-only, and the call appends to it; make it writable")
         for other in ("q", "k", "v"):
             if overlap(array, given[other]):
                 raise ValueError(
-                    f"{other} shares memory with {name}, into which it is written; give a copy"
+                    f"{other} shares memory with {name}, which the call writes to; give a copy"
                 )
 
 
 def _check_positions(cos: Any, lengths: np.ndarray, new: int) -> None:
-    """Raises ValueError if a rotary embedding has no row for the last of ``new`` tokens."""
     positions, needed = len(cos), int(lengths.max(initial=0)) + new
     if needed > positions:
         raise ValueError(
-            f"rotary has {positions} positions, and a sequence has {needed} keys; give a row for "
-            "each"
+            f"rotary has {positions} positions, and a sequence has {needed} keys; give cos and sin "
+            f"with at least {needed} rows"
         )
 
 
 class _New:
-    """The launch that writes new tokens, and the arrays that it reads and writes."""
+    """The launch of append_keys, with the arrays that it reads and writes."""
 
     def __init__(
         self, backend: Backend, arrays: Mapping[str, Any], cache: KVCache, is_moved: bool
@@ -631,7 +631,7 @@ class _New:
                 self._copy_back()
 
     def check(self) -> None:
-        """Compares the written rows with a reference. Raises WrongResult if they differ."""
+        """Raises WrongResult if the written rows differ from a reference."""
         found, expected = {}, {}
         if "used" in self._arrays:
             for name, written in self._written().items():
@@ -650,7 +650,7 @@ class _New:
         tolerance.require(verdicts, f"append_keys on {self._cache!r}")
 
     def _turned(self, rows: np.ndarray, *, swapped: bool = False) -> Expected:
-        """Returns the expected rotation of rows [batch, heads, tokens, d].
+        """Returns the expected result of rotating rows [batch, heads, tokens, d].
 
         With ``swapped`` the result is [batch, tokens, heads, d].
         """
@@ -666,7 +666,7 @@ class _New:
         return Expected(*(x.swapaxes(1, 2) for x in made)) if swapped else made
 
     def _scales_of_rows(self, name: str) -> np.ndarray:
-        """Returns the scales of the new rows, [batch, tokens, kv_heads, 1]."""
+        """Returns each new row's scale, [batch, tokens, kv_heads, 1]."""
         scale, (places, _) = self._on_host(name), self._places()
         batch, kv_heads = len(places), self._arrays["cache.k"].shape[1]
         if scale.ndim == 3:
@@ -678,7 +678,7 @@ class _New:
         return array if isinstance(array, np.ndarray) else self._backend.download(array)
 
     def _places(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the batch element or page, and the row in it, of each new token."""
+        """Returns each new token's batch element or page, and its row there."""
         size, tokens = self._cache.page_size, self._arrays["q"].shape[2]
         rows = self._on_host("lengths")[:, None] + np.arange(tokens)
         batch: np.ndarray = np.arange(len(rows))[:, None]
@@ -687,7 +687,7 @@ class _New:
         return tuple(np.broadcast_arrays(batch, rows))  # type: ignore[return-value]
 
     def _written(self) -> dict[str, np.ndarray]:
-        """Reads the rows of new tokens in the cache, [batch, tokens, kv_heads, columns]."""
+        """Reads new tokens back from the cache: k and v [batch, tokens, kv_heads, columns]."""
         there = tuple(map(self._backend.upload, self._places()))
         found = {}
         for name in ("cache.k", "cache.v"):
@@ -697,14 +697,13 @@ class _New:
         return found
 
     def _copy_back(self) -> None:
-        """Copies the rows that the kernel wrote into the caller's NumPy arrays."""
+        """Copies the new rows from the device into the caller's NumPy arrays."""
         cache, places = self._cache, self._places()
         for array, written in zip((cache.k, cache.v), self._written().values()):
             cache.rows_of(array).swapaxes(1, 2)[places] = written
 
 
 def _plan(arrays: Mapping[str, Any], cache: KVCache) -> Plan:
-    """Plans the launch that writes and rotates new tokens."""
     q, keys, values = (arrays[name] for name in ("q", "cache.k", "cache.v"))
     appends, rotates = "used" in arrays, "turned" in arrays
     (batch, heads, tokens, d), kv_heads = q.shape, keys.shape[1]
@@ -758,7 +757,7 @@ def _arguments(arrays: Mapping[str, Any], cache: KVCache) -> list[Argument]:
 
 
 def _tensor(name: str, is_given: bool, axes: tuple[int | None, ...] = FIRST_AXES) -> Argument:
-    """Makes an argument for a Tensor, which is null if there is no such array."""
+    """Makes a Tensor argument, null if the array is missing."""
     value = None if is_given else np.zeros((), TENSOR)
     return Argument(name, value=value, strides=axes)
 
@@ -768,7 +767,7 @@ def _pointer(name: str, is_given: bool) -> Argument:
 
 
 def _scale_argument(name: str, scale: Any) -> Argument:
-    """Makes an argument for a scale [batch or pages, kv_heads]; axes of one element broadcast."""
+    """Makes the Tensor argument of a scale; axes of size 1 get stride 0."""
     if scale is None:
         return _tensor(name, False)
     axes = (0, len(scale.shape) - 1)
@@ -779,8 +778,7 @@ def _scale_argument(name: str, scale: Any) -> Argument:
 def scales_of(backend: Backend, cache: KVCache | None, k: Any, like: Any) -> dict[str, Any]:
     """Returns the scales of e4m3 keys and values (1 if missing), or {} for other dtypes.
 
-    cache: the cache that the keys k belong to, if any. like: an array in the memory that scales
-    have to be in.
+    cache: the KVCache that holds k, or None. like: an array in the memory where scales must be.
     """
     if k.dtype != E4M3:
         return {}
@@ -797,17 +795,15 @@ _ONE = np.ones((1, 1), np.float32)  # a scale of 1 for all heads
 
 @lru_cache
 def _make_unit_scale(backend: Backend, device: int) -> Any:
-    """Makes a scale of 1 for all heads in the memory of a device."""
     return backend.upload(_ONE)
 
 
 def _check_arch(backend: Backend) -> None:
-    """Raises Unsupported for a device without instructions that convert e4m3."""
     limits = backend.limits
     if limits.arch is not None and int(limits.arch) < E4M3_SINCE:
         raise Unsupported(
-            f"{limits.device} is sm_{limits.arch}, and a cache of {E4M3} needs sm_{E4M3_SINCE}; "
-            "keep float16 or bfloat16"
+            f"{limits.device} is sm_{limits.arch}, and a cache of {E4M3} needs sm_{E4M3_SINCE} or "
+            "later; use float16 or bfloat16"
         )
 
 
@@ -825,16 +821,16 @@ _INTEGERS = np.iinfo(np.int32)
 
 
 def _there(name: str, given: Any, keys: Any) -> Any:
-    """Converts arrays like ``seen``, and lists of numbers to arrays in the memory of ``keys``."""
+    """Like ``seen``; also converts lists of numbers to arrays in the memory of ``keys``."""
     if not isinstance(given, list | tuple):
         return seen(name, given)
     array = optional_inputs.of_list(name, given)
     if name in SCALES:
         made = array.astype(np.float32)
     elif array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"{name} has numbers of {array.dtype}; give whole numbers")
+        raise TypeError(f"{name} has {array.dtype} elements; give integers")
     elif array.size and not _INTEGERS.min <= array.min() <= array.max() <= _INTEGERS.max:
-        raise ValueError(f"{name} has numbers from {array.min()} to {array.max()}; they are int32")
+        raise ValueError(f"{name} ranges from {array.min()} to {array.max()}; give int32 values")
     else:
         made = array.astype(np.int32)
     if isinstance(keys, np.ndarray):

@@ -1,8 +1,8 @@
-"""Prefixes in decoding: keys that several sequences share, and that are read once for all of them.
+"""Shared prefixes in decoding: keys that several sequences share are read once (cascade attention).
 
-The queries of all sequences that share a prefix are the rows of one problem, whose keys are the
-prefix. Its result is merged with the attention to the keys of each sequence. The positions of
-queries are not part of either problem, so expressions read them from arrays.
+For each prefix one call attends to its keys; its rows are the queries of all sequences that share
+the prefix. The results are merged with the attention to each sequence's own keys. Rows of such a
+call do not follow query positions, so expressions read the positions from arrays.
 
 A captured graph writes to fixed addresses, so all arrays are kept alive and written in place.
 """
@@ -28,31 +28,32 @@ from cupyfa.runtime.choose_backend import adopt
 from cupyfa.runtime.workspace import of_graphs
 from cupyfa.score.expressions import Expression
 
-# The names of arrays that expressions read. For each sequence: the number of all of its keys, of
-# keys in its prefixes, and of keys before a prefix. SLOPES are the slopes of ALiBi.
+# Names of arrays that expressions read. ENDS, KEYS and FIRST hold, per sequence, the total number
+# of keys, the number of prefix keys, and the number of keys before a prefix. SLOPES holds
+# alibi_slopes.
 ENDS, KEYS, FIRST, SLOPES = "prefix_ends", "prefix_keys", "prefix_first", "prefix_slopes"
 _OF_CACHE = "lengths", "pages"
-# Options that expressions replace, or that do not matter for a prefix.
+# Options that expressions replace or that have no effect on a prefix.
 _PLAIN: dict[str, Any] = {"causal": None, "window": NO_WINDOW, "score_mod": None, "mask_mod": None}
 
 
 @dataclass(frozen=True)
 class Part:
-    """A call for one prefix: its queries as rows [groups, heads, rows, d], and its keys."""
+    """The arguments of the call for one prefix. q: [groups, heads, rows, d]."""
 
     q: Any
     k: Any
     v: Any
     options: AttentionOptions
-    given: Mapping[str, Any]  # optional inputs of expressions and kernels
+    given: Mapping[str, Any]  # optional inputs by name
 
 
 @dataclass(frozen=True)
 class _Prefix:
-    """The keys and values that each group of sequences shares.
+    """Keys and values, each shared by a group of consecutive sequences.
 
-    k, v: [groups or pages, kv_heads, rows, columns]. cache: the KVCache that they belong to, or
-    None if all rows of k and v are keys.
+    k, v: [groups or pages, kv_heads, rows, columns]. cache: the KVCache that holds k and v, or None
+    if the prefix is a tuple of arrays.
     """
 
     name: str
@@ -66,7 +67,7 @@ class _Prefix:
 
     @property
     def arrays(self) -> dict[str, Any]:
-        """All of its arrays, by their names in error messages."""
+        """The prefix's arrays by their names in error messages."""
         more = {} if self.cache is None else {x: getattr(self.cache, x) for x in _OF_CACHE}
         own = {"k": self.k, "v": self.v, **more}
         return {f"{self.name}.{name}": x for name, x in own.items() if x is not None}
@@ -78,7 +79,7 @@ class Prefixes:
     def __init__(
         self, backend: str | Backend, given: Any, q: Any, cache: KVCache, *, look: bool
     ) -> None:
-        """look: whether to check lengths and pages that lie in GPU memory, too."""
+        """Checks the prefixes ``given``; with ``look`` also lengths and pages in GPU memory."""
         self._cache, self._levels = cache, tuple(_levels(given))
         self._copies: list[tuple[Any, Any]] = []
         outer, named = 1, {"q": q, "lengths": cache.lengths}
@@ -92,16 +93,16 @@ class Prefixes:
 
     @cached_property
     def keys(self) -> Any:
-        """The number of keys in all prefixes of each sequence: int32 [batch], beside lengths."""
+        """The number of prefix keys per sequence: int32 [batch], in the memory of lengths."""
         return self._counted(self._levels)
 
     def own(
         self, options: AttentionOptions, captured: Mapping[str, Any] | None
     ) -> tuple[AttentionOptions, dict[str, Any]]:
-        """Returns the options of the call for the keys of the cache, and its captured arrays.
+        """Returns options and captured arrays for the call on the cache's own keys.
 
-        Prefixes shift queries and keys alike, which leaves windows and ALiBi unchanged, but
-        expressions may name positions.
+        Prefixes shift queries and keys by the same amount, which does not affect windows and ALiBi.
+        Expressions that use positions are rewritten to add the shift.
         """
         names = {x: f"{x} + {KEYS}[batch]" for x in ("key", "position", "keys")}
         texts: dict[str, Any] = {
@@ -120,7 +121,7 @@ class Prefixes:
         slopes: Any,
         new: int,
     ) -> list[Part]:
-        """Makes the calls for the prefixes. new: the number of tokens that are also appended."""
+        """Makes one call per prefix. new: the number of tokens that this step appends."""
         tokens, made = step.q.shape[2], []
         for i, x in enumerate(self._levels):
             texts = _texts(
@@ -144,7 +145,7 @@ class Prefixes:
         return made
 
     def take_queries(self) -> None:
-        """Repeats the copies of queries, which may have been rotated in the meantime."""
+        """Copies the queries into their rows again, after the step has rotated them."""
         with self._backend.working_on(self._q):
             for rows, queries in self._copies:
                 rows[...] = queries
@@ -152,9 +153,9 @@ class Prefixes:
     def of_sequences(
         self, results: Sequence[tuple[Any, Any]], tokens: int
     ) -> list[tuple[Any, Any]]:
-        """Converts out and lse of all calls to [batch, heads, tokens, ..].
+        """Reshapes out and lse of the prefix calls to [batch, heads, tokens, ..].
 
-        The last result is that of the keys of the cache, which has this form already.
+        The last result, from the cache's own keys, has this shape already.
         """
         *of_prefixes, last = results
         self._keep(*last)
@@ -166,23 +167,23 @@ class Prefixes:
         return [*made, last]
 
     def _split(self, prefix: _Prefix, array: Any, tokens: int) -> Any:
-        """Splits the rows of the sequences that share a prefix: [batch, heads, tokens, ..]."""
+        """Splits joined rows into sequences: returns [batch, heads, tokens, ..]."""
         together = self._together(prefix)
         groups, heads, _, *columns = array.shape
         split = array.reshape(groups, heads, together, tokens, *columns).swapaxes(1, 2)
         return split.reshape(groups * together, heads, tokens, *columns)
 
     def _keep(self, *arrays: Any) -> None:
-        """Keeps arrays alive that a captured graph reads or writes when it is launched."""
+        """During a graph capture, keeps the arrays alive that the graph will read or write."""
         if self._backend.stream and self._backend.is_capturing:
             of_graphs.append(arrays)
 
     def _together(self, prefix: _Prefix) -> int:
-        """Returns the number of sequences that share a prefix."""
+        """Returns the number of sequences that share each group of the prefix."""
         return self._cache.batch // prefix.groups
 
     def _rows_of(self, q: Any, prefix: _Prefix) -> Any:
-        """Joins queries [batch, heads, tokens, d] of the sequences that share a prefix to rows."""
+        """Joins the queries of sequences that share a prefix: returns [groups, heads, rows, d]."""
         _, heads, tokens, d = q.shape
         groups, together = prefix.groups, self._together(prefix)
         split = q.reshape(groups, together, heads, tokens, d).swapaxes(1, 2)
@@ -193,9 +194,9 @@ class Prefixes:
         return rows
 
     def _counted(self, levels: Sequence[_Prefix], *, own: bool = False, more: int = 0) -> Any:
-        """Counts the keys of each sequence in these prefixes.
+        """Counts each sequence's keys in the given prefixes.
 
-        With ``own`` the count includes the keys of the cache and ``more`` new ones.
+        own: whether to also count the sequence's keys in the cache and ``more`` new keys.
         """
         with self._backend.working_on(self._q):
             counted = np.zeros_like(self._cache.lengths)
@@ -214,18 +215,18 @@ class Prefixes:
         own: Mapping[str, Callable[[], Any]],
         captured: Mapping[str, Any] | None,
     ) -> dict[str, Any]:
-        """Adds the arrays of prefixes that expressions name to the caller's captured arrays."""
+        """Returns the caller's captured arrays plus the prefix arrays that expressions read."""
         if captured is not None and not isinstance(captured, Mapping):
             raise TypeError(f'captured is {described(captured)}; give {{"name": array}}')
         if taken := [x for x in (ENDS, KEYS, FIRST, SLOPES) if x in (captured or {})]:
             raise ValueError(
-                f"captured has {taken[0]!r}, a name that prefixes use in expressions; rename it"
+                f"captured has {taken[0]!r}, a name reserved for caches with a prefix; rename it"
             )
         named = {name for text in texts for name in text.captured}
         return {**(captured or {}), **{x: array() for x, array in own.items() if x in named}}
 
     def _check_contents(self, prefix: _Prefix, look: bool) -> None:
-        """Raises ValueError for lengths and pages of a prefix that are out of range."""
+        """Raises ValueError if a prefix has lengths or pages that are out of range."""
         cache = prefix.cache
         if cache is None or not (look or isinstance(cache.lengths, np.ndarray)):
             return
@@ -239,7 +240,6 @@ class Prefixes:
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Adds the name of a prefix to error messages."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -257,9 +257,7 @@ def _levels(given: Any) -> Iterator[_Prefix]:
             yield _Prefix(name, x.rows_of(x.k), x.rows_of(x.v), x)
             continue
         if isinstance(x, tuple) and x and isinstance(x[0], tuple | KVCache):
-            raise TypeError(
-                f"{name} is a tuple of prefixes; several prefixes are a list: [(k, v), ...]"
-            )
+            raise TypeError(f"{name} is a tuple of prefixes; give a list: [(k, v), ...]")
         if not isinstance(x, tuple) or len(x) != 2:
             raise TypeError(
                 f"{name} is {described(x)}; give a cupyfa.KVCache, a tuple (k, v) of arrays "
@@ -272,30 +270,30 @@ def _levels(given: Any) -> Iterator[_Prefix]:
 
 
 def _check(prefix: _Prefix, cache: KVCache, outer: int) -> None:
-    """Raises ValueError or TypeError for a prefix whose form does not fit the cache."""
+    """Raises ValueError or TypeError if a prefix does not match the cache's batch, k and v."""
     name, groups, batch = prefix.name, prefix.groups, cache.batch
     if groups < 1 or batch % groups or groups % outer:
-        of_outer = f" and is a multiple of the {outer} of the prefix before it" * (outer > 1)
+        of_outer = f" and is a multiple of the previous prefix's {outer}" * (outer > 1)
         raise ValueError(
-            f"{name} has {groups} sequences, and the cache {batch}; each is shared by the same "
-            f"number of consecutive sequences: give a number that divides {batch}{of_outer}"
+            f"{name} has {groups} sequences and the cache has {batch}; each must be shared by the "
+            f"same number of consecutive sequences: give a number that divides {batch}{of_outer}"
         )
     for what, mine, its in (("k", prefix.k, cache.k), ("v", prefix.v, cache.v)):
         found, wanted = (x.shape[1::2] for x in (mine, cache.rows_of(its)))
         if found != wanted:
             raise ValueError(
-                f"{name} has {what} of {found[0]} heads and {found[1]} columns, and the cache of "
-                f"{wanted[0]} and {wanted[1]}; both must have the same"
+                f"{name}.{what} has {found[0]} heads and {found[1]} columns, and cache.{what} has "
+                f"{wanted[0]} and {wanted[1]}; make them equal"
             )
         if mine.dtype != its.dtype:
-            raise TypeError(f"{name} is {mine.dtype} and the cache {its.dtype}; convert one")
+            raise TypeError(f"{name} is {mine.dtype} and the cache is {its.dtype}; convert one")
 
 
 # Expressions
 
 
 def _places(tokens: int, together: int, *, is_first: bool) -> dict[str, str]:
-    """Returns index expressions for the call of a prefix, whose rows join several sequences."""
+    """Maps index names to expressions for a prefix call, whose rows join several sequences."""
     sequence, token = f"batch * {together} + query // {tokens}", f"query % {tokens}"
     return {
         "batch": sequence,
@@ -314,10 +312,10 @@ def _texts(
     axes_of_slopes: int,
     hides_later: bool,
 ) -> dict[str, Expression]:
-    """Makes the expressions of a prefix's call, which include ALiBi, windows and masks.
+    """Makes a prefix call's score_mod and mask_mod, which include ALiBi, window and mask.
 
-    hides_later: whether the prefix may have keys after a query, as when a call has several queries
-    and a sequence has fewer keys in the cache.
+    hides_later: whether to hide keys after the query. A prefix can contain such keys if a call has
+    more queries than the sequence has keys in the cache.
     """
     score = None if options.score_mod is None else options.score_mod.text
     if axes_of_slopes:

@@ -1,8 +1,8 @@
-"""The cache directory and the small JSON files in it.
+"""The cache directory, with compiled kernels and small JSON files.
 
 Compiled kernels are loaded into the process, so the directory is used only if no other user can
-change its content: see ``refusal``. Links in it are not followed, and files that belong to other
-users count as missing.
+change its contents; see ``refusal``. Symbolic links in it are not followed, and files that belong
+to other users are treated as missing.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     import tempfile
 
 COMPILED = re.compile(r"\w[\w-]*-[0-9a-f]{32}\.(so|cubin)")  # names of compiled kernels
-_IN_USE = 3600  # seconds since its last use during which a compiled kernel is not removed
-_TRIM_EVERY = 20  # new files after which a process trims the cache
-_MOST_FACTS = 64 << 20  # the most bytes of a JSON file in the cache
-_MOST_COMPILED = 1 << 30  # the most bytes of a compiled kernel
+_IN_USE = 3600  # seconds after its last use before a compiled kernel may be removed
+_TRIM_EVERY = 20  # a process trims the cache after this many new files
+_MOST_FACTS = 64 << 20  # largest JSON file in the cache, in bytes
+_MOST_COMPILED = 1 << 30  # largest compiled kernel, in bytes
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _written = count()
-_elsewhere: dict[Path, Path] = {}  # substitutes for folders that cannot be written
+_elsewhere: dict[Path, Path] = {}  # actual paths of kernels whose cache path cannot be written
 
 
 def user_cache() -> Path | None:
-    """The directory of this user's caches; None for a user without a home."""
+    """Returns the directory of this user's caches, or None for a user without a home."""
     if base := os.environ.get("XDG_CACHE_HOME"):
         return Path(base)
     try:
@@ -48,7 +48,7 @@ def user_cache() -> Path | None:
 
 
 def chosen_folder() -> Path | None:
-    """CUPYFA_CACHE_DIR if it is set, else ``cupyfa`` in the user's cache directory."""
+    """Returns CUPYFA_CACHE_DIR if it is set, else ``cupyfa`` in the user's cache directory."""
     if chosen := os.environ.get("CUPYFA_CACHE_DIR"):
         return Path(chosen)
     base = user_cache()
@@ -56,18 +56,18 @@ def chosen_folder() -> Path | None:
 
 
 def folder() -> Path:
-    """The chosen directory, without links, or a temporary one of this process if it is refused."""
+    """Returns the chosen directory with links resolved, or a temporary one if it is refused."""
     path = chosen_folder()
     return Path(os.path.realpath(path) if path and not refusal(path) else _temporary().name)
 
 
 def refusal(path: Path | None) -> str | None:
-    """Why a directory is not used, in words that follow its name; None if it is used.
+    """Returns why a directory is not used, as a phrase that follows its name; None if it is used.
 
-    It is created if it does not exist. It must be writable and belong to this user, and nobody else
-    may be able to write it, or to put another one in its place: the directories above it belong to
-    this user or to root, and others cannot write them unless they are sticky, as /tmp is. Links on
-    the way must have the same owners.
+    A missing directory is created. The directory must be writable and belong to this user, and no
+    other user may be able to write to it or replace it: its parent directories must belong to this
+    user or to root, and must not be writable by others unless they are sticky, as /tmp is. Links
+    along the path must belong to this user or to root.
     """
     if path is None or not can_write(path):
         return "cannot be written"
@@ -82,14 +82,14 @@ def refusal(path: Path | None) -> str | None:
         status = place.stat()
         is_sticky = place != real and status.st_mode & stat.S_ISVTX
         if status.st_mode & _OTHERS_WRITE and not is_sticky:
-            return f"is not used: other users can write {place} (chmod go-w takes that away)"
+            return f"is not used: other users can write to {place} (chmod go-w prevents that)"
         if status.st_uid not in trusted:
             return f"is not used: {place} belongs to another user"
     return None
 
 
 def is_kept() -> bool:
-    """Whether stored files remain for later processes."""
+    """Whether stored files outlive this process."""
     return refusal(chosen_folder()) is None
 
 
@@ -101,19 +101,19 @@ def warn_unless_kept() -> None:
 
 
 def remedy(variable: str = "CUPYFA_CACHE_DIR") -> str:
-    """The remedy for a folder that cannot be written."""
+    """Returns the remedy for a folder that cannot be written, for messages."""
     return f"set {variable} to a writable folder of your own"
 
 
 def give_cupy_a_folder() -> None:
-    """Sets a writable CUPY_CACHE_DIR, without which the import of CuPy fails, if there is none."""
+    """Sets CUPY_CACHE_DIR if CuPy's cache is not writable, because import of CuPy would fail."""
     usual = os.path.expanduser("~/.cupy/kernel_cache")
     if not can_write(Path(os.environ.get("CUPY_CACHE_DIR", usual))):
         os.environ["CUPY_CACHE_DIR"] = str(folder() / "cupy")
 
 
 def can_write(path: Path) -> bool:
-    """Whether files can be created in a directory, which is created if it does not exist."""
+    """Whether files can be created in a directory; creates the directory if it does not exist."""
     import tempfile
 
     try:
@@ -125,7 +125,7 @@ def can_write(path: Path) -> bool:
 
 
 def _make_folder(path: Path) -> None:
-    """Makes a directory, and those above it, for this user alone, whatever the umask is."""
+    """Creates a directory and its parents for this user alone, whatever the umask is."""
     try:
         path.mkdir(mode=0o700)
     except FileNotFoundError:
@@ -137,17 +137,17 @@ def _make_folder(path: Path) -> None:
 
 
 def facts_file(kind: str, about: str) -> Path:
-    """The file of one kind ("peaks", "tuned", …) about a device or another subject."""
+    """Returns the path of the JSON file with this kind of facts about a device or other subject."""
     return folder() / kind / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', about)}.json"
 
 
 def recall(path: Path) -> dict[str, Any]:
-    """The content of a file; {} without one, and {} with a warning for a damaged one."""
+    """Returns the JSON object in a file, or {} if it is missing, or damaged (with a warning)."""
     try:
         facts = records.parsed(_read_own(path, _MOST_FACTS))
         if isinstance(facts, dict):
             return facts
-        warnings.warn(f"{path} has no JSON object and is ignored; delete it", stacklevel=2)
+        warnings.warn(f"{path} is not a JSON object and is ignored; delete it", stacklevel=2)
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
@@ -156,7 +156,7 @@ def recall(path: Path) -> dict[str, Any]:
 
 
 def remember(path: Path, facts: dict[str, Any]) -> None:
-    """Writes a file completely or not at all; warns if that is not possible."""
+    """Writes a JSON file atomically; warns if it cannot be written."""
     try:
         _make_folder(path.parent)
         _replace(path, json.dumps(facts, indent=1).encode(), is_own=True)
@@ -184,12 +184,12 @@ def write_whole(path: Path, content: bytes) -> None:
                 stream.write(content)
         else:
             _replace(Path(os.path.realpath(path)), content)
-    except OSError as error:  # its own path may be that of a temporary file
+    except OSError as error:  # whose path may be that of a temporary file
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
 def limit() -> int:
-    """The bytes that compiled kernels may take: CUPYFA_CACHE_MB, by default 1000, in MB of 10^6."""
+    """Returns CUPYFA_CACHE_MB, the limit of compiled kernels (default 1000 MB), in bytes."""
     given = os.environ.get("CUPYFA_CACHE_MB") or "1000"
     if not (given.isdecimal() and given.isascii()):
         raise ValueError(f"CUPYFA_CACHE_MB is {given!r}; give a whole number of MB, or unset it")
@@ -197,9 +197,9 @@ def limit() -> int:
 
 
 def compiled(path: Path) -> bytes | None:
-    """Returns a compiled kernel without its digest, or None, and updates its time of last use.
+    """Returns a compiled kernel without its digest, or None; updates its time of last use.
 
-    Raises ValueError for an invalid limit, which otherwise only a compilation would notice.
+    Raises ValueError for an invalid limit, even if nothing has to be compiled.
     """
     limit()
     place = place_of(path)
@@ -211,15 +211,15 @@ def compiled(path: Path) -> bytes | None:
 
 
 def keep_compiled(path: Path, content: bytes) -> None:
-    """Writes a compiled kernel, and now and then removes the least recently used ones.
+    """Writes a compiled kernel, and now and then removes the least recently used kernels.
 
-    If it cannot be written where it belongs, this process keeps it elsewhere and warns: see
-    ``place_of``.
+    If ``path`` cannot be written, warns and stores the kernel in a temporary folder of this
+    process; see ``place_of``.
     """
     warn_unless_kept()
     try:
         _replace(path, sealed(content), is_own=True)
-    except OSError as error:  # the disk is full, or a directory has this name
+    except OSError as error:  # for example, the disk is full, or a directory has this name
         other = Path(_temporary().name) / path.name
         if other == path:
             raise
@@ -231,15 +231,15 @@ def keep_compiled(path: Path, content: bytes) -> None:
 
 
 def place_of(path: Path) -> Path:
-    """The path at which the compiled kernel for this path is actually stored."""
+    """Returns the path at which the compiled kernel for ``path`` is actually stored."""
     return _elsewhere.get(path, path)
 
 
 def trim(folder: Path) -> None:
-    """Removes the least recently used compiled kernels above the limit.
+    """Removes the least recently used compiled kernels until the rest is within the limit.
 
-    Kernels used in the last hour are kept: another process may be about to load them. A process
-    that loses a kernel nevertheless compiles it again. Two processes may trim at the same time.
+    Kernels used in the last hour are kept, because another process may be about to load them. A
+    process whose kernel was removed nevertheless compiles it again. Processes may trim in parallel.
     """
     found = []
     with suppress(OSError), os.scandir(folder) as entries:
@@ -258,14 +258,14 @@ def trim(folder: Path) -> None:
 
 
 def sealed(content: bytes) -> bytes:
-    """Adds a digest to the content, because loading a truncated binary would end the process."""
+    """Appends a digest to the content, because loading a truncated binary would end the process."""
     from hashlib import sha256
 
     return content + sha256(content).digest()
 
 
 def unsealed(path: Path) -> bytes | None:
-    """The content of a sealed file; None if it is missing or damaged."""
+    """Returns the content of a sealed file, or None if it is missing or damaged."""
     try:
         content = _read_own(path, _MOST_COMPILED)
     except OSError:
@@ -274,15 +274,15 @@ def unsealed(path: Path) -> bytes | None:
 
 
 def is_stream(path: Path) -> bool:
-    """Whether a path must not be replaced: not a regular file, or an open one (/dev/stdout)."""
+    """Whether a path must not be replaced: an open file (/dev/stdout), or not a regular file."""
     is_open = os.path.abspath(path).startswith(("/dev/fd/", "/dev/std", "/proc/"))
     return path.exists() and (is_open or not path.is_file())
 
 
 def _read_own(path: Path, most: int) -> bytes:
-    """The content of a file of the cache, if this user alone can have written it.
+    """Reads a file of the cache. Raises OSError if another user might have written it.
 
-    Does not follow links or wait for pipes. Raises OSError for all other files.
+    Does not follow links, and rejects pipes and other files that are not regular.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with _opened(path.parent, os.O_NOFOLLOW) as folder:
@@ -292,15 +292,15 @@ def _read_own(path: Path, most: int) -> bytes:
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
         if status.st_uid != os.geteuid() or status.st_mode & _OTHERS_WRITE:
-            raise PermissionError(errno.EPERM, "other users can write it", os.fspath(path))
+            raise PermissionError(errno.EPERM, "other users can write to it", os.fspath(path))
         if status.st_size > most:
-            raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", os.fspath(path))
+            raise OSError(errno.EFBIG, f"it is larger than {most:,} bytes", os.fspath(path))
         return file.read(most)
 
 
 @contextmanager
 def _opened(folder: Path, flags: int = 0) -> Iterator[int]:
-    """Opens a directory; paths relative to the descriptor stay valid if directories are renamed."""
+    """Opens a directory; paths relative to its descriptor stay valid if directories are renamed."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | flags)
     try:
         yield handle
@@ -309,7 +309,7 @@ def _opened(folder: Path, flags: int = 0) -> Iterator[int]:
 
 
 def _replace(path: Path, content: bytes, *, is_own: bool = False) -> None:
-    """Writes a file whole or not at all. is_own: a file of the cache, which others cannot read."""
+    """Writes a file atomically. is_own: whether it is a cache file, readable by this user only."""
     if not is_own:
         path.parent.mkdir(parents=True, exist_ok=True)
     with _opened(path.parent, os.O_NOFOLLOW if is_own else 0) as folder:

@@ -1,7 +1,7 @@
-"""Readers of JSON files that others may have written: each field has a type and a range.
+"""Readers of untrusted JSON files, which check the type and range of each field.
 
-A reader takes a value and returns it in normal form. It raises ValueError for an invalid one, with
-the name of the field, the value and the rule.
+A reader takes a value and returns it in normal form. For an invalid value it raises ValueError,
+with the name of the field, the value and the rule.
 """
 
 from __future__ import annotations
@@ -15,36 +15,37 @@ from pathlib import Path
 from typing import Any
 
 Reader = Callable[[Any], Any]
-MOST_TEXT = 1 << 16  # the most characters of a text
-MOST_ITEMS = 1 << 20  # the most elements of a list, and names of an object
+MOST_TEXT = 1 << 16  # most characters of a string
+MOST_ITEMS = 1 << 20  # most elements of a list, and most names of an object
 INT32, INT64 = 2**31 - 1, 2**63 - 1
 
 
 def read_file(path: str | Path, most: int) -> bytes:
-    """The bytes of a file. Raises OSError if it cannot be read, ValueError for a larger one."""
+    """Reads a file of at most ``most`` bytes. Raises OSError, or ValueError if it is larger."""
     try:
         with Path(path).open("rb") as file:
             content = file.read(most + 1)
     except OSError as error:
         raise type(error)(f"{path} cannot be read: {error.strerror}") from None
     if len(content) > most:
-        raise ValueError(f"{path} has more than {most:,} bytes")
+        raise ValueError(f"{path} is larger than {most:,} bytes")
     return content
 
 
 def parsed(content: bytes | str) -> Any:
-    """Parses a JSON text. Raises ValueError for invalid JSON, and for names that occur twice."""
+    """Parses a JSON text. Raises ValueError for invalid JSON and for duplicate names."""
     try:
         return json.loads(content, object_pairs_hook=_object)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("the JSON is nested too deeply") from None
 
 
 @contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """Turns any error about a file's content into ValueError: ``what`` and a reason in one line.
+    """Turns errors about a file's content into a one-line ValueError: ``what`` and the reason.
 
-    Values of the right types may still be inconsistent. Errors of reading the file pass unchanged.
+    Any exception counts, since values of the right types may still be inconsistent. Only OSError,
+    from reading the file, is not changed.
     """
     try:
         yield
@@ -62,9 +63,9 @@ def record(
     *,
     only: bool = False,
 ) -> Reader:
-    """A reader of an object with these fields; the optional ones may be missing.
+    """Returns a reader of an object with these fields, of which the optional ones may be missing.
 
-    Other fields are dropped, or refused with ``only``.
+    The reader drops other fields, or rejects them with ``only``.
     """
     known = {**fields, **(optional or {})}
 
@@ -82,7 +83,7 @@ def record(
 
 
 def mapping_of(read: Reader, most: int = MOST_ITEMS) -> Reader:
-    """A reader of an object with any names."""
+    """Returns a reader of an object with any names, whose values ``read`` accepts."""
 
     def read_all(value: Any) -> dict[str, Any]:
         if not isinstance(value, dict) or len(value) > most:
@@ -102,7 +103,7 @@ def list_of(read: Reader, most: int = MOST_ITEMS) -> Reader:
 
 
 def row_of(*readers: Reader, least: int = 0) -> Reader:
-    """A reader of a list with one reader per element; elements after ``least`` may be missing."""
+    """Returns a reader of a list with a reader per element; only the first ``least`` must exist."""
 
     def read_each(value: Any) -> list[Any]:
         if not isinstance(value, list | tuple) or not least <= len(value) <= len(readers):
@@ -113,12 +114,12 @@ def row_of(*readers: Reader, least: int = 0) -> Reader:
 
 
 def optional(read: Reader) -> Reader:
-    """A reader that also accepts None."""
+    """Returns a reader that also accepts None."""
     return lambda value: None if value is None else read(value)
 
 
 def any_of(*readers: Reader) -> Reader:
-    """A reader that tries several readers in order; the error is that of the last one."""
+    """Returns a reader that tries several readers in order; errors come from the last one."""
 
     def read(value: Any) -> Any:
         for first in readers[:-1]:
@@ -130,7 +131,7 @@ def any_of(*readers: Reader) -> Reader:
 
 
 def _value(is_right: Callable[[Any], bool], rule: str) -> Reader:
-    """A reader that returns a value unchanged if it meets a rule."""
+    """Returns a reader that accepts values for which ``is_right`` is true, unchanged."""
 
     def read(value: Any) -> Any:
         if not is_right(value):
@@ -141,7 +142,7 @@ def _value(is_right: Callable[[Any], bool], rule: str) -> Reader:
 
 
 def text(most: int = MOST_TEXT) -> Reader:
-    rule = f"a text of at most {most:,} characters"
+    rule = f"a string of at most {most:,} characters"
     return _value(lambda x: isinstance(x, str) and len(x) <= most, rule)
 
 
@@ -158,7 +159,7 @@ flag = _value(lambda x: isinstance(x, bool), "true or false")
 
 
 def number(least: float = -math.inf, most: float = math.inf, *, finite: bool = True) -> Reader:
-    """A reader of a number in a range; NaN and infinity are accepted only without ``finite``."""
+    """Returns a reader of a number in a range; with ``finite`` it rejects NaN and infinity."""
 
     def read(value: Any) -> float:
         if type(value) not in (int, float) or (abs(value) > INT64 and type(value) is int):

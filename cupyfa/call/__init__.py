@@ -1,1 +1,1 @@
-"""The steps of a call from the arguments of a public function to a launch."""
+"""Turns a public function's arguments into kernel launches."""

@@ -1,4 +1,4 @@
-"""A call of a public function as a value: all of its arguments but the arrays."""
+"""The ``Call`` tuple: all non-array arguments of a call of a public function."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Tiles = Mapping[str, int]
 Layout = Literal["bhsd", "bshd"]
 BackendName = Literal["auto", "cuda", "simulator"]
 
-# The names of the arrays that each operation always takes, in the order of arguments.
+# Names of each operation's required arrays, in argument order.
 ARRAYS: Mapping[Operation, tuple[str, ...]] = {
     "forward": ("q", "k", "v"),
     "backward": ("dout", "q", "k", "v", "out", "lse"),
@@ -29,15 +29,15 @@ _NO_OPTIONS: OptionKeywords = {}
 
 
 class Devices(NamedTuple):
-    """The GPUs that calls on NumPy arrays run on, as in ``backend=Devices("all")``.
+    """The GPUs that compute calls on NumPy arrays, as in ``backend=Devices("all")``.
 
-    numbers: the GPUs that share the work: "all", or their numbers as [0, 1]; by default the current
-        one. The bits equal those of one GPU, except for kernels whose sums depend on the number of
-        heads or rows.
-    progress: ``progress(done, total, what)`` is called as chunks of arrays are done.
+    numbers: the GPUs that share the work: "all", or device indices as [0, 1]; by default the
+        current GPU. Results have the same bits as on one GPU, except for kernels whose order of
+        summation depends on the number of heads or rows.
+    progress: a function that is called as ``progress(done, total, what)`` after each chunk.
     backend: the backend of the devices.
-    limits: for Dask arrays, the limits of the workers' devices if the calling process has no such
-        device; ``cupyfa.plan`` takes them too.
+    limits: for Dask arrays, the limits of the workers' devices, if the calling process has no such
+        device; ``cupyfa.plan`` accepts the same objects.
     """
 
     numbers: Literal["all"] | Sequence[int] | None = None
@@ -50,34 +50,34 @@ ANYWHERE = Devices()
 
 
 class Call(NamedTuple):
-    """All arguments of a call but its arrays.
+    """All non-array arguments of a call.
 
-    ``keywords.read_call`` checks its flags and traces its Python functions. The call and the forms
-    of its arrays are then the key of the Prepared that runs it.
+    ``keywords.read_call`` checks the flags and traces Python functions. Then the call and the forms
+    of its arrays are the cache key of the Prepared that runs it.
     """
 
     operation: Operation
     kernel: str | Kernel | BoundKernel
     backend: BackendName | Backend
-    options: AttentionOptions | None = None  # all options as one value, or None
-    asked: OptionKeywords = _NO_OPTIONS  # without ``options``: those that the caller passed by name
+    options: AttentionOptions | None = None  # the options as one object, in place of ``asked``
+    asked: OptionKeywords = _NO_OPTIONS  # the options that the caller passed, by name
     layout: Layout = "bhsd"
     tiles: Tiles | None = None
     return_lse: bool = False
     return_max: bool = False
     deterministic: bool = False
-    inputs: tuple[str, ...] = ()  # the names of optional arrays, in the order of arguments
-    outputs: tuple[str, ...] = ()  # the extra outputs of a custom kernel that are returned
+    inputs: tuple[str, ...] = ()  # names of the optional arrays, in argument order
+    outputs: tuple[str, ...] = ()  # names of a custom kernel's extra outputs to return
     numbers: tuple[Operand, ...] = ()  # captured numbers, which are compiled into the kernel
     blocks: BlockMask | None = None
-    wrt: tuple[str, ...] = QKV  # the names of the arrays whose gradients are returned
+    wrt: tuple[str, ...] = QKV  # names of the arrays to differentiate
 
     @property
     def array_names(self) -> tuple[str, ...]:
-        """The names of all arrays, in the order of arguments."""
+        """The internal names of all arrays, in argument order."""
         return (*ARRAYS[self.operation], *self.inputs)
 
     @property
     def callers_names(self) -> tuple[str, ...]:
-        """The names of all arrays as callers write them, in the same order."""
+        """The public names of all arrays, in argument order, for error messages."""
         return (*ARRAYS[self.operation], *map(name_of, self.inputs))

@@ -1,4 +1,4 @@
-"""Attention to a ``KVCache``: writes new tokens into it and computes their attention."""
+"""Attention to a ``KVCache``: appends new tokens and computes their attention."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from cupyfa.runtime.choose_backend import as_array, writable_view
 from cupyfa.runtime.merging import merge
 
 _CAUSAL = AttentionOptions(causal="bottom-right")
-_READ = (optional_inputs.ALIBI, optional_inputs.SINK)  # arrays that a call on a cache may read
-# Arguments of ``attention`` that a call on a cache rejects, and the reasons.
+_READ = (optional_inputs.ALIBI, optional_inputs.SINK)  # optional arrays that decoding supports
+# Arguments of ``attention`` that decoding rejects, with the reasons.
 _REFUSED = {
     **{
         name: "write score_mod= or an expression as mask=, which may read a captured array"
@@ -45,16 +45,16 @@ _REFUSED = {
     },
     "layout": "q is [batch, heads, new tokens, d], and the cache has its own layout",
     "offset": "new tokens are the last ones",
-    "dropout": "there are no gradients",
-    "precision": "products are in the dtype of the cache",
+    "dropout": "decoding has no gradients",
+    "precision": "products are computed in the dtype of the cache",
 }
 
 
 class DecodeCall(NamedTuple):
     """The arguments of ``attention`` on a cache.
 
-    new: the keys and values to append. options: include the mask "bottom-right" and the dtype of
-    out. scores: alibi_slopes and sink. out: the caller's array.
+    new: the keys and values to append. options: include causal="bottom-right" and the dtype of out.
+    scores: alibi_slopes and sink. out: the caller's array, or None.
     """
 
     q: Any
@@ -72,26 +72,26 @@ class DecodeCall(NamedTuple):
     check: bool
 
     def write(self, step: Step) -> Callable[[], None] | None:
-        """Returns the function that writes and rotates new tokens, or None if none is needed."""
+        """Returns the function that rotates and appends new tokens, or None if not needed."""
         if not step.writes:
             return None
         return step.write_and_check if self.check else step.write
 
     def list_inputs(self, step: Step) -> dict[str, Any]:
-        """Returns the arrays and captured numbers that the call reads besides q, k and v."""
+        """Returns the call's optional inputs by name."""
         inputs = {"alibi_slopes": self.scores[0], "sink": self.scores[1], "captured": self.captured}
         inputs |= {optional_inputs.PADDED[1]: step.lengths, optional_inputs.PAGE_TABLE: step.pages}
         return inputs | dict(zip(optional_inputs.SCALES, step.scales))
 
 
 def attention_of_others(attention: Callable[..., Any], given: Mapping[str, Any]) -> Any:
-    """``attention`` of new tokens to a cache. given: the arguments by name."""
+    """Implements ``attention`` on a KVCache. given: the arguments by name."""
     if given["unknown"]:
         raise unknown_argument(attention, given["unknown"])
     q, cache = given["q"], given["k"]
     if given["v"] is not None:
         raise TypeError(
-            f"v is {described(given['v'])}, and k is a KVCache, which has the values; leave v out"
+            f"v is {described(given['v'])}, and k is a KVCache, which holds the values; leave v out"
         )
     if not isinstance(cache, KVCache):
         raise TypeError(f"q is a KVCache, and k is {described(cache)}; write attention(q, cache)")
@@ -109,7 +109,7 @@ def attention_of_others(attention: Callable[..., Any], given: Mapping[str, Any])
     return _run(_read(attention, q, cache, given), fixed, arrays)
 
 
-# The arguments that are not arrays: a repeated call must have the same ones.
+# Reads the non-array arguments, which must be identical in a repeated call.
 _FIXED = itemgetter(
     *(name for name in OF_SCORES if name not in _READ),
     *("kernel", "backend", "layout", "tiles", "return_lse", "return_max"),
@@ -117,10 +117,10 @@ _FIXED = itemgetter(
 
 
 class LastStep(NamedTuple):
-    """The last call on a cache, to be repeated if the next one has identical arguments.
+    """The last call on a cache, which is repeated if the next call has identical arguments.
 
-    given: all arrays of the caller, None for a missing one. shapes: the shapes of ``given``.
-    where: the device and stream. arrays: the arrays that the kernel reads.
+    given: the caller's arrays, with None for missing ones. shapes: their shapes. where: the device
+    and stream. arrays: the arrays that the kernel reads.
     """
 
     call: LastCall
@@ -131,9 +131,9 @@ class LastStep(NamedTuple):
     arrays: Sequence[Any]
 
     def is_repeated(self, fixed: tuple[Any, ...], given: list[Any], cache: KVCache) -> bool:
-        """Whether these are the arguments of the last call, and the stream is the same.
+        """Whether the arguments and the stream are those of the last call.
 
-        Reads lengths and pages in host memory again, since they may have changed.
+        Reads lengths and pages in host memory again, because the caller may have changed them.
         """
         if not all(map(is_, self.call.fixed, fixed)) or not all(map(is_, self.given, given)):
             return False
@@ -142,11 +142,11 @@ class LastStep(NamedTuple):
         if isinstance(cache.lengths, np.ndarray):
             self.step.read_lengths(cache)
             return True
-        backend = self.step.backend  # a graph under capture needs its own arrays
+        backend = self.step.backend  # during a capture each call allocates its own arrays
         return backend.current() == self.where and not backend.is_capturing
 
     def repeat(self, out: Any) -> Any:
-        """Repeats the call; returns None if ``out`` has another dtype, which needs a new plan."""
+        """Repeats the call; returns None if the dtype of ``out`` requires a new plan."""
         step, prepared = self.step, self.call.prepared
         before, targets = step.write if step.writes else None, prepared.targets(out, None)
         found = prepared.again(self.arrays, targets, shapes=True, before=before)
@@ -158,7 +158,7 @@ class LastStep(NamedTuple):
 
 
 def _is_usual(out: Any, q: Any) -> bool:
-    """Whether ``out`` is anything but an array of another dtype than the queries."""
+    """Whether ``out`` is None, a dtype, or an array with the dtype of q."""
     return out is None or isinstance(out, DTYPES) or getattr(out, "dtype", None) == q.dtype
 
 
@@ -169,7 +169,7 @@ def _shapes_of(arrays: Sequence[Any]) -> list[Any]:
 def append_tokens(
     cache: KVCache, k: Any, v: Any, *, backend: BackendName | Backend, check: bool
 ) -> None:
-    """Writes the keys and values of new tokens into a cache; see ``KVCache.append``."""
+    """Implements ``KVCache.append``."""
     prefix_keys = None
     if cache.prefix is not None and cache.rotary is not None:
         prefix_keys = Prefixes(backend, cache.prefix, k, cache, look=check).keys
@@ -180,7 +180,7 @@ def append_tokens(
 def _read(
     attention: Callable[..., Any], q: Any, cache: KVCache, given: Mapping[str, Any]
 ) -> DecodeCall:
-    """Checks the arguments. Raises ValueError or TypeError for those that do not go together."""
+    """Checks the arguments; raises ValueError or TypeError for those that decoding rejects."""
     scores = {x: given[x] for x in OF_SCORES if given[x] is not None}
     arrays, asked = split_keywords(attention, scores)
     out, asked = read_out(given["out"], q, asked)
@@ -193,18 +193,18 @@ def _read(
             )
     if asked.get("causal") == "top-left":
         raise ValueError(
-            "causal is 'top-left', and k is a KVCache, whose new tokens are the last ones; leave "
-            "it out"
+            "causal is 'top-left', but with a KVCache the new tokens are the last ones of each "
+            "sequence; leave causal out"
         )
     new = given["append"]
     if new is not None and (not isinstance(new, tuple | list) or len(new) != 2):
         raise TypeError(
-            f"append is {described(new)}; give the keys and values of the new tokens, (k, v)"
+            f"append is {described(new)}; give (k, v), the keys and values of the new tokens"
         )
     if (return_max := read_flag("return_max", given["return_max"])) and cache.prefix is not None:
         raise ValueError(
-            "return_max is True, and the prefix of the cache is merged by lse alone; leave one of "
-            "them out"
+            "return_max is True, and the cache has a prefix, whose results are merged without row "
+            "maxima; leave return_max or the prefix out"
         )
     options = replace(AttentionOptions.of(None, asked), causal="bottom-right") if asked else _CAUSAL
     return DecodeCall(
@@ -227,7 +227,8 @@ def _read(
 def _run(call: DecodeCall, fixed: tuple[Any, ...], given: list[Any] | None) -> Any:
     """Runs a call and returns its results.
 
-    fixed: the arguments that are not arrays. given: the arrays if the call may be repeated.
+    fixed: the non-array arguments. given: the caller's arrays, or None if the call cannot be
+    repeated.
     """
     shared, options, cache = None, call.options, call.cache
     if cache.prefix is not None:
@@ -237,10 +238,10 @@ def _run(call: DecodeCall, fixed: tuple[Any, ...], given: list[Any] | None) -> A
         look=call.check,
         prefix_keys=None if shared is None or cache.rotary is None else shared.keys,
     )
-    if call.out is not None and step.is_moved:  # before anything is written
+    if call.out is not None and step.is_moved:  # validate `out` before writing to the cache
         shape = *step.q.shape[:3], step.v.shape[3]
         require_form("out", call.out, shape, _find_out_dtype(step, options))
-    if str(step.q.dtype) == "float32":  # not even kernels that usually round it may do so
+    if str(step.q.dtype) == "float32":  # select no kernel that rounds float32 inputs
         options = replace(options, precision="float32")
     tiles = {name: x for name, x in call.tiles.items() if name != "splits"}
     kernel = _choose_kernel(step.q, step.k, call.kernel, call.tiles.get("splits", "auto"))
@@ -264,10 +265,10 @@ def _run(call: DecodeCall, fixed: tuple[Any, ...], given: list[Any] | None) -> A
 def _make_keeper(
     call: DecodeCall, step: Step, given: list[Any] | None, arrays: Sequence[Any]
 ) -> Callable[[LastCall], None] | None:
-    """Returns a function that stores the call in its cache, or None if it may not be repeated.
+    """Returns a function that stores the call in its cache, or None if it cannot be repeated.
 
-    A call whose alibi_slopes or sink were copied may not be repeated. given: all arrays of the
-    caller. arrays: the arrays that the kernel reads.
+    A call whose alibi_slopes or sink were copied cannot be repeated. given: the caller's arrays.
+    arrays: the arrays that the kernel reads.
     """
     scores_are_read = all(x is None or any(x is y for y in arrays) for x in call.scores)
     if given is None or not (step.may_repeat and scores_are_read and _is_usual(call.out, step.q)):
@@ -281,7 +282,7 @@ def _make_keeper(
 
 
 def _copy_to_out(out: Any, results: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Copies the first result into the caller's ``out``, if there is one; returns all results."""
+    """Copies the first result into ``out`` unless it is None; returns all results."""
     if out is None:
         return results
     require_form("out", out, results[0].shape, results[0].dtype)
@@ -301,10 +302,10 @@ def _choose_kernel(
 
 
 def _run_with_prefixes(call: DecodeCall, cached: Call, step: Step, shared: Prefixes) -> Any:
-    """Computes the attention to prefixes and to the keys of each sequence, and merges them."""
+    """Computes attention to the prefixes and to the cache's own keys, and merges the results."""
     assert cached.options is not None
     out = None if step.is_moved else call.out
-    if out is not None:  # before anything is written
+    if out is not None:  # validate `out` before writing to the cache
         _check_target(out, step, cached.options)
     calls, write = _make_prefix_calls(call, cached, step, shared), call.write(step)
 
@@ -321,7 +322,7 @@ def _run_with_prefixes(call: DecodeCall, cached: Call, step: Step, shared: Prefi
 
 
 def _check_target(out: Any, step: Step, options: AttentionOptions) -> None:
-    """Raises if the caller's ``out`` cannot take the result."""
+    """Raises if ``out`` has another shape, dtype or device than the result, or overlaps inputs."""
     shape = *step.q.shape[:3], step.v.shape[3]
     inputs = {"q": step.q, "cache.k": step.k, "cache.v": step.v}
     mine = writable_view(step.backend, "out", out)
@@ -332,7 +333,7 @@ def _check_target(out: Any, step: Step, options: AttentionOptions) -> None:
 def _make_prefix_calls(
     call: DecodeCall, cached: Call, step: Step, shared: Prefixes
 ) -> list[tuple[Call, Sequence[Any]]]:
-    """Makes a call for each prefix and one for the keys of the sequences, with their arrays."""
+    """Makes one call per prefix and one for the cache's own keys, each with its arrays."""
     assert cached.options is not None
     captured, slopes = call.captured, call.scores[0]
     if slopes is not None:
@@ -351,7 +352,7 @@ def _make_prefix_calls(
 def _run_together(
     calls: Sequence[tuple[Call, Sequence[Any]]], begin: Callable[[], None], check: bool
 ) -> list[Any]:
-    """Plans all calls, runs ``begin`` and then the calls: a refusal comes before any write."""
+    """Plans all calls, then runs ``begin`` and the calls, so that errors occur before any write."""
     (call, arrays), *others = calls
     found: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""Finds the implementation for other kinds of arrays: lists, caches, Dask, distributed ones."""
+"""Dispatches calls on lists, caches, Dask arrays and distributed arrays."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from cupyfa.runtime import ragged
 
 
 def find_function(name: str, q: Any, k: Any, v: Any) -> Callable[..., Any] | None:
-    """Finds the implementation of ``attention``, ``vjp`` or ``backward`` for these q, k and v.
+    """Finds the implementation of ``attention``, ``vjp`` or ``backward`` for the type of q, k, v.
 
-    It takes the public function and its ``locals()``. Returns None for arrays that kernels take,
-    and for arrays that are refused later. Raises TypeError if there is no implementation for them.
+    It takes the public function and its ``locals()``. Returns None for arrays that kernels read
+    directly or that a later check rejects. Raises TypeError if no implementation exists.
     """
     kind = k if KINDS.get(type(k)) else q
     module = KINDS.get(type(kind))

@@ -1,4 +1,4 @@
-"""Runs a call: looks up its prepared form or makes it, and launches the kernels."""
+"""Runs a call: looks up its Prepared in the cache or makes one, then launches the kernels."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from cupyfa.runtime.call_cache import LastCall, last_calls
 from cupyfa.runtime.choose_backend import adopt_all, devices_of
 from cupyfa.score.dropout import Dropout
 
-# The key under which a call is stored, to be repeated with identical arguments: the name of its
-# function (for a KVCache, a function that stores the call), and its arguments that are not arrays.
+# How to store a call so that it can be repeated: the function's name in ``last_calls`` (for a
+# KVCache, a function that stores the call), and the call's non-array arguments.
 Repeatable = tuple[str | Callable[[LastCall], None], tuple[Any, ...]]
-# Types of arguments that cannot change between two calls.
+# Immutable argument types.
 _FIXED = {type(None), bool, int, float, str, tuple, Kernel, BlockMask, Dropout}
 
 
@@ -41,11 +41,11 @@ def run_call(
     repeat: Repeatable | None = None,
     devices: Devices = ANYWHERE,
 ) -> Any:
-    """Runs a call on arrays and returns its results, in the caller's ``out`` or ``grads`` if given.
+    """Runs a call on arrays; returns the results, written to ``out`` or ``grads`` if given.
 
-    given: optional inputs: arrays that change scores, lengths, captured numbers. before: called
-    when all arguments have been checked, before the launches. repeat: the key under which the call
-    is stored, if its prepared form was known and its arguments cannot change. devices: the caller's
+    given: optional inputs: bias, mask and other arrays, lengths, captured numbers. before: called
+    after all checks and before the launches. repeat: how to store the call for repetition; ignored
+    unless its Prepared came from the cache and its arguments are immutable. devices: the caller's
     ``Devices``.
     """
     call, check = read_call(call, check)
@@ -64,7 +64,7 @@ def run_call(
         prepared, is_known = find_prepared(call, backend, arrays, forms)
         if is_known and repeat is not None and not check:
             keep, fixed = repeat
-            # Without a stream no launches are kept; then only a KVCache can repeat its last call.
+            # The simulator has no streams. There only a KVCache can repeat its last call.
             may_repeat = backend.stream is not None or not isinstance(keep, str)
             if may_repeat and {*map(type, fixed)} - {type(backend)} <= _FIXED:
                 last = LastCall(fixed, prepared)
@@ -81,10 +81,10 @@ def run_call(
 
 
 def _read_numbers(devices: Devices, backend: Backend, *, on_host: bool) -> tuple[int, ...]:
-    """Returns the devices that share a call on NumPy arrays; the first one runs unsplit calls."""
+    """Returns the devices that share a call; the first one also runs a call that is not split."""
     if not on_host:
         raise TypeError(
-            f"backend is Devices({described(devices.numbers)}), and the arrays lie on a device "
-            "already; leave it out, or give NumPy arrays"
+            f"backend is Devices({described(devices.numbers)}), and the arrays are already on a "
+            "device; leave backend out, or give NumPy arrays"
         )
     return devices_of(backend, devices.numbers)

@@ -1,4 +1,4 @@
-"""The optional inputs of a call: arrays that change scores, lengths, captured numbers."""
+"""Optional inputs of a call: bias, mask, lengths, scales, captured arrays and numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cupyfa.runtime import ragged
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.choose_backend import as_array
 
-# The names of optional inputs, in the order of arguments.
+# Names of optional inputs, in argument order.
 _NAMES = (
     *(
         *optional_inputs.OWN_ARRAYS,
@@ -44,8 +44,8 @@ def add_inputs(
 ) -> tuple[Call, Sequence[Any]]:
     """Adds optional inputs to a call; returns the call and all of its arrays.
 
-    arrays: the NumPy or CuPy arrays that the operation always takes. given: the optional arrays and
-    captured numbers. look: whether to check lengths in GPU memory too. Raises TypeError or
+    arrays: the operation's required arrays, NumPy or CuPy. given: the optional arrays and captured
+    numbers by name. look: whether to check lengths in GPU memory, too. Raises TypeError or
     ValueError for wrong inputs.
     """
     blocks, given = split_block_mask(given)
@@ -64,7 +64,7 @@ def add_inputs(
     elif lengths := {x: found[x] for x in optional_inputs.PADDED if x in found}:
         table = found.get(optional_inputs.PAGE_TABLE)
         batch, _, M, _ = sizes_of("q", q, call.layout)
-        most = 1 if table is None else table.shape[1]  # pages
+        most = 1 if table is None else table.shape[1]  # pages per sequence
         rows = M, sizes_of("k", by_name["k"], call.layout)[2] * most
         download = backend.download if look else None
         found |= ragged.padded_lengths(lengths, batch, rows, download)
@@ -76,7 +76,9 @@ def add_inputs(
         found = ragged.with_a_sequence(found)
     operands = [optional_inputs.of_value(name, x) for name, x in found.items()]
     if numbers := [x.name for x in operands if not x.is_array]:
-        raise TypeError(f"{numbers[0]} is {described(given[numbers[0]])}; give an array with axes")
+        raise TypeError(
+            f"{numbers[0]} is {described(given[numbers[0]])}; give an array with at least one axis"
+        )
     operands += [optional_inputs.operand(name, x) for name, x in captured.items()]
     every = {**found, **captured}
     beside_q = [backend.move_beside(q, every[x.name]) for x in operands if x.is_array]
@@ -86,26 +88,26 @@ def add_inputs(
 def _read_offsets(
     by_name: Mapping[str, Any], found: Mapping[str, Any], look: bool, backend: Backend
 ) -> dict[str, Any]:
-    """Checks packed arrays and returns the offsets and lengths of their sequences."""
+    """Checks packed arrays; returns their sequences' offsets and lengths."""
     check_packed(by_name)
     names = (*optional_inputs.STARTS, *optional_inputs.USED)
     offsets = {name: found[name] for name in names if name in found}
-    if isinstance(by_name["q"], np.ndarray):  # sequences are copied piece by piece
+    if isinstance(by_name["q"], np.ndarray):  # the host splits the call, so it reads the offsets
         offsets = {name: backend.move_beside(by_name["q"], x) for name, x in offsets.items()}
     download = backend.download if look else None
     return ragged.lengths(by_name["q"], by_name["k"], offsets, download)
 
 
 def check_packed(named: Mapping[str, Any]) -> None:
-    """Raises ValueError for arrays, or shapes of arrays, that cannot be packed sequences."""
+    """Raises ValueError unless the arrays, or shapes, in ``named`` have three axes."""
     for name, x in named.items():
         shape = getattr(x, "shape", x)
         if name != "lse" and isinstance(shape, tuple) and len(shape) != 3:
-            raise ValueError(f"{name} has shape {shape}; packed arrays are [rows, heads, columns]")
+            raise ValueError(f"{name} has shape {shape}; Packed takes [rows, heads, columns]")
 
 
 def _name_inputs(call: Call, operands: Sequence[Operand], blocks: BlockMask | None) -> Call:
-    """Adds operands and a block mask to a call."""
+    """Returns the call with the operands' names, captured numbers and block mask."""
     return call._replace(
         inputs=(*call.inputs, *(x.input for x in operands if x.is_array)),
         numbers=tuple(x for x in operands if not x.is_array),
@@ -114,7 +116,7 @@ def _name_inputs(call: Call, operands: Sequence[Operand], blocks: BlockMask | No
 
 
 def split_block_mask(given: Mapping[str, Any]) -> tuple[BlockMask | None, dict[str, Any]]:
-    """Separates the block mask of a call, or None, from its other optional inputs."""
+    """Splits optional inputs into the block mask, or None, and all remaining inputs."""
     mask = given.get(optional_inputs.MASK)
     if not isinstance(mask, BlockMask):
         return None, dict(given)
@@ -122,16 +124,16 @@ def split_block_mask(given: Mapping[str, Any]) -> tuple[BlockMask | None, dict[s
 
 
 def _has_dropout(call: Call) -> bool:
-    """Whether a call has dropout and so may read seeds; its options may be unchecked yet."""
+    """Whether a call uses dropout; its options may not have been checked yet."""
     return bool(getattr(call.options, "dropout", None) or call.asked.get("dropout"))
 
 
 def add_input_forms(
     call: Call, inputs: Mapping[str, Any], given: Mapping[str, Any], dtype: str
 ) -> tuple[Call, list[tuple[tuple[int, ...], np.dtype]]]:
-    """Adds optional inputs of these forms to a call; returns it, and their shapes and dtypes.
+    """Like ``add_inputs``, for a call that is prepared from shapes.
 
-    It is ``add_inputs`` for a call that is prepared from shapes.
+    Returns the call, and the shapes and dtypes of its optional arrays.
     """
     batch, heads, M, _ = sizes_of("q", inputs["q"], call.layout)
     _, kv_heads, N, _ = sizes_of("k", inputs["k"], call.layout)
@@ -143,7 +145,7 @@ def add_input_forms(
     others = {name: x for name, x in given.items() if name not in (optional_inputs.DLSE, *unread)}
     others |= packed
     found = list(shape_language.operands(others, sizes, dtype))
-    if is_empty:  # without sequences no axis is empty, as in ``ragged.with_elements``
+    if is_empty:  # grow axes of size 0 to size 1, like ``ragged.with_elements``
         captured = given.get("captured") or ()
         grown = [tuple(max(size, 1) for size in x.shape) for x in found]
         found = [replace(x, shape=y) if x.name in captured else x for x, y in zip(found, grown)]
@@ -152,7 +154,7 @@ def add_input_forms(
         lse = inputs["lse"]
         shapes[optional_inputs.DLSE] = lse.shape
         if read_shape("the shape of dlse", dlse) != lse.shape:
-            raise ValueError(f"the shape of dlse is {dlse}; it must be {lse.shape}, that of lse")
+            raise ValueError(f"the shape of dlse is {dlse}; it must be that of lse, {lse.shape}")
         before_dlse = sum(x.name in optional_inputs.OWN_ARRAYS for x in found)
         found.insert(before_dlse, Operand(optional_inputs.DLSE, str(lse.dtype), (batch, heads, M)))
     arrays = [(shapes.get(x.name, x.shape), x.numpy) for x in found if x.is_array]
@@ -160,10 +162,10 @@ def add_input_forms(
 
 
 def _read_sequence_shapes(given: Mapping[str, Any]) -> tuple[dict[str, tuple[int, ...]], bool]:
-    """Reads the shapes of offsets and lengths of packed sequences, given as shapes or arrays.
+    """Reads the shapes of packed sequences' offsets and lengths, given as shapes or arrays.
 
-    Without a sequence the shapes are those of one, as in ``ragged.with_a_sequence``. Also returns
-    whether there was none.
+    An empty batch gets the shapes of one sequence, as in ``ragged.with_a_sequence``. Also returns
+    whether the batch was empty.
     """
     least = dict.fromkeys(optional_inputs.STARTS, (2,)) | dict.fromkeys(optional_inputs.USED, (1,))
     shapes = {
@@ -176,10 +178,10 @@ def _read_sequence_shapes(given: Mapping[str, Any]) -> tuple[dict[str, tuple[int
 
 
 def describe_inputs(call: Call, inputs: Mapping[str, Any]) -> tuple[Operand, ...]:
-    """Returns the operands of a call's problem: its optional arrays and its captured numbers."""
+    """Returns the problem's operands: the call's optional arrays and captured numbers."""
     lead, found = tuple(inputs["q"].shape[:-3]), []
     for name in call.inputs:
-        if not name.startswith("mods."):  # an array that a custom kernel is bound to
+        if not name.startswith("mods."):  # skip arrays that a custom kernel is bound to
             continue
         array, caller_name = inputs[name], name.removeprefix("mods.")
         shape = tuple(map(int, array.shape))
@@ -187,7 +189,8 @@ def describe_inputs(call: Call, inputs: Mapping[str, Any]) -> tuple[Operand, ...
             array = optional_inputs.with_four_axes(caller_name, array, lead)
         if caller_name == optional_inputs.DLSE:
             array = array.reshape(prod(lead), *array.shape[-2:])
-        asked = caller_name in call.wrt and caller_name not in QKV  # these name the inputs
+        # In wrt, "q", "k" and "v" are the inputs and not captured arrays of these names.
+        asked = caller_name in call.wrt and caller_name not in QKV
         found.append(
             replace(optional_inputs.of_value(caller_name, array), gradient=asked, given=shape)
         )

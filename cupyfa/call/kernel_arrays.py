@@ -1,4 +1,4 @@
-"""The extra inputs and outputs of a custom kernel: the arrays and floats it is bound to."""
+"""Extra inputs and outputs of custom kernels: the arrays and floats passed to ``bind``."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from cupyfa.runtime.prepared import Result
 def add_kernel_arrays(
     call: Call, backend: Backend, arrays: Sequence[Any], *, of_shapes: bool = False
 ) -> tuple[Call, Sequence[Any]]:
-    """Adds the arrays, floats and outputs that a call's kernel is bound to; returns all arrays too.
+    """Adds the arrays, floats and outputs that a call's kernel is bound to.
 
-    The arrays may lie in host or in GPU memory. With ``of_shapes`` the kernel must have none.
+    Returns the call and all of its arrays. Bound arrays may be in host or GPU memory; with
+    ``of_shapes`` the kernel must not be bound to any.
     """
     bound = call.kernel
     if not isinstance(bound, BoundKernel):
@@ -26,8 +27,8 @@ def add_kernel_arrays(
     names = tuple(name for name in bound.kernel.inputs if name in bound.own)
     if of_shapes and names:
         raise TypeError(
-            f"{bound.kernel.name} is bound to {', '.join(names)}, and q is a shape; leave them "
-            "out: their shapes follow from the problem"
+            f"{bound.kernel.name} is bound to {', '.join(names)}, and q is a shape; do not bind "
+            "arrays when compiling from shapes"
         )
     inputs, outputs = (*call.inputs, *names), (*call.outputs, *bound.returns)
     call = call._replace(kernel=bound.with_floats(), inputs=inputs, outputs=outputs)
@@ -35,7 +36,7 @@ def add_kernel_arrays(
         return call, arrays
     theirs = [as_array(backend, name, bound.own[name]) for name in names]
     if others := {x: y for x, y in zip(names, theirs) if not hasattr(y, "dtype")}:
-        adopt(backend, **others)  # refuses them by name
+        adopt(backend, **others)  # raises TypeError with the name
     return call, (*arrays, *(backend.move_beside(arrays[0], x) for x in theirs))
 
 
@@ -46,7 +47,7 @@ def check_kernel_arrays(
     backend: Backend | None,
     lead: tuple[int, ...],
 ) -> dict[str, Any]:
-    """Checks the arrays that a custom kernel is bound to; allocates them if there is a backend."""
+    """Checks the arrays that a custom kernel is bound to, or allocates them on ``backend``."""
     found = {}
     for name, wanted in record.inputs.items():
         shape, dtype = wanted.shape(p), wanted.dtype(p)
@@ -55,12 +56,12 @@ def check_kernel_arrays(
             takes += f", [{', '.join(wanted.axes.split())}]"
         if not wanted.when(p):
             if name in given:
-                raise ValueError(f"{record.name} takes no {name} for {p}; leave it out of bind")
+                raise ValueError(f"{record.name} does not read {name} for {p}; do not bind it")
         elif backend is not None:
             found[name] = backend.empty(shape, dtype)
         elif name not in given:
             raise TypeError(
-                f"{record.name} needs the array {name}; {takes}: bind it, as "
+                f"{record.name} needs the array {name}; {takes}: pass "
                 f"kernel={record.name}.bind({name}=…)"
             )
         elif tuple(given[name].shape) not in (shape, _with_leading_axes(wanted.axes, shape, lead)):
@@ -82,7 +83,6 @@ def list_outputs(
 
 
 def _with_leading_axes(axes: Any, shape: tuple[int, ...], lead: tuple[int, ...]) -> tuple[int, ...]:
-    """Replaces a leading batch axis of a shape by the caller's leading axes."""
     if not isinstance(axes, str) or axes.split()[0] != "batch":
         return shape
     return (*lead, *shape[1:])

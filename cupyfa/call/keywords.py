@@ -1,4 +1,4 @@
-"""Keyword arguments of public functions: types, checked values, and errors for unknown names."""
+"""Keyword arguments of public functions: their types, checks, and errors for unknown names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from cupyfa.runtime.backend import Backend
 
     class ScoreKeywords(TypedDict, total=False):
-        """The keywords that change the result of attention."""
+        """Keywords that change the result of attention."""
 
         causal: Causal | bool
         window: Window | None
@@ -45,48 +45,49 @@ if TYPE_CHECKING:
         precision: Precision | None
 
     class CommonKeywords(ScoreKeywords, total=False):
-        """The keywords that ``attention`` and ``backward`` share, except kernel and tiles."""
+        """Keywords that ``attention`` and ``backward`` share, except kernel and tiles."""
 
         backend: BackendName | Backend | Devices
         layout: Layout
         check: bool
 
     class CallKeywords(CommonKeywords, total=False):
-        """The keywords of all functions that compute attention."""
+        """Keywords of all functions that compute attention."""
 
         kernel: str | Kernel | BoundKernel
         tiles: Tiles | None
 
     class NoKeywords(TypedDict):
-        """No further keywords: type checkers report one that a function does not have."""
+        """No keywords: makes type checkers report unknown ones."""
 
 
-DTYPES = (str, np.dtype, type)  # the types of ``out`` that name a dtype
-# Types of options that can be part of a key; Python functions are traced first.
+DTYPES = (str, np.dtype, type)  # types of ``out`` that name a dtype
+# Option types that can be part of a cache key; Python functions are traced first.
 _VALUES = frozenset({type(None), bool, int, float, str, tuple, Expression})
-# Options with the same name as a keyword and as a field of AttentionOptions.
+# Keywords that are also fields of AttentionOptions.
 _OPTIONS = ("precision", "causal", "window", "offset", "scale", "softcap", "score_mod")
-# Keywords for arrays, and for the arrays and numbers that expressions read.
+# Keywords for optional arrays and captured values.
 _ARRAYS = (*optional_inputs.OWN_ARRAYS, "captured")
 OF_SCORES = (*_OPTIONS, *_ARRAYS, "dropout")
-# Keywords that ``vjp`` passes on to both passes.
+# Keywords that ``vjp`` passes to both the forward and the backward pass.
 OF_BOTH_PASSES = (*OF_SCORES, "backend", "layout", "check")
 
 
 def read_shape(what: str, shape: Sequence[Any]) -> tuple[int, ...]:
     if not isinstance(shape, Iterable):
-        raise TypeError(f"{what} is {described(shape)}; give whole numbers from 0")
+        raise TypeError(f"{what} is {described(shape)}; give integers of at least 0")
     sizes = tuple(shape)
     if not all(isinstance(size, int | np.integer) and size >= 0 for size in sizes):
-        raise ValueError(f"{what} is {shape}; give whole numbers from 0")
+        raise ValueError(f"{what} is {shape}; give integers of at least 0")
     return sizes
 
 
 def read_call(call: Call, check: Any) -> tuple[Call, bool]:
-    """Checks the flags of a call and makes its options hashable; returns the call and ``check``.
+    """Checks a call's flags and makes its options hashable; returns the call and ``check``.
 
-    Traces Python functions into expressions in each call, since a function may have changed, and
-    another one may have its address. Raises TypeError for wrong flags.
+    Python functions are traced in every call, since their identity is not a safe cache key: a
+    function may read changed variables, and a new one may reuse the id of a deleted one. Raises
+    TypeError for wrong flags.
     """
     if type(call.return_lse) is not bool:
         call = call._replace(return_lse=read_flag("return_lse", call.return_lse))
@@ -103,14 +104,13 @@ def read_call(call: Call, check: Any) -> tuple[Call, bool]:
 
 
 def _read_value(name: str, given: Any) -> Any:
-    """Returns an option as an immutable value."""
     if name in TEXTS and callable(given):
         return Expression.of(name, given)
     return given.item() if isinstance(given, np.ndarray) and not given.shape else given
 
 
 def read_devices(backend: Any) -> tuple[Any, Devices]:
-    """Splits the argument ``backend`` into the backend and its Devices (by default ANYWHERE)."""
+    """Splits the argument ``backend``, which may be Devices, into a backend and Devices."""
     if not isinstance(backend, Devices):
         return backend, ANYWHERE
     progress = backend.progress
@@ -124,11 +124,11 @@ def read_devices(backend: Any) -> tuple[Any, Devices]:
 def split_keywords(
     function: Callable[..., Any], keywords: Mapping[str, Any], others: Iterable[str] = ()
 ) -> tuple[dict[str, Any], OptionKeywords]:
-    """Splits the arguments of a function into arrays with captured numbers, and options.
+    """Splits a function's keyword arguments into optional inputs (arrays, captured) and options.
 
-    A block mask is among the arrays as ``mask``. Seeds that are arrays are 0 among the options.
-    others: names of further arguments of the function, for errors. Raises TypeError for unknown
-    arguments.
+    A block mask is returned among the inputs as ``mask``. If a dropout seed or offset is an array,
+    it is an input, and the option is 0. others: names of further arguments of the function, for
+    error messages. Raises TypeError for unknown arguments.
     """
     if not keywords.keys() <= {*OF_SCORES}:
         raise unknown_argument(function, keywords, (*OF_SCORES, *others))
@@ -149,16 +149,16 @@ def split_keywords(
 
 
 def read_out(out: Any, q: Any, asked: OptionKeywords) -> tuple[Any, OptionKeywords]:
-    """Returns the caller's array for the output, or None, and the options with its dtype.
+    """Returns the caller's output array, or None, and ``asked`` with the dtype of the output.
 
-    out: an array, or the dtype of a new one.
+    out: the array, the dtype of a new one, or None.
     """
     if out is None:
         return None, asked
     if isinstance(out, DTYPES):
         return None, {**asked, "out_dtype": out}  # type: ignore[typeddict-item]
     name, of = (str(getattr(x, "dtype", "")).removeprefix("torch.") for x in (out, q))
-    if name == of or of not in INPUTS or not can_give(name, INPUTS[of]):  # refused later
+    if name == of or of not in INPUTS or not can_give(name, INPUTS[of]):  # later checks raise
         return out, asked
     return out, {**asked, "out_dtype": name}  # type: ignore[typeddict-item]
 
@@ -171,7 +171,7 @@ def split_mask(mask: Any) -> dict[str, Any]:
         is_expression = isinstance(x, str | Expression) or (
             callable(x) and not isinstance(x, BlockMask)
         )
-        if isinstance(x, str) and is_array_form(x):  # the form of an array, for ``plan``
+        if isinstance(x, str) and is_array_form(x):  # ``plan`` takes shapes like "1hmn"
             is_expression = False
         kind = "mask_mod" if is_expression else "mask"
         if kind in found:
@@ -183,18 +183,17 @@ def split_mask(mask: Any) -> dict[str, Any]:
 
 
 def _read_dropout(dropout: Any) -> dict[str, Any]:
-    """Returns the options of a Dropout by name."""
     if not isinstance(dropout, Dropout):
         raise TypeError(
-            f"dropout is {described(dropout)}; give cupyfa.Dropout(rate, seed), with another seed "
-            "for each layer and step: calls keep no state"
+            f"dropout is {described(dropout)}; give cupyfa.Dropout(rate, seed), with a different "
+            "seed for each layer and step"
         )
     values = dropout.rate, dropout.seed, dropout.offset
     return dict(zip(("dropout", *optional_inputs.SEEDS), values))
 
 
 def convert_lists(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts lists among the arguments to arrays, which a pullback reads again."""
+    """Converts lists among the arguments to arrays, because a pullback reads them again."""
     made = {
         name: optional_inputs.of_list(name, x)
         if name in _ARRAYS and not (name == optional_inputs.MASK and isinstance(x, tuple))
@@ -207,7 +206,6 @@ def convert_lists(keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_tiles(tiles: Tiles | None) -> Tiles:
-    """Checks the tile sizes that a caller fixes."""
     if tiles is None:
         return {}
     if not isinstance(tiles, Mapping) or not all(isinstance(name, str) for name in tiles):
@@ -216,9 +214,9 @@ def read_tiles(tiles: Tiles | None) -> Tiles:
 
 
 def given_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keyword arguments of a call that differ from the function's defaults.
+    """Returns a call's keyword arguments that differ from the function's defaults.
 
-    arguments: the function's ``locals()``. Raises TypeError for unknown keywords among them.
+    arguments: the function's ``locals()``. Raises TypeError for unknown keywords.
     """
     given = list_arguments(function, arguments)
     parameters = signature(function).parameters.values()
@@ -229,7 +227,7 @@ def given_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) 
 
 
 def list_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Like ``given_arguments``, but includes keywords that the function does not have."""
+    """Like ``given_arguments``, but accepts unknown keywords."""
     parameters = signature(function).parameters.values()
     given = {
         x.name: arguments[x.name]
@@ -243,13 +241,13 @@ def list_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -
 
 _NEW_DROPOUT = "write dropout=Dropout(rate, seed, offset)"
 _OF_KERNELS = "write kernel=kernel.bind(name=array, returns=(…)) with the record of your kernel"
-# Remedies for unknown arguments, by function or package. The entry "" lists names that other
-# libraries or earlier versions use.
 _ON_PARTS = {
     "layout": "arrays are [batch, heads, rows, d]: give q.swapaxes(1, 2)",
     **dict.fromkeys(("out", "grads"), "results are new arrays: leave it out"),
     "return_max": "parts are merged by lse alone: leave it out",
 }
+# Remedies for unknown arguments, by function or package. The entry "" covers names that other
+# libraries or earlier versions use.
 _REMEDIES = {
     "": {
         "is_causal": "write causal=True",
@@ -313,9 +311,9 @@ def _known_remedy(function: Callable[..., Any], name: str) -> str | None:
 def unknown_argument(
     function: Callable[..., Any], given: Mapping[str, Any], keywords: Iterable[str] = ()
 ) -> TypeError:
-    """Returns the error for an unknown keyword argument of a function, with a remedy.
+    """Returns the TypeError for an unknown keyword argument, with a remedy.
 
-    ``keywords`` are the names that the function takes besides those of its signature.
+    keywords: argument names that the function accepts in addition to its signature.
     """
     parameters = signature(function).parameters.values()
     names = [*(x.name for x in parameters if x.kind is not x.VAR_KEYWORD), *keywords]

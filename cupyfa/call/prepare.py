@@ -1,4 +1,4 @@
-"""Prepares a call: makes its problem, chooses a kernel, plans, and makes a Prepared."""
+"""Prepares a call: describes its problem, chooses a kernel, plans, and makes a Prepared."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from cupyfa.runtime.backend import Backend, Form
 from cupyfa.runtime.choose_backend import adopt, backend_named
 from cupyfa.runtime.prepared import Prepared, Result
 
-# Keywords of ``compile`` that are fields of a Call, and ``out`` and ``dlse``.
+# Keywords of ``compile`` that are fields of a Call, plus ``out`` and ``dlse``.
 _OF_CALLS = {
     "forward": ("kernel", "backend", "layout", "tiles", "return_lse", "return_max", "out"),
     "backward": ("kernel", "backend", "layout", "tiles", "deterministic", "wrt", "dlse", "out"),
@@ -47,9 +47,9 @@ def compile_call(
     dtype: DTypeLike | None,
     keywords: Mapping[str, Any],
 ) -> Prepared:
-    """Prepares calls on arrays like these, or on arrays of these shapes if there is a dtype.
+    """Prepares a call from arrays, or from shapes if ``dtype`` is given.
 
-    required: q, k and v, or the six arrays of ``backward``. keywords: the other arguments of
+    required: q, k and v, or the six arrays of ``backward``. keywords: further arguments of
     ``function``.
     """
     operation: Operation = "forward" if len(required) == len(ARRAYS["forward"]) else "backward"
@@ -62,7 +62,7 @@ def compile_call(
     qkv, structure = unwrap(*(by_name[x] for x in "qkv"))
     by_name |= zip("qkv", qkv)
     if isinstance(how.get("backend"), Devices):
-        raise TypeError("backend is Devices, and a prepared call runs on one device; give a name")
+        raise TypeError("backend is Devices, and compile supports one device; name one backend")
     call = Call(operation, how.pop("kernel", "auto"), how.pop("backend", "auto"), asked=asked)
     if operation == "backward":
         _complete_lse(call, by_name, how.get("layout", "bhsd"), of_shapes=of_shapes)
@@ -107,7 +107,7 @@ def compile_call(
 
 
 def _complete_lse(call: Call, by_name: dict[str, Any], layout: str, *, of_shapes: bool) -> None:
-    """Fills in an array, or its shape, for a missing lse that the kernel does not read."""
+    """Replaces an lse of None by a placeholder, or its shape, if the kernel does not read lse."""
     if by_name["lse"] is not None:
         return
     if not of_shapes:
@@ -118,14 +118,13 @@ def _complete_lse(call: Call, by_name: dict[str, Any], layout: str, *, of_shapes
 
 
 def _find_out_dtype(call: Call, dtype: DType) -> np.dtype:
-    """Returns the dtype of the output of a call on inputs of ``dtype``."""
     name = name_of(getattr(call.options, "out_dtype", None) or call.asked.get("out_dtype"))
-    known = DTYPES.get(name) if isinstance(name, str) else None  # others are refused later
+    known = DTYPES.get(name) if isinstance(name, str) else None  # later checks reject other names
     return (known or DTYPES[dtype.usual_result]).numpy
 
 
 def _make_empty(backend: Backend, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-    """Allocates an array without initialising it; CuPy can allocate e4m3 only as bytes."""
+    """Allocates an uninitialized array; CuPy can allocate e4m3 only as bytes."""
     if dtype == E4M3:
         return backend.empty(shape, np.dtype(np.uint8)).view(E4M3)
     return backend.empty(shape, dtype)
@@ -134,15 +133,15 @@ def _make_empty(backend: Backend, shape: tuple[int, ...], dtype: np.dtype) -> An
 def find_prepared(
     call: Call, backend: Backend, arrays: Sequence[Any], forms: tuple[Form, ...]
 ) -> tuple[Prepared, bool]:
-    """Returns the prepared form of a call on arrays of these forms, and whether it was cached.
+    """Returns the Prepared for a call on arrays of these forms, and whether it was cached.
 
-    If the cache has a call that differs only in numbers (captured ones, softcap, dropout), its
-    prepared form is copied with the new numbers.
+    If a cached call differs only in numbers (captured numbers, softcap, dropout), its Prepared is
+    copied with the new numbers instead of being planned again.
     """
     key, key_of_alike = _make_key(call, forms), None
     if (prepared := backend.calls.find(key)) is not None:
         return prepared, True
-    # A record's formulas may depend on the numbers.
+    # Exclude Kernel objects: their formulas may depend on the numbers.
     if call.operation != "softmax" and isinstance(call.kernel, str):
         options = AttentionOptions.of(call.options, call.asked)
         if call.numbers or options.softcap is not None or options.dropout:
@@ -161,12 +160,12 @@ def find_prepared(
 
 
 def _make_key(call: Call, forms: tuple[Form, ...]) -> tuple[Any, ...]:
-    """Returns the cache key of a call. Uses the repr of options, since True equals 1."""
-    # The plan keeps the record of a kernel alive, so that its id stays unique.
+    """Returns a call's cache key. It contains the options' repr, because True equals 1."""
+    # The cached plan keeps the Kernel alive, so that its id stays unique.
     kernel = call.kernel if isinstance(call.kernel, str) else id(call.kernel)
     asked = repr(call.asked) if call.asked else None
     tiles: Any = call.tiles
-    if tiles is not None:  # whatever kind of mapping it is
+    if tiles is not None:  # mappings need not be hashable
         tiles = repr(dict(tiles) if isinstance(tiles, Mapping) else tiles)
     return (
         *(call.operation, forms, str(kernel), asked, call.options, call.layout),
@@ -178,9 +177,10 @@ def _make_key(call: Call, forms: tuple[Form, ...]) -> tuple[Any, ...]:
 def prepare_call(
     call: Call, backend: Backend, arrays: Sequence[Any], *, keep: bool, of_shapes: bool = False
 ) -> Prepared:
-    """Prepares a call on arrays like these.
+    """Prepares a call on arrays like ``arrays``.
 
-    ``of_shapes``: the arrays that a custom kernel is bound to are allocated here, not given.
+    of_shapes: whether to allocate the arrays that a custom kernel reads instead of taking them from
+    the call.
     """
     inputs, blocks = dict(zip(call.array_names, arrays)), call.blocks
     problem = _make_problem(call, inputs)
@@ -221,7 +221,7 @@ def _make_problem(call: Call, inputs: Mapping[str, Any]) -> Problem:
 
 
 def _list_results(call: Call, problem: Problem, inputs: Mapping[str, Any]) -> list[Result]:
-    """Lists the results of a call. Raises for arrays that no forward pass could have returned."""
+    """Lists a call's results; raises if dout, out or lse does not match the forward pass."""
     if call.operation == "softmax":
         x = inputs["x"]
         results = [Result("P", tuple(x.shape), "out"), Result("lse", tuple(x.shape[:-1]), None)]

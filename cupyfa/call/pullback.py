@@ -1,4 +1,4 @@
-"""The arguments and results of gradients: lse and dlse, and the arrays that ``wrt`` names."""
+"""Arguments and results of the backward pass: lse, dlse, and the arrays that ``wrt`` names."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from cupyfa.runtime.prepared import Result
 def read_pullback(
     return_lse: Any, deterministic: Any, kernel: str | Kernel | BoundKernel, tiles: Tiles | None
 ) -> tuple[bool, dict[str, Any]]:
-    """Checks ``return_lse`` and the arguments that a pullback passes to the backward pass.
+    """Checks ``return_lse`` and the arguments that a pullback will pass to ``backward``.
 
-    Raises for arguments that the pullback would refuse, so that ``vjp`` itself refuses them.
+    Wrong arguments thus raise in ``vjp`` and not only when the pullback is called.
     """
     record = kernel.kernel if isinstance(kernel, BoundKernel) else kernel
     planning.check_named(record, "backward", read_tiles(tiles))
@@ -53,7 +53,7 @@ def computes_lse(kernel: str | Kernel | BoundKernel) -> bool:
 
 
 def _find_record(kernel: str | Kernel | BoundKernel) -> Kernel | None:
-    """Returns the record of a kernel, or None for "auto" and for values that are refused later."""
+    """Returns a kernel's record, or None for "auto" and for invalid values, which raise later."""
     kernel = kernel.kernel if isinstance(kernel, BoundKernel) else kernel
     record = lookup.kernel(kernel) if isinstance(kernel, str) and kernel != "auto" else kernel
     return record if isinstance(record, Kernel) else None
@@ -62,44 +62,44 @@ def _find_record(kernel: str | Kernel | BoundKernel) -> Kernel | None:
 def make_unread_lse(
     kernel: str | Kernel | BoundKernel, q: Any, backend: BackendName | Backend, layout: str
 ) -> Any:
-    """Makes a placeholder for an lse that a kernel does not read; None if it reads lse."""
+    """Allocates a placeholder lse for a kernel that does not read lse; returns None otherwise."""
     if not ignores_lse(kernel):
         return None
     where, (q,) = adopt(backend, q=q)
-    if str(q.dtype) not in DTYPES:  # which is refused later
+    if str(q.dtype) not in DTYPES:  # a later check rejects the dtype
         return None
     shape, dtype = rows_of(q, layout), DTYPES[str(q.dtype)].sums
     return np.zeros(shape, dtype) if isinstance(q, np.ndarray) else where.empty(shape, dtype)
 
 
 def check_dlse(dlse: Any, lse: Any) -> Any:
-    """Returns ``dlse``. Raises TypeError or ValueError if it cannot be the gradient of lse."""
+    """Returns ``dlse``; raises TypeError or ValueError unless it has lse's shape and dtype."""
     if not hasattr(dlse, "shape"):
         raise TypeError(f"dlse is {described(dlse)}; give an array like lse")
     if tuple(dlse.shape) != tuple(lse.shape) or str(dlse.dtype) != str(lse.dtype):
         raise ValueError(
-            f"dlse is {dlse.dtype} {tuple(dlse.shape)}; it must be {lse.dtype} {tuple(lse.shape)}, "
-            "as lse is"
+            f"dlse is {dlse.dtype} {tuple(dlse.shape)}; it must be {lse.dtype} {tuple(lse.shape)} "
+            "like lse"
         )
     return dlse
 
 
 def check_like_result(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:
-    """Raises if the forward pass of the same q, k and v could not have returned an array."""
+    """Raises unless dout, out or lse has the shape and dtype that follow from q, k and v."""
     if tuple(array.shape) != tuple(shape):
         remedy = (
-            "give the gradient of out, in its shape"
+            "give the gradient of out, with the shape of out"
             if name == "dout"
             else "pass the out and lse that attention returned"
         )
         raise ValueError(
-            f"{name} has shape {tuple(array.shape)}; expected is {tuple(shape)} for these q, k and "
+            f"{name} has shape {tuple(array.shape)}; it must be {tuple(shape)} for these q, k and "
             f"v: {remedy}"
         )
     if str(array.dtype) != str(dtype):
-        other = "convert it, or give the out of that call" if name == "out" else "convert it"
+        other = "convert it, or pass the out of that call" if name == "out" else "convert it"
         raise TypeError(
-            f"{name} is {array.dtype}; expected is {dtype} for these q, k and v: {other}"
+            f"{name} is {array.dtype}; it must be {dtype} for these q, k and v: {other}"
         )
 
 
@@ -111,19 +111,19 @@ def describe_gradient(name: str, inputs: Mapping[str, Any]) -> Result:
 
 
 def read_wrt(wrt: str | Sequence[str]) -> tuple[str, ...]:
-    """Checks ``wrt`` and returns the names of the arrays whose gradients a call returns."""
+    """Checks ``wrt``; returns the names of the arrays to differentiate."""
     if wrt is QKV:
         return QKV
     if not isinstance(wrt, str | Iterable) or not all(isinstance(x, str) for x in wrt):
-        raise TypeError(f"wrt is {described(wrt)}; give names, as ('q', 'k', 'v', 'sink')")
+        raise TypeError(f"wrt is {described(wrt)}; give names such as ('q', 'k', 'v', 'sink')")
     names = names_of(wrt)
     if len(set(names)) < len(names) or not names:
-        raise ValueError(f"wrt is {names}; give at least one name, and each once")
+        raise ValueError(f"wrt is {names}; give at least one name, without duplicates")
     return names
 
 
 def refuse_gradients(dtype: DType | None) -> None:
-    """Raises Unsupported for inputs of a dtype without gradients."""
+    """Raises Unsupported for dtypes of q, k and v that have no backward kernel."""
     if dtype is not None and dtype.result:
         raise Unsupported(
             f"q, k and v are {dtype.name}, and no kernel computes their gradients; convert them to "
@@ -138,7 +138,7 @@ def check_wrt(wrt: Sequence[str], inputs: Mapping[str, Any]) -> None:
 
 
 def find_dtypes(keywords: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the dtypes, by name, of the arrays that change scores, as the caller passed them."""
+    """Returns the dtypes of bias and other optional arrays, captured ones included, by name."""
     captured = keywords.get("captured")
     arguments = {name: keywords[name] for name in optional_inputs.OWN_ARRAYS if name in keywords}
     found = {**arguments, **(captured if isinstance(captured, Mapping) else {})}

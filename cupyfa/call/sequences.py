@@ -1,4 +1,4 @@
-"""Calls on lists of arrays, which are packed one after the other into ragged batches."""
+"""Calls on lists of arrays, which are packed into ragged batches."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from cupyfa.runtime.choose_backend import backend_named
 
 
 def _pack_lists(q: Any, k: Any, v: Any, layout: str) -> tuple[list[Packed], list[np.ndarray]]:
-    """Packs lists of arrays; returns the packed arrays, and the offsets of q and of k."""
+    """Packs lists of arrays; returns the Packed arrays and the offsets of q and k."""
     counts = {name: len(x) for name, x in zip("qkv", (q, k, v))}
     if len({*counts.values()}) > 1:
         sizes = ", ".join(f"{name} has {n} arrays" for name, n in counts.items())
-        raise ValueError(f"{sizes}; give the same number of each")
+        raise ValueError(f"{sizes}; give lists of equal length")
     arrays, offsets = zip(*(ragged.packed(*x, layout) for x in (("q", q), ("k", k), ("v", v))))
     if wrong := np.flatnonzero(np.diff(offsets[1]) != np.diff(offsets[2])).tolist():
         rows = [int(np.diff(x)[wrong[0]]) for x in offsets[1:]]
         raise ValueError(
-            f"k[{wrong[0]}] has {rows[0]} rows and v[{wrong[0]}] {rows[1]}; give a value for each "
+            f"k[{wrong[0]}] has {rows[0]} rows and v[{wrong[0]}] has {rows[1]}; give one value per "
             "key"
         )
     rows, keys = offsets[:2]
@@ -36,7 +36,7 @@ def _pack_lists(q: Any, k: Any, v: Any, layout: str) -> tuple[list[Packed], list
 
 
 def _check_empty_call(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Checks the arguments of a call on empty lists, which has no arrays to check."""
+    """Checks the non-array arguments of a call on empty lists."""
     _, asked = split_keywords(function, {x: y for x, y in given.items() if x in OF_SCORES})
     AttentionOptions.of(None, asked)
     planning.check_named(given.get("kernel", "auto"), "forward", read_tiles(given.get("tiles")))
@@ -51,7 +51,7 @@ def _check_empty_call(function: Callable[..., Any], given: Mapping[str, Any]) ->
 
 
 def attention_of_others(attention: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """``attention`` of lists of arrays. arguments: the arguments of the call by name."""
+    """Implements ``attention`` on lists of arrays. arguments: the call's arguments by name."""
     given = given_arguments(attention, arguments)
     q, k, v = (arguments[name] for name in "qkv")
     _refuse_on_lists(attention, given)
@@ -62,7 +62,7 @@ def attention_of_others(attention: Callable[..., Any], arguments: Mapping[str, A
         others: list[Any] = [[] for name in ("return_lse", "return_max") if given.get(name)]
         return (made, *others) if others else made
     arrays, (rows, _) = _pack_lists(q, k, v, layout)
-    if not isinstance(out, list | tuple):  # a dtype
+    if not isinstance(out, list | tuple):  # out is a dtype or None
         given, out = {**given, "out": out}, None
     found = attention(*arrays, **given)
     if not isinstance(found, tuple):
@@ -74,7 +74,7 @@ def attention_of_others(attention: Callable[..., Any], arguments: Mapping[str, A
 def vjp_of_others(
     vjp: Callable[..., Any], arguments: Mapping[str, Any]
 ) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
-    """``vjp`` of lists of arrays. arguments: the arguments of the call by name."""
+    """Implements ``vjp`` on lists of arrays. arguments: the call's arguments by name."""
     given = given_arguments(vjp, arguments)
     q, k, v = (arguments[name] for name in "qkv")
     _refuse_on_lists(vjp, given)
@@ -110,10 +110,9 @@ def _pull_no_list(dout: Any, dlse: Any = None) -> tuple[Any, ...]:
 
 
 def _refuse_on_lists(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Raises Unsupported for arguments that calls on lists of arrays cannot have."""
     for name in ("wrt", "append"):
         if name in given:
             raise Unsupported(
-                f"{name} cannot be used with lists of arrays; give Packed arrays and leave it out, "
-                f"or call {function.__name__} for each"
+                f"{name} cannot be used with lists of arrays; leave {name} out, or call "
+                f"{function.__name__} on Packed arrays or on each list element"
             )

@@ -1,4 +1,4 @@
-"""Attention functions on Dask arrays: check arguments and plan before they build a graph."""
+"""Implements ``attention`` and ``vjp`` on Dask arrays: checks arguments, plans, builds graphs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from cupyfa.runtime.choose_backend import adopt
 
 Pullback = Callable[..., tuple[da.Array, ...]]
 
-# The axis that each name in an expression counts.
+# The axis that each index name in an expression refers to.
 _AXES = {
     **{"batch": "batch", "head": "heads"},
     **dict.fromkeys(("query", "queries"), "queries"),
@@ -35,12 +35,12 @@ _AXES = {
 
 @dataclass(frozen=True, eq=False)
 class MergedKeys(Structured):
-    """Keys, or values, of which tasks take one chunk at a time; their results are merged.
+    """Keys or values whose chunks are processed by separate tasks and then merged (split-KV).
 
-    There is a task for each chunk of q and each chunk of keys that it sees, and tasks merge
-    ``fan_in`` results at a time with ``cupyfa.merge``, in the order of the keys. For 16-bit inputs
-    these results are in float32, so that out is rounded once. Without MergedKeys, a task for each
-    chunk of q takes all keys that its rows see, in one call.
+    Each chunk of q gets one task per chunk of keys that it sees. Further tasks merge ``fan_in``
+    results at a time with ``cupyfa.merge``, in the order of the keys. For 16-bit inputs the partial
+    results are float32, so that out is rounded once. Without MergedKeys, one task per chunk of q
+    attends to all keys that its rows see.
     """
 
     array: da.Array
@@ -51,7 +51,7 @@ KINDS |= dict.fromkeys((da.Array, MergedKeys), __name__)
 
 
 def attention_of_others(attention: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """``attention`` of Dask arrays. arguments: those of the call by name."""
+    """Implements ``attention`` on Dask arrays. arguments: the call's arguments by name."""
     return_lse, forward, _, given = split_passes(given_arguments(attention, arguments))
     call = _Call.of(attention, arguments, given)
     call.refuse_places(keys_are_whole=call.fan_in is None)
@@ -60,7 +60,7 @@ def attention_of_others(attention: Callable[..., Any], arguments: Mapping[str, A
 
 
 def vjp_of_others(vjp: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[Any, Pullback]:
-    """``vjp`` of Dask arrays. arguments: those of the call by name."""
+    """Implements ``vjp`` on Dask arrays. arguments: the call's arguments by name."""
     return_lse, forward, backward, given = split_passes(given_arguments(vjp, arguments))
     call = _Call.of(vjp, arguments, given)
     call.refuse_places(keys_are_whole=False)
@@ -89,10 +89,10 @@ def _pullback(
 
 @dataclass(frozen=True)
 class _Call:
-    """A call whose arguments were checked.
+    """A call with checked arguments.
 
-    fan_in: the number of results merged at a time; None if keys are gathered. how: the arguments
-    that tasks pass on besides the kernel and its constants.
+    fan_in: the number of results merged at a time; None if a task attends to all keys. how: the
+    arguments that tasks pass to ``attention`` in addition to kernel and tiles.
     """
 
     parts: graphs.Parts
@@ -107,13 +107,13 @@ class _Call:
         arguments: Mapping[str, Any],
         given: Mapping[str, Any],
     ) -> _Call:
-        """given: keyword arguments of the function, without kernels and tiles."""
+        """Checks a call. given: the function's keyword arguments, without kernels and tiles."""
         options = dict(given)
         backend, devices = read_devices(options.pop("backend", "auto"))
         if devices.numbers is not None or devices.progress is not None:
             raise Unsupported(
-                "backend is Devices with numbers or progress, and workers have devices of their "
-                "own; give it limits alone: dask.diagnostics.ProgressBar shows progress"
+                "backend is Devices with numbers or progress, which Dask arrays do not support; "
+                "give limits alone, and use dask.diagnostics.ProgressBar for progress"
             )
         how = {"backend": backend, "check": read_flag("check", options.pop("check", False))}
         fan_in: int | None = None
@@ -136,9 +136,10 @@ class _Call:
         return cls(parts, fan_in, limits, how)
 
     def refuse_places(self, *, keys_are_whole: bool) -> None:
-        """Raises Unsupported for expressions that name an index that tasks cannot know.
+        """Raises Unsupported for expressions that use an index along a chunked axis.
 
-        keys_are_whole: whether tasks take all keys from the first on.
+        keys_are_whole: whether each task reads the keys from the first one on, so that key and
+        position are the same in the task as in the whole problem.
         """
         cut = self.parts.cut_axes
         for place, name in places(self.parts.problem.options).items():
@@ -146,12 +147,12 @@ class _Call:
             if axis in cut and not (keys_are_whole and place in ("position", "key")):
                 instead = "write position - key, or " * (axis in ("queries", "keys"))
                 raise Unsupported(
-                    f"{name} names {place}, and tasks count from 0 in each of the {cut[axis]} "
-                    f"chunks of {axis}; {instead}rechunk {axis} to one chunk"
+                    f"{name} names {place}, which starts at 0 in each of the {cut[axis]} chunks of "
+                    f"{axis}; {instead}rechunk {axis} to one chunk"
                 )
 
     def planned(self, operation: str, **asked: Any) -> dict[str, Any]:
-        """The arguments that tasks pass on, with the kernel and constants for the whole problem."""
+        """Plans the whole problem; returns the arguments that every task passes on."""
         return {**self.how, **planned(operation, self.parts.problem, self.limits, **asked)}
 
 
@@ -161,12 +162,12 @@ def _require_array(name: str, array: Any, wanted: str) -> None:
 
 
 def _check_array(name: str, array: Any) -> None:
-    """Raises unless ``array`` is a Dask array [batch, heads, rows, d] with known chunks."""
-    wanted = f"a Dask array, as dask.array.from_array({name}, chunks=(1, -1, 4096, -1))"
+    """Raises unless ``array`` is a Dask array with four axes and known chunk sizes."""
+    wanted = f"a Dask array such as dask.array.from_array({name}, chunks=(1, -1, 4096, -1))"
     _require_array(name, array, wanted)
     require_four_axes(name, array)
     if any(isnan(size) for size in array.shape):
         raise ValueError(
-            f"{name} has shape {array.shape}, and tasks are made by the sizes of chunks; call "
-            f"{name}.compute_chunk_sizes() before"
+            f"{name} has shape {array.shape}, and its chunk sizes must be known; call "
+            f"{name}.compute_chunk_sizes() first"
         )

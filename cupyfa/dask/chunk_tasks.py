@@ -1,4 +1,4 @@
-"""The functions of tasks, which workers call with chunks that are NumPy or CuPy arrays."""
+"""The functions that Dask workers call on chunks, which are NumPy or CuPy arrays."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from cupyfa.api import attention, backward
 from cupyfa.partition.part_call import Call
 
 Chunks = Sequence[Any]  # consecutive chunks of an array
-OF_ROWS = ("q", "dout", "out", "lse", "dlse")  # dlse may be left out
+OF_ROWS = ("q", "dout", "out", "lse", "dlse")  # inputs of the backward pass; dlse is optional
 
 
 class Attend(Call):
-    """The attention of a chunk of rows to chunks of keys: (out, lse)."""
+    """A task that computes (out, lse) for one chunk of q and consecutive chunks of keys."""
 
     def __call__(
         self, q: Any, ks: Chunks, vs: Chunks, skipped: int, offset: int | None
@@ -27,7 +27,7 @@ class Attend(Call):
 
 @dataclass(frozen=True)
 class Differentiate(Call):
-    """The gradients of ``wrt`` from some rows and keys; rows: chunks of the arrays OF_ROWS."""
+    """A task that computes the gradients of ``wrt``. rows: the chunks of each array in OF_ROWS."""
 
     wrt: Sequence[str]
 
@@ -47,11 +47,11 @@ class Differentiate(Call):
 
 
 def output(result: tuple[Any, Any], dtype: Any) -> Any:
-    """The output of a task, converted to ``dtype``: float32 results are rounded only here."""
+    """Returns out of a task's (out, lse), rounded to ``dtype``."""
     return result[0].astype(dtype, copy=False)
 
 
 def _joined(chunks: Chunks, skipped: int) -> Any:
-    """Concatenates chunks along the axis of rows, on the device where they are."""
+    """Concatenates chunks along the row axis and drops the first ``skipped`` rows."""
     whole = chunks[0] if len(chunks) == 1 else np.concatenate(chunks, axis=2)
     return whole[:, :, skipped:]

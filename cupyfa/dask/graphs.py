@@ -1,4 +1,4 @@
-"""Builds the graphs: the chunks that each task takes, and the arrays of the results."""
+"""Builds Dask graphs: assigns chunks to tasks and wraps their results in Dask arrays."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from cupyfa.problem.problem import Problem
 from cupyfa.runtime.merging import merge
 
 Key = tuple[Any, ...]  # the name of an array or task, then chunk indices
-Graph = dict[Any, Any]  # tasks by key, or by the indices of chunks in an array
+Graph = dict[Any, Any]  # tasks by key, or by chunk indices
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The arrays of a call, with matching chunks, and the whole problem.
+    """A call's arrays, rechunked to match, and the whole problem.
 
-    A chunk of q has the query heads of one chunk of key heads. captured: numbers that expressions
-    read.
+    A chunk of q holds the query heads of one chunk of key heads. captured: the numbers that
+    expressions read.
     """
 
     q: da.Array
@@ -56,7 +56,7 @@ class Parts:
 
     @property
     def cut_axes(self) -> dict[str, int]:
-        """The axes with several chunks, and the number of chunks of each."""
+        """The number of chunks by axis, for axes with several chunks."""
         counts = dict(zip(("batch", "heads", "queries"), self.q.numblocks))
         counts["keys"] = self.k.numblocks[2]
         return {name: count for name, count in counts.items() if count > 1}
@@ -71,31 +71,31 @@ class Parts:
 
     @cached_property
     def counted(self) -> set[str]:
-        """The axes that expressions read indices of."""
+        """The index names that expressions use."""
         return {*places(self.problem.options)}
 
     @property
     def heads(self) -> Iterator[tuple[int, int]]:
-        """Yields the chunk indices along batch and heads."""
+        """The pairs of chunk indices along batch and heads."""
         batch, heads, *_ = self.k.numblocks
         return product(range(batch), range(heads))
 
     def keys_of(self, rows: range, tile: int) -> Strip:
-        """The keys that rows see; from the first on, if an expression counts keys."""
+        """Returns the keys that rows see, extended to key 0 if an expression uses key indices."""
         visible = visible_keys(self.problem, rows, tile)
         if self.counted & {"position", "key", "keys"}:
             visible = range(visible.stop)
         return strip_of(visible, self.keys)
 
     def rows_of(self, keys: range, tile: int) -> Strip:
-        """The rows that see keys; from the first on, if an expression counts rows."""
+        """Returns the rows that see keys, extended to row 0 if an expression uses query indices."""
         visible = visible_rows(self.problem, keys, tile)
         if self.counted & {"query", "queries"}:
             visible = range(visible.stop)
         return strip_of(visible, self.rows)
 
     def differentiated(self, tile: int) -> Iterator[tuple[tuple[str, ...], Strip, Strip]]:
-        """For each task of a batch and head chunk: the gradients it gives, its rows and keys."""
+        """Yields (gradients, rows, keys) for each task of one chunk along batch and heads."""
         if len(self.rows) == len(self.keys) == 1:
             yield ("q", "k", "v"), Strip([0], 0), Strip([0], 0)
             return
@@ -106,7 +106,7 @@ class Parts:
 
 
 def forward(parts: Parts, how: Mapping[str, Any], fan_in: int | None) -> tuple[da.Array, da.Array]:
-    """out and lse. fan_in: the number of parts merged at a time; None gathers the keys."""
+    """Builds out and lse. fan_in: the number of results merged at a time; None: no merging."""
     q, k, v = arrays = parts.q, parts.k, parts.v
     name = f"attention-{_token(parts, how, fan_in)}"
     options = options_of_parts(parts.problem)
@@ -142,7 +142,7 @@ def forward(parts: Parts, how: Mapping[str, Any], fan_in: int | None) -> tuple[d
 def backward(
     parts: Parts, how: Mapping[str, Any], of_rows: Sequence[da.Array]
 ) -> tuple[da.Array, ...]:
-    """dq, dk and dv. of_rows: dout, out and lse, and dlse if it is given."""
+    """Builds dq, dk and dv. of_rows: dout, out, lse and optionally dlse."""
     arrays = {"q": parts.q, "k": parts.k, "v": parts.v}
     of_rows = parts.q, *of_rows
     name = f"attention-gradients-{_token(parts, how, [x.name for x in of_rows])}"
@@ -168,7 +168,7 @@ def backward(
 
 
 def _graph_on(arrays: Sequence[Any], name: str, tasks: Graph) -> HighLevelGraph:
-    """Returns the graph of new tasks on Dask arrays, which Dask's types do not call collections."""
+    """Returns a graph of ``tasks`` on Dask arrays (Any, because Dask's type hints reject them)."""
     return HighLevelGraph.from_collections(name, tasks, dependencies=arrays)
 
 
@@ -181,7 +181,7 @@ def _array(
     dtype: Any,
     like: da.Array,
 ) -> da.Array:
-    """An array whose chunks are results of tasks, of the same array type as those of ``like``."""
+    """Makes a Dask array from the results of tasks, with the chunk type of ``like``."""
     name = f"{of_tasks}-{what}"
     layer = MaterializedLayer({(name, *place): x for place, x in results.items()})
     dependencies = {**tasks.dependencies, name: {of_tasks}}
@@ -190,13 +190,13 @@ def _array(
 
 
 def _token(parts: Parts, *others: Any) -> str:
-    """A token for names: equal calls have equal names, so that Dask computes them once."""
+    """Returns a token for task names; equal calls get equal names, so Dask computes them once."""
     names = parts.q.name, parts.k.name, parts.v.name
     return tokenize(names, parts.problem.options.changed, parts.captured, *others)
 
 
 def _keys(array: da.Array, b: int, h: int, strip: Strip) -> list[Key]:
-    """The keys of the chunks of a strip; lse has no axis of columns."""
+    """Returns the graph keys of a strip's chunks. lse and dlse have three axes, not four."""
     columns = (0,) * (array.ndim - 3)
     return [(array.name, b, h, n, *columns) for n in strip.chunks]
 
@@ -204,7 +204,7 @@ def _keys(array: da.Array, b: int, h: int, strip: Strip) -> list[Key]:
 def _merge_all(
     graph: Graph, merged: Callable[..., Any], name: Key, parts: list[Key], fan_in: int | None
 ) -> Key:
-    """The task that merges all parts in a fixed order, so that every run gives the same bits."""
+    """Adds merge tasks in a fixed order, for equal bits in every run; returns the last key."""
     level = 0
     while fan_in and len(parts) > 1:
         groups = [parts[n : n + fan_in] for n in range(0, len(parts), fan_in)]

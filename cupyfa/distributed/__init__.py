@@ -1,4 +1,4 @@
-"""Attention over a sequence whose rows are divided among ranks, one rank per GPU."""
+"""Context parallelism: attention over a sequence that is sharded among ranks, one per GPU."""
 
 from cupyfa.distributed.communicator import Group
 from cupyfa.distributed.in_threads import threads

@@ -1,4 +1,4 @@
-"""Arguments of the functions of ranks, checked and agreed on before arrays are sent."""
+"""Checks a distributed call's arguments, and that all ranks agree on them, before communication."""
 
 from __future__ import annotations
 
@@ -27,21 +27,22 @@ from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.choose_backend import adopt
 from cupyfa.score.expressions import Expression
 
-# Types of arguments that cannot change between two calls.
+# Immutable argument types.
 _FIXED = {type(None), bool, int, float, str, tuple, Kernel}
 _FLAGS = ("check", "deterministic", "return_lse")
 _NO_OPTIONS = {"kernel", "tiles", "backend", "out", "dlse", *_FLAGS}
-_MOST_KNOWN = 256  # calls that a group remembers
+_MOST_KNOWN = 256  # largest number of checked calls that a group caches
 
 
 class Schedule(NamedTuple):
-    """How ranks divide the work, and what they send each other."""
+    """How ranks divide the work and communicate."""
 
     forward: Callable[..., tuple[Any, Any]]
     backward: Callable[..., tuple[Any, ...]]
-    known: frozenset[str]  # what expressions may name: its calls count it as the whole does
-    # Messages of another rank that is not ready hold multiprocessors for as long as a kernel takes.
-    persistent: bool = True  # whether "auto" may be a kernel with persistent blocks all the same
+    known: frozenset[str]  # index names that have the same value in a rank's calls as in the whole
+    # Whether "auto" may choose a kernel with persistent blocks. NCCL kernels that wait for another
+    # rank occupy multiprocessors, and persistent blocks would queue behind them.
+    persistent: bool = True
 
 
 _SCHEDULES = {
@@ -53,7 +54,7 @@ _SCHEDULES = {
 
 
 class AgreedCall(NamedTuple):
-    """A checked call. fields: the texts that must be equal on all ranks, as shown in errors."""
+    """A checked call. fields: descriptions that must be equal on all ranks, for error messages."""
 
     fields: Mapping[str, str]
     schedule: Schedule
@@ -66,17 +67,17 @@ def agree_on_call(
     arguments: Mapping[str, Any],
     of_rows: Mapping[str, Any] | None = None,
 ) -> tuple[AgreedCall, Sequence[Any]]:
-    """Returns the call and its arrays if the calls of all ranks are valid and agree.
+    """Returns the call and its arrays if the calls of all ranks are valid and equal.
 
-    Otherwise all ranks raise. arguments: those of the call by name. of_rows: dout, out, lse and
-    dlse, if there are any.
+    Otherwise all ranks raise. arguments: the call's arguments by name. of_rows: dout, out, lse and
+    dlse, where given.
     """
     of_rows = of_rows or {}
     shards = {name: arguments[name] for name in "qkv"}
     group = next(x.group for x in shards.values() if isinstance(x, Sharded))
     if not isinstance(group, Group):
         raise TypeError(
-            f"group is {described(group)}; give Sharded that of cupyfa.distributed.group()"
+            f"group is {described(group)}; give Sharded the result of cupyfa.distributed.group()"
         )
     group.calls += 1
     fields: dict[str, str] = {}
@@ -103,13 +104,13 @@ def agree_on_call(
     try:
         if different is not None:
             raise different
-    finally:  # the exception refers to this frame, and thereby to the arrays
+    finally:  # break the reference cycle of exception and frame, which would keep the arrays
         del different, error
     return call, arrays
 
 
 def _check_shards(shards: Mapping[str, Any]) -> None:
-    """Raises TypeError and ValueError for q, k and v that do not belong to one sequence."""
+    """Raises TypeError or ValueError unless q, k and v are Sharded in the same way."""
     for name, x in shards.items():
         if not isinstance(x, Sharded):
             other = next(y for y, z in shards.items() if isinstance(z, Sharded))
@@ -119,17 +120,17 @@ def _check_shards(shards: Mapping[str, Any]) -> None:
     q, k, v = shards.values()
     for name in ("group", "order", "schedule"):
         if not getattr(q, name) == getattr(k, name) == getattr(v, name):
-            raise ValueError(f"q, k and v have different {name}; give all the same")
+            raise ValueError(f"q, k and v have different {name}; give all three the same {name}")
     if k.rows != v.rows:
-        raise ValueError(f"k has rows={k.rows} and v rows={v.rows}; every key has a value")
+        raise ValueError(f"k has rows={k.rows} and v has rows={v.rows}; make them equal")
 
 
 @dataclass(frozen=True)
 class _Given:
-    """The arguments of a call of one rank.
+    """One rank's arguments of a call.
 
-    how: arguments by name that are not at their defaults. of_rows: dout, out, lse and dlse, if
-    there are any.
+    how: keyword arguments that differ from their defaults. of_rows: dout, out, lse and dlse, where
+    given.
     """
 
     function: Callable[..., Any]
@@ -141,7 +142,7 @@ class _Given:
     backend: Backend
 
     def known_or_checked(self, arrays: Sequence[Any]) -> AgreedCall:
-        """The checked call; planning takes a millisecond, so equal arguments are planned once.
+        """Returns the checked call from the group's cache, or checks it, which takes about 1 ms.
 
         arrays: q, k and v.
         """
@@ -156,7 +157,7 @@ class _Given:
         return made
 
     def _key(self, arrays: Sequence[Any]) -> tuple[Any, ...] | None:
-        """The cache key of a call, without elements of arrays; None if an argument is mutable."""
+        """Returns the call's cache key, with arrays' forms only; None if an argument is mutable."""
         named: dict[str, Any] = {}
         for name, x in self.how.items():
             if isinstance(x, Mapping):
@@ -169,13 +170,13 @@ class _Given:
         if not {*kinds} <= _FIXED:
             return None
         forms = tuple((tuple(x.shape), x.dtype) for x in (*arrays, *self.of_rows.values()))
-        # Include the text of floats, because 0.0 equals -0.0.
+        # Include the repr of floats, because 0.0 equals -0.0.
         asked = tuple(named), kinds, values, repr([x for x in values if type(x) is float])
         of_arrays = type(arrays[0]), forms, tuple(self.of_rows)
         key = self.operation, self.backend.limits, *of_arrays, *asked
         try:
             hash(key)
-        except TypeError:  # a tuple with a list, which is not checked yet
+        except TypeError:  # a tuple may contain a list
             return None
         return key
 
@@ -186,7 +187,7 @@ class _Given:
         if of_out is not None and str(of_out.dtype) != str(q.dtype):
             dtype = str(of_out.dtype)
         schedule = _find_schedule(self.q.schedule)
-        Problem.of(q, k, v)  # of this rank's rows: their shapes and dtypes go together
+        Problem.of(q, k, v)  # raises if this rank's shapes or dtypes do not match
         for name, x in zip("qkv", (q, k, v)):
             require_four_axes(name, x)
         of_q, of_k = _read_shards("q", self.q, q), _read_shards("k", self.k, k)
@@ -208,7 +209,7 @@ class _Given:
         return AgreedCall(_describe_call(p, of_kernel, limits), schedule, job)
 
     def _check_rows(self, q: Any, v: Any, p: Problem) -> None:
-        """Raises for dout, out, lse or dlse of another shape or dtype than this rank's results."""
+        """Raises unless dout, out, lse and dlse match this rank's results in shape and dtype."""
         of_lse = tuple(q.shape[:3])
         of_out = (*of_lse, v.shape[3])
         results = {
@@ -231,27 +232,26 @@ def _find_schedule(name: Any) -> Schedule:
 
 
 def _read_shards(name: str, given: Sharded, array: Any) -> Shards:
-    """The division of rows. Raises ValueError if this rank's array has another number of rows."""
+    """Returns the division of rows; raises ValueError if this rank's array has a wrong size."""
     have, group = array.shape[2], given.group
     n = have * group.ranks if given.rows is None else whole("rows", given.rows, 0)
     shards = Shards.of(n, group.ranks, given.order)
     own = shards.sizes[group.rank]
     if have != own:
         raise ValueError(
-            f"{name} has {have} rows, and rank {group.rank} of {group.ranks} has {own} of {n}; "
-            f"give those of rows({n}, group, order={given.order!r})"
+            f"{name} has {have} rows, and rank {group.rank} of {group.ranks} must have {own} of "
+            f"{n}; give the rows listed by rows({n}, group, order={given.order!r})"
         )
     return shards
 
 
 def _of_whole(array: Any, rows: int) -> np.ndarray:
-    """An array with the shape and dtype of the whole, without memory for its elements."""
+    """Makes a zero-stride array with the shape and dtype of the whole sequence."""
     batch, heads, _, columns = array.shape
     return np.broadcast_to(np.empty((), array.dtype), (batch, heads, rows, columns))
 
 
 def _describe_call(p: Problem, how: Mapping[str, Any], limits: Limits) -> dict[str, str]:
-    """The fields of a call that must be equal on all ranks, as texts for errors."""
     sizes = ("batch", "heads", "kv_heads", "M", "N", "d", "dv")
     options: dict[str, Any] = {f"captured.{x.name}": x.value for x in p.operands}
     for name, x in p.options.changed.items():
@@ -267,12 +267,12 @@ def _describe_call(p: Problem, how: Mapping[str, Any], limits: Limits) -> dict[s
 
 
 def _refuse_places(p: Problem, schedule: str) -> None:
-    """Raises Unsupported for expressions that name what the calls of a rank count differently."""
+    """Raises Unsupported for index names whose values on a rank differ from those in the whole."""
     for place, name in places(p.options).items():
         if place not in _SCHEDULES[schedule].known:
             others = [repr(x) for x, s in _SCHEDULES.items() if place in s.known]
-            instead = f"take schedule={' or '.join(others)}" if others else "write position - key"
+            instead = f"use schedule={' or '.join(others)}" if others else "write position - key"
             raise Unsupported(
-                f"{name} names {place}, which the calls of a rank count from 0 with "
-                f'schedule="{schedule}"; {instead}, or leave it out'
+                f'{name} names {place}, which starts at 0 on each rank with schedule="{schedule}"; '
+                f"{instead}, or leave it out"
             )

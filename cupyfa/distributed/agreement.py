@@ -1,4 +1,4 @@
-"""Checks that all ranks make the same call, before they send any arrays."""
+"""Checks that all ranks make the same call before any arrays are sent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cupyfa.version import __version__
 if TYPE_CHECKING:
     from cupyfa.distributed.communicator import Group
 
-# The fields that must be equal on all ranks, and their names in errors.
+# Fields that must be equal on all ranks, with their names in error messages.
 FIELDS = {
     "version": "the version of cupyfa",
     "call": "the call",
@@ -24,24 +24,24 @@ FIELDS = {
     "device": "the device",
     "error": "errors",
 }
-_LONGEST = 400  # bytes of a field that are sent if digests differ; a user's expression may be long
-_SHOWN = 4  # the most ranks that an error names
-_REMEDY = "give the same on all ranks"
+_LONGEST = 400  # bytes sent per field if digests differ; longer fields are truncated
+_SHOWN = 4  # largest number of ranks in an error message
+_REMEDY = "make them equal on all ranks"
 
 
 def difference(
     group: Group, fields: Mapping[str, str], error: Exception | None = None
 ) -> Exception | None:
-    """Returns the exception that all ranks must raise: an error of one of them, or a difference
-    between their fields; None if they agree.
+    """Returns the exception that all ranks must raise, or None if they agree.
 
-    Exceptions that this function raises are failures of this rank alone. Ranks send a digest of 64
-    bytes, and their fields only if digests differ or there is an error.
+    It is the first rank's error, or else a ValueError about the first field that differs. Ranks
+    exchange 64-byte digests, and their fields only if digests differ or a rank has an error. An
+    exception raised by this function itself is a failure of this rank alone.
     """
     mine = {**dict.fromkeys(FIELDS, ""), "version": __version__, **fields}
     if error is not None:
         mine["error"] = f"{type(error).__name__}: {error}"
-    # Encode any text without errors, because an error here would occur on one rank alone.
+    # Encoding must not raise: the other ranks would not know about an error here.
     encoded = [mine[name].replace("\0", " ").encode(errors="backslashreplace") for name in FIELDS]
     digests = group.agree(blake2b(b"\0".join(encoded)).digest())
     if error is None and len({*digests}) == 1:
@@ -55,7 +55,7 @@ def difference(
 
 
 def _first_error(of_ranks: Sequence[Mapping[str, str]]) -> Exception | None:
-    """The error of the first rank that has one, as all ranks raise it."""
+    """Returns the error of the first rank that failed, for all ranks to raise, or None."""
     rank = next((rank for rank, x in enumerate(of_ranks) if x["error"]), None)
     if rank is None:
         return None
@@ -68,13 +68,13 @@ def _first_error(of_ranks: Sequence[Mapping[str, str]]) -> Exception | None:
 
 
 def _first_difference(of_ranks: Sequence[Mapping[str, str]]) -> Exception:
-    """The error for the first field that differs between ranks."""
+    """Returns a ValueError about the first field that differs between ranks."""
     for name, what in FIELDS.items():
         texts, remedy = [x[name] for x in of_ranks], _REMEDY
         if name == "sizes":
             texts = _differing_sizes(texts)
             if {size.partition("=")[0] for x in texts for size in x.split(", ")} <= {"M", "N"}:
-                remedy = "give rows= of the whole on all ranks"
+                remedy = "give Sharded the total rows= on all ranks"
         ranks = defaultdict(list)
         for rank, text in enumerate(texts):
             ranks[text].append(rank)
@@ -82,11 +82,10 @@ def _first_difference(of_ranks: Sequence[Mapping[str, str]]) -> Exception:
             found = [*ranks.items()][:_SHOWN]
             shown = "; ".join(f"{x or 'none'} on {_list_ranks(own)}" for x, own in found)
             return ValueError(f"{what} must be equal on all ranks: {shown}; {remedy}")
-    return ValueError(f"options differ between ranks after their first letters; {_REMEDY}")
+    return ValueError(f"options differ between ranks after the first {_LONGEST} bytes; {_REMEDY}")
 
 
 def _differing_sizes(of_ranks: Sequence[str]) -> list[str]:
-    """The sizes on each rank, without those that are equal on all ranks."""
     common = set.intersection(*(set(x.split(", ")) for x in of_ranks))
     return [", ".join(size for size in x.split(", ") if size not in common) for x in of_ranks]
 

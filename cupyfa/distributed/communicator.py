@@ -1,4 +1,4 @@
-"""The interface for communication of ranks, and the operations built on it."""
+"""The interface for communication between ranks, and collectives built on it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from cupyfa.distributed.agreement import difference
 from cupyfa.distributed.packing import new
 from cupyfa.errors import DeviceError, OfThisProcess, described
 
-Pending = Callable[[], Any]  # waits for what was started, and gives its result
-Message = tuple[Any, int]  # a contiguous array, and the rank that it goes to or comes from
+Pending = Callable[[], Any]  # waits for an operation that was started, and returns its result
+Message = tuple[Any, int]  # a contiguous array, and the rank to send it to or receive it from
 
 
 class Group(OfThisProcess, ABC):
-    """A group of ranks that compute together, from the view of one of them.
+    """One rank's view of a group of ranks that compute together.
 
-    rank: the number of this one, from 0. ranks: how many there are. timeout: the seconds after
-    which a rank that waits for another gives up. sent: bytes that this rank has sent. reason: why
-    the group has ended; empty if it has not.
+    rank: this rank's index. ranks: the number of ranks. timeout: how many seconds a rank waits for
+    another one. sent: the number of bytes that this rank has sent. reason: why the group has ended,
+    or an empty string.
 
-    Every rank makes the same calls with the group in the same order. After a failure the group has
-    ended: each further call raises DeviceError.
+    All ranks must make the same calls in the same order. A failure ends the group: each further
+    call raises DeviceError.
     """
 
     rank: int
@@ -39,32 +39,32 @@ class Group(OfThisProcess, ABC):
         self.rank, self.ranks, self.timeout = rank, ranks, timeout
         self.reason = ""
         self.sent = 0
-        self.calls = 0  # of attention and its gradients
-        self.kept: dict[Any, Any] = {}  # small arrays that calls use again
-        self.known: dict[Any, Any] = {}  # calls that were checked
+        self.calls = 0  # number of calls of attention and backward
+        self.kept: dict[Any, Any] = {}  # cache of small arrays for later calls
+        self.known: dict[Any, Any] = {}  # cache of checked calls
 
     @abstractmethod
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
-        """Starts to send and receive arrays, which must not change until the result is awaited."""
+        """Starts to send and receive arrays, which must not change before Pending is called."""
 
     def abort(self, reason: str) -> None:
-        """Ends the group: ranks that wait raise DeviceError, now or after the time-out."""
+        """Ends the group: waiting ranks raise DeviceError, at once or after the time-out."""
         self.reason = self.reason or reason
 
     def settle(self) -> None:
-        """Waits until all started messages have arrived, for groups that do not wait earlier."""
+        """Waits for all started messages, in groups where Pending may return before they arrive."""
         return
 
     def require_place(self, in_gpu: bool) -> None:
-        """Raises TypeError for arrays in a memory from which nothing is sent."""
+        """Raises TypeError if the group cannot send arrays from this kind of memory."""
         return
 
     def agree(self, message: bytes) -> list[bytes]:
-        """The messages of all ranks, in their order; all are of one size. The process waits."""
+        """Exchanges messages of equal size and blocks; returns them in the order of ranks."""
         return [x.tobytes() for x in self.gather(np.frombuffer(message, np.uint8))()]
 
     def gather(self, array: Any) -> Pending:
-        """Starts to collect an array of every rank, all of one shape: [ranks, …]."""
+        """Starts an all-gather of arrays of equal shape; the result is [ranks, …]."""
         whole = new(array, (self.ranks, *array.shape))
         whole[self.rank] = array
         others = self._others
@@ -77,7 +77,7 @@ class Group(OfThisProcess, ABC):
         return wait
 
     def reduce_scatter(self, parts: Any) -> Pending:
-        """Starts to add up parts[rank] of all ranks, parts [ranks, …], in the order of ranks."""
+        """Starts a reduce-scatter of parts [ranks, …], which sums in the order of ranks."""
         received = new(parts, parts.shape)
         received[self.rank] = parts[self.rank]
         others = self._others
@@ -94,14 +94,15 @@ class Group(OfThisProcess, ABC):
 
     @property
     def _others(self) -> list[int]:
-        """The other ranks, each rank beginning with the one after it."""
+        """All ranks but this one, starting with the next one to spread the traffic."""
         return [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
 
     def close(self) -> None:
-        """Ends the group, when it is not needed any more; all ranks call it.
+        """Ends the group; all ranks must call it.
 
-        A rank waits here for the others: none goes while another one still needs its messages.
-        Raises ValueError if another rank makes a call instead. Does nothing if it has ended.
+        Waits for all ranks, so that no rank exits while another one still needs its messages.
+        Raises ValueError if another rank makes a different call. Does nothing if the group has
+        ended already.
         """
         if self.reason:
             return
@@ -123,7 +124,7 @@ class Group(OfThisProcess, ABC):
 
     @contextmanager
     def agreeing(self) -> Iterator[None]:
-        """Work of all ranks: if it fails here, the group ends, and the others do not wait."""
+        """Ends the group if the block raises, so that the other ranks do not wait for this one."""
         try:
             yield
         except BaseException as error:
@@ -132,26 +133,25 @@ class Group(OfThisProcess, ABC):
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """Work of all ranks, like ``agreeing``, that ends when all messages have arrived."""
+        """Like ``agreeing``, and waits for all messages at the end of the block."""
         with self.agreeing():
             yield
             self.settle()
 
     def abort_for(self, error: BaseException) -> None:
-        """Ends the group because of an error that this rank raised."""
         self.abort(f"rank {self.rank} raised {type(error).__name__}: {error}")
 
     def abort_late(self, source: str) -> None:
         """Ends the group because nothing arrived from ``source`` within the time-out."""
         self.abort(
-            f"rank {self.rank} waited {self.timeout:g} s for {source}, which is dead, hangs or is "
-            "slower"
+            f"rank {self.rank} waited {self.timeout:g} s for {source}: a rank has died, hangs or "
+            "needs a longer timeout"
         )
 
     def ended(self) -> DeviceError:
-        """The error of a rank whose group has ended."""
+        """Returns the error of calls after the group has ended."""
         return DeviceError(
-            f"the group of rank {self.rank} has ended: {self.reason}; make a new one"
+            f"the group of rank {self.rank} has ended: {self.reason}; make a new group"
         )
 
     def require_alive(self) -> None:
@@ -161,8 +161,8 @@ class Group(OfThisProcess, ABC):
 
 
 def require_seconds(timeout: Any) -> None:
-    """Raises ValueError for a time-out that is no number of seconds above 0."""
+    """Raises ValueError unless ``timeout`` is a positive number of seconds."""
     if not isinstance(timeout, Real) or not 0 < float(timeout) <= TIMEOUT_MAX:
         raise ValueError(
-            f"timeout is {described(timeout)}; give seconds above 0, at most {TIMEOUT_MAX:.0f}"
+            f"timeout is {described(timeout)}; give seconds above 0 and at most {TIMEOUT_MAX:.0f}"
         )

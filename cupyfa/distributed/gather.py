@@ -1,7 +1,7 @@
-"""The schedule "gather": every rank collects all keys of some heads, and computes its own rows.
+"""The schedule "gather": each rank all-gathers the keys of some heads and computes its own rows.
 
-While a step computes, the keys of the next heads arrive. The rows are those of one call on the
-whole arrays; gradients of keys are added up over the ranks.
+The keys of the next heads arrive while a step computes. Results are the same as in one call on the
+whole arrays. dk and dv are summed over the ranks by a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Step = tuple[slice, slice, Any, Any]  # key heads, query heads, k and v
 
 
 def forward(job: Job, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-    """out and lse of this rank's rows."""
+    """Computes out and lse of this rank's rows."""
     out = new(q, (*q.shape[:3], v.shape[3]), job.results)
     lse = new(q, q.shape[:3], job.sums)
     for _, heads, ks, vs in _steps(job, k, v, job.heads_of_rows()):
@@ -31,12 +31,12 @@ def forward(job: Job, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
 
 
 def backward(job: Job, of_rows: Sequence[Any], k: Any, v: Any) -> tuple[Any, ...]:
-    """dq, dk and dv of this rank's rows and keys."""
+    """Computes dq of this rank's rows, and dk and dv of its keys."""
     dq, dk, dv = (new(x, x.shape, job.results) for x in (of_rows[0], k, v))
     arriving: list[tuple[slice, Pending]] = []
 
     def add_up() -> None:
-        """Writes the gradients of the keys of a step, which all ranks have computed."""
+        """Waits for a step's sums over all ranks and stores them in dk and dv."""
         kv_heads, total = arriving.pop()
         found = unpacked(total()[: k.shape[2]], k.shape[3], v.shape[3])
         dk[:, kv_heads], dv[:, kv_heads] = found
@@ -61,7 +61,7 @@ def backward(job: Job, of_rows: Sequence[Any], k: Any, v: Any) -> tuple[Any, ...
 
 
 def _steps(job: Job, k: Any, v: Any, most: int) -> Iterator[Step]:
-    """Yields all keys of ``most`` heads at a time, while those of the next step are in transit."""
+    """Yields all keys of up to ``most`` heads per step; the next step's keys are in flight."""
     shards, arriving = job.k_shards, None
     for kv_heads, heads in (*job.steps_of_heads(most), (None, None)):
         before = arriving
@@ -73,16 +73,16 @@ def _steps(job: Job, k: Any, v: Any, most: int) -> Iterator[Step]:
 
 
 def _whole(job: Job, gathered: Any, d: int, dv: int) -> list[Any]:
-    """k and v [batch, heads, N, columns] from the messages of all ranks."""
+    """Unpacks the messages of all ranks into k and v [batch, heads, N, columns]."""
     ranks, most, *others = gathered.shape
     return unpacked(job.rows_of_messages(gathered.reshape(ranks * most, *others)), d, dv)
 
 
 def _sent(job: Job, total: Any) -> Pending:
-    """Starts to add up the gradients of keys from the rows of all ranks."""
+    """Starts the reduce-scatter of dk and dv, which hold the contributions of this rank's rows."""
     shards = job.k_shards
     parts = job.messages_of_rows(total).reshape(job.group.ranks, shards.most, *total.shape[1:])
     for part, size in zip(parts, shards.sizes):
         if size < shards.most:
-            part[size:] = 0  # unspecified numbers might overflow in the sum
+            part[size:] = 0  # uninitialized padding might overflow in the sum
     return job.group.reduce_scatter(parts)

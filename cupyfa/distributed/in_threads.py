@@ -1,4 +1,4 @@
-"""Runs ranks as threads of this process, to try a program and for tests."""
+"""Runs ranks as threads of one process, for tests and for trying out programs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from cupyfa.errors import DeviceError
 from cupyfa.problem.problem import whole
 from cupyfa.runtime.choose_backend import backend_named
 
-_STEP = 0.1  # seconds
+_STEP = 0.1  # seconds per wait
 
 
 def threads(ranks: int, function: Callable[[Group], Any], *, timeout: float = 60) -> list[Any]:
-    """Calls ``function(group)`` in a thread for each rank, all on this process's device.
+    """Calls ``function(group)`` in one thread per rank, all on the caller's device.
 
-    Returns the results in the order of ranks. If a rank raises, the others raise DeviceError where
-    they wait for it; the first error is raised here. timeout: the seconds that a rank waits.
+    Returns the results in the order of ranks. If one rank raises, ranks that wait for it raise
+    DeviceError, and this function raises the first error. timeout: how many seconds a rank waits
+    for another one.
     """
     groups = groups_of_threads(whole("ranks", ranks, 1), timeout)
     use_device = _device_of_caller()
@@ -44,18 +45,18 @@ def threads(ranks: int, function: Callable[[Group], Any], *, timeout: float = 60
             raise
     if errors:
         del errors[1:]
-        raise errors.pop()  # a reference in this frame would keep the arrays of ranks alive
+        raise errors.pop()  # popped, since a reference in this frame would keep ranks' arrays alive
     return [x.result() for x in results]
 
 
 def _wait_for(results: Sequence[Future[Any]]) -> None:
-    """Waits in short steps: Ctrl-C ends no wait where a library has system calls restarted."""
+    """Waits in short steps, so that Ctrl-C works even if a library makes system calls restart."""
     while wait(results, timeout=_STEP).not_done:
         pass
 
 
 def _end_all(groups: Sequence[Group], results: Sequence[Future[Any]], reason: str) -> None:
-    """Aborts all ranks and waits until they have ended, also if Ctrl-C comes again."""
+    """Aborts all ranks and waits until they have ended, even if Ctrl-C is pressed again."""
     try:
         for x in groups:
             x.abort(reason)
@@ -66,7 +67,7 @@ def _end_all(groups: Sequence[Group], results: Sequence[Future[Any]], reason: st
 
 
 def _device_of_caller() -> Callable[[], None]:
-    """A function that sets the caller's CUDA device in another thread, which starts on device 0."""
+    """Returns a function that selects the caller's CUDA device in a new thread (default: 0)."""
     try:
         cuda = backend_named("cuda")
     except DeviceError:
@@ -76,7 +77,7 @@ def _device_of_caller() -> Callable[[], None]:
 
 
 def groups_of_threads(ranks: int, timeout: float) -> Sequence[Group]:
-    """The views of one group, one for each thread."""
+    """Makes one group for ``ranks`` threads; returns each thread's view."""
     require_seconds(timeout)
     groups: list[_ThreadGroup] = []
     groups.extend(_ThreadGroup(rank, ranks, timeout, groups) for rank in range(ranks))
@@ -84,14 +85,14 @@ def groups_of_threads(ranks: int, timeout: float) -> Sequence[Group]:
 
 
 class _ThreadGroup(Group):
-    """The group as one thread sees it. groups: as all of them see it, in the order of ranks."""
+    """One thread's view of a group. groups: the views of all threads, in the order of ranks."""
 
     def __init__(
         self, rank: int, ranks: int, timeout: float, groups: Sequence[_ThreadGroup]
     ) -> None:
         super().__init__(rank, ranks, timeout)
         self._groups = groups
-        # Messages to this rank, by the rank that sent them; None is the last one.
+        # One queue of messages per sending rank; None marks the end of the group.
         self._boxes = [queue.SimpleQueue[Any]() for _ in range(ranks)]
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
@@ -107,17 +108,17 @@ class _ThreadGroup(Group):
         return wait
 
     def put(self, source: int, message: Any) -> None:
-        """Delivers a message from another rank to this one."""
+        """Delivers a message from rank ``source`` to this rank."""
         self._boxes[source].put(message)
 
     def abort(self, reason: str) -> None:
-        """Others still read what this rank has sent before."""
+        """Ends the group; messages that were sent before can still be received."""
         for x in self._groups:
             x.reason = x.reason or reason
             x.put(self.rank, None)
 
     def _take(self, source: int) -> Any:
-        """The next message of a rank. Raises DeviceError if it sends none."""
+        """Returns the next message from a rank; raises DeviceError if the group ends first."""
         try:
             message = self._boxes[source].get(timeout=self.timeout)
         except queue.Empty:

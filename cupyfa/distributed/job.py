@@ -1,4 +1,4 @@
-"""A call of all ranks, for the schedules: the rows of each rank, and calls on parts of them."""
+"""The ``Job`` that both schedules run: how rows are divided, and the calls on parts of them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.merging import merge
 
 _STEP_BYTES = 32 << 20  # bytes of keys and values that the L2 cache of a large GPU holds
-_ROWS_OF_BLOCK = 128  # rows or keys per block
+_ROWS_OF_BLOCK = 128  # rows or keys per thread block
 
 
 @dataclass(frozen=True)
 class Job:
-    """The whole problem, the division of its rows, and the arguments of calls on parts.
+    """A distributed call: the whole problem, how its rows are divided, and the calls on parts.
 
-    q_shards, k_shards: the division of queries and of keys. call: the arguments for the forward or
-    the backward kernel.
+    q_shards, k_shards: how queries and keys are divided. call: the arguments of the calls on parts.
     """
 
     group: Group
@@ -38,11 +37,10 @@ class Job:
     k_shards: Shards
     call: Call
     backend: Backend
-    in_host: bool  # whether arrays are NumPy's
+    in_host: bool  # whether the arrays are NumPy arrays
 
     @cached_property
     def rows(self) -> list[Part]:
-        """The queries of this rank."""
         return self.q_shards.parts(self.group.rank)
 
     @property
@@ -56,21 +54,21 @@ class Job:
         return self.problem.dtype.sums
 
     def attend(self, q: Any, k: Any, v: Any, first_row: int, first_key: int) -> tuple[Any, Any]:
-        """out and lse of a part whose first query and key have these indices in the whole."""
+        """Computes out and lse of a part; first_row and first_key are indices in the whole."""
         offset = offset_of_part(self.problem, first_row, first_key)
         return attention(q, k, v, **self.call.forward_arguments(offset))
 
     def differentiate(
         self, of_rows: Sequence[Any], k: Any, v: Any, first_row: int, first_key: int
     ) -> tuple[Any, ...]:
-        """dq, dk and dv of a part. of_rows: q, dout, out and lse, and dlse if it is given."""
+        """Computes dq, dk and dv of a part. of_rows: q, dout, out, lse and optionally dlse."""
         q, dout, out, lse, *dlse = of_rows
         offset = offset_of_part(self.problem, first_row, first_key)
         more = self.call.arguments(offset)
         return backward(dout, q, k, v, out, lse, dlse=dlse[0] if dlse else None, **more)
 
     def merge(self, parts: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
-        """The attention to the keys of all parts."""
+        """Merges the (out, lse) of several sets of keys into the result for all keys."""
         if len(parts) == 1:
             return parts[0]
         return merge(parts, backend=self.backend)
@@ -80,9 +78,9 @@ class Job:
         return overlap(keys, visible_keys(self.problem, rows))
 
     def seen(self, rows: range) -> range:
-        """The range of keys that these queries see, from a tile boundary on; one if none is seen.
+        """Returns the range of keys that these queries see, which starts at a tile boundary.
 
-        All keys, if an expression reads indices that a call on some keys would count from 0.
+        Returns one key if they see none, and all keys if an expression uses key indices.
         """
         p = self.problem
         if self._counts_keys:
@@ -94,20 +92,22 @@ class Job:
         return not {"position", "key", "keys"}.isdisjoint(places(self.problem.options))
 
     def heads_of_rows(self) -> int:
-        """Key heads of a step of "gather", of whose query heads launches compute some rows."""
+        """Returns the number of key heads per "gather" step of the forward pass."""
         p = self.problem
         rows = -(-p.M // sum(map(len, self.q_shards.ranges)))
         return self._heads(2, p.batch * p.group * -(-rows // _ROWS_OF_BLOCK), _STEP_BYTES)
 
     def heads_of_keys(self) -> int:
-        """The same for gradients, where blocks have keys; the first rows see the fewest."""
+        """Returns the number of key heads per "gather" step of the backward pass."""
         p = self.problem
+        # The first range of rows sees only this many keys under a causal mask.
         keys = -(-p.N // sum(map(len, self.q_shards.ranges)))
         return self._heads(1, p.batch * -(-keys // _ROWS_OF_BLOCK), 2 * _STEP_BYTES)
 
     def _heads(self, blocks: int, of_head: int, size: int) -> int:
-        """So many that a launch has these blocks for each multiprocessor, and more if their keys
-        have at most this size.
+        """Returns how many heads fill the GPU with ``blocks`` blocks per multiprocessor.
+
+        of_head: blocks per head. size: take more heads while their k and v fit into these bytes.
         """
         p = self.problem
         blocks *= self.backend.limits.multiprocessors
@@ -115,9 +115,9 @@ class Job:
         return max(-(-blocks // max(of_head, 1)), size // max(keys, 1))
 
     def steps_of_heads(self, wanted: int) -> Iterator[tuple[slice, slice]]:
-        """The key heads of each step of "gather", and the query heads that they serve.
+        """Yields slices of key heads and of their query heads for each "gather" step.
 
-        As many in each, and about as many as wanted: more would take memory.
+        Divides the heads evenly into steps of about ``wanted`` key heads.
         """
         p = self.problem
         count = -(-p.kv_heads // max(min(wanted, p.kv_heads), 1))
@@ -127,7 +127,7 @@ class Job:
             yield slice(first, last), slice(p.group * first, p.group * last)
 
     def rows_of_messages(self, messages: Any) -> Any:
-        """The rows of the sequence, in order, from the messages [ranks · most, …] of all ranks."""
+        """Reorders the messages of all ranks, [ranks · most, …], into the rows of the sequence."""
         places = self._places()
         if places is None:
             return messages[: self.k_shards.n]
@@ -135,9 +135,9 @@ class Job:
         return np.take(words, places, axis=0).view(messages.dtype)
 
     def messages_of_rows(self, rows: Any) -> Any:
-        """An array [ranks · most, …] that has the rows of the sequence where ranks have them.
+        """Reorders the rows of the sequence into one message per rank, [ranks · most, …].
 
-        Its other rows are unspecified.
+        Padding rows stay uninitialized.
         """
         messages = new(rows, (self.group.ranks * self.k_shards.most, *rows.shape[1:]))
         places = self._places()
@@ -146,7 +146,7 @@ class Job:
         return messages
 
     def _places(self) -> Any:
-        """The indices of keys in messages, kept for the next call; None if they are 0, 1, 2, …"""
+        """Returns each key's row in the messages, or None if they are in order; caches both."""
         key = self.k_shards, self.in_host
         if key not in self.group.kept:
             places: Any = self.k_shards.padded_places

@@ -1,4 +1,4 @@
-"""Joins the group of ranks that a launcher describes in the environment."""
+"""Connects the processes that a launcher has started to a group of ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cupyfa.problem.problem import whole
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.choose_backend import backend_named
 
-# Names of rank, ranks, and rank on this host, by launcher.
+# Environment variables of each launcher: rank, number of ranks, rank on this host.
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -27,11 +27,11 @@ _LAUNCHERS = (
 )
 _RANKS_ON_HOST = [names[2] for names in _LAUNCHERS]
 _ID_BYTES = 128
-_PAUSE = 0.05  # seconds between two checks for the file of rank 0
+_PAUSE = 0.05  # seconds between two reads of rank 0's file
 
 
 class Place(NamedTuple):
-    """The rank of a process; device: its index on this host, which selects its GPU."""
+    """A process's rank, the number of ranks, and the index of its GPU."""
 
     rank: int
     ranks: int
@@ -48,25 +48,25 @@ def group(
     timeout: float = 60,
     over: Literal["nccl", "mpi"] = "nccl",
 ) -> Group:
-    """The group of all processes that a launcher has started, as this one sees it.
+    """Joins this process to the group of all processes that a launcher has started.
 
-    All processes call it at the same time. Without rank and ranks it reads the environment: RANK,
-    WORLD_SIZE and LOCAL_RANK, as torchrun sets them, or what mpirun and srun set. A process that
-    nobody has launched is a group of one.
+    All processes call it at the same time. By default it reads rank and ranks from the environment:
+    RANK, WORLD_SIZE and LOCAL_RANK as set by torchrun, or the variables of mpirun and srun. A
+    process without a launcher becomes a group of one.
 
-    rank, ranks: which one this process is, from 0, and how many there are.
-    unique_id: the result of ``unique_id()`` in rank 0. By default ranks get it by ``file``
-        or by mpi4py, if this program has imported it and MPI has started the ranks.
-    file: a path that all ranks see and that does not exist. Rank 0 writes its unique id there, and
-        removes the file when the ranks are connected.
-    device: the GPU, which becomes the current one; by default the rank on this host, and for a
-        group of one the current one.
-    timeout: the seconds for which a rank waits for another one's message, including the work that
-        comes before it.
-    over: "nccl" sends arrays in GPU memory; "mpi" NumPy arrays, with mpi4py.
+    rank, ranks: this process's rank, from 0, and the number of ranks.
+    unique_id: the result of ``unique_id()`` on rank 0. By default ranks exchange it through
+        ``file``, or by mpi4py if the program has imported it and MPI has started the ranks.
+    file: a path that all ranks can read and that does not exist yet. Rank 0 writes its unique id
+        there, and removes the file when the ranks are connected.
+    device: the GPU to use, which becomes the current device; by default the rank on this host, and
+        for a group of one the current device.
+    timeout: how many seconds a rank waits for a message of another rank, including the time that
+        the other rank needs to compute it.
+    over: "nccl" sends arrays in GPU memory, "mpi" sends NumPy arrays by mpi4py.
 
-    Raises ImportError if NCCL or mpi4py is missing, ValueError for wrong arguments, DeviceError if
-    there is no GPU for this rank, and if ranks do not come within the time-out.
+    Raises ImportError if NCCL or mpi4py is missing, ValueError for wrong arguments, and DeviceError
+    if this rank has no GPU or the ranks do not connect within the time-out.
     """
     require_seconds(timeout)
     if over == "mpi":
@@ -80,8 +80,8 @@ def group(
         for name, x in given.items():
             if x is not None:
                 raise ValueError(
-                    f"{name} is {described(x)}, and with over='mpi' ranks are those of MPI, "
-                    "without GPUs; leave it out"
+                    f"{name} is {described(x)}, and over='mpi' takes the ranks from MPI and uses "
+                    "no GPU; leave it out"
                 )
         from cupyfa.distributed.mpi import MpiGroup
 
@@ -97,9 +97,9 @@ def group(
 
 
 def unique_id() -> bytes:
-    """The 128 bytes by which ranks find each other, for launchers of your own.
+    """Creates the 128-byte NCCL id by which ranks find each other, for custom launchers.
 
-    Rank 0 makes them and gives them to the others, and all call ``group(rank, ranks, unique_id)``.
+    Rank 0 creates the id and sends it to all ranks, which call ``group(rank, ranks, unique_id)``.
     """
     from cupyfa.runtime.cuda import nccl
 
@@ -111,7 +111,7 @@ def _nccl_group(place: Place, name: bytes | None, file: Path | None, timeout: fl
     from cupyfa.distributed.nccl_group import NcclGroup
     from cupyfa.runtime.cuda import nccl
 
-    nccl.library()  # before ranks meet, so that a rank without NCCL fails at once
+    nccl.library()  # a rank without NCCL raises here, before it connects to other ranks
     if name is None:
         name = _id_by_mpi(place, timeout) if file is None else _id_in_file(place, file, timeout)
     if not isinstance(name, bytes) or len(name) != _ID_BYTES:
@@ -122,7 +122,7 @@ def _nccl_group(place: Place, name: bytes | None, file: Path | None, timeout: fl
         return nccl.Nccl(place.rank, place.ranks, name)
 
     try:
-        engine = _within(timeout, make, f"the connections of rank {place.rank} with all others")
+        engine = _within(timeout, make, f"connecting rank {place.rank} to all other ranks")
     finally:
         if file is not None and place.rank == 0:
             file.unlink(missing_ok=True)
@@ -130,26 +130,25 @@ def _nccl_group(place: Place, name: bytes | None, file: Path | None, timeout: fl
 
 
 def _use_device(place: Place) -> Backend:
-    """Makes a rank's device current."""
     try:
         cuda = backend_named("cuda")
     except DeviceError as error:
         why = str(error).partition(";")[0]
         raise DeviceError(
-            f"rank {place.rank} needs a GPU for NCCL: {why}; group(over='mpi') sends NumPy arrays, "
-            "and threads() tries a program in one process"
+            f"rank {place.rank} needs a GPU for NCCL: {why}; use group(over='mpi') for NumPy "
+            "arrays, or threads() to try a program in one process"
         ) from error
     if place.device >= len(cuda.models):
         raise DeviceError(
-            f"rank {place.rank} takes device {place.device} of this host, which has "
-            f"{len(cuda.models)}; start as many ranks as GPUs, or give device="
+            f"rank {place.rank} is assigned device {place.device}, and this host has "
+            f"{len(cuda.models)} devices; start as many ranks as GPUs, or give device="
         )
     cuda.use(place.device)
     return cuda
 
 
 def _id_in_file(place: Place, file: Path, timeout: float) -> bytes:
-    """The unique id of rank 0, which writes it to a file."""
+    """Writes a new unique id to a file on rank 0; reads it from there on all other ranks."""
     if place.rank == 0:
         made = unique_id()
         try:
@@ -157,8 +156,8 @@ def _id_in_file(place: Place, file: Path, timeout: float) -> bytes:
                 new.write(made)
         except FileExistsError:
             raise ValueError(
-                f"the file {file} exists, perhaps from a run that was killed; remove it, or give "
-                "each run another name"
+                f"the file {file} exists, perhaps from a run that was killed; remove it, or use a "
+                "new name for each run"
             ) from None
         return made
     deadline = monotonic() + timeout
@@ -168,16 +167,16 @@ def _id_in_file(place: Place, file: Path, timeout: float) -> bytes:
             return found
         sleep(_PAUSE)
     raise DeviceError(
-        f"rank {place.rank} found no unique id in {file} within {timeout:g} s; does rank 0 run, "
-        "with the same file?"
+        f"rank {place.rank} found no unique id in {file} within {timeout:g} s; check that rank 0 "
+        "runs with the same file"
     )
 
 
 def _id_by_mpi(place: Place, timeout: float) -> bytes:
-    """The unique id of rank 0, by MPI if its processes are the ranks."""
+    """Gets rank 0's unique id by MPI; raises ValueError if MPI has not started the ranks."""
     if "mpi4py.MPI" in sys.modules:
         world = _mpi().COMM_WORLD
-        # Else a library has imported it in processes that MPI has not started.
+        # Otherwise a library has imported mpi4py, but MPI has not started the processes.
         if (world.Get_rank(), world.Get_size()) == place[:2]:
             from cupyfa.distributed.mpi import MpiGroup
 
@@ -185,16 +184,16 @@ def _id_by_mpi(place: Place, timeout: float) -> bytes:
                 return group.agree(unique_id() if place.rank == 0 else bytes(_ID_BYTES))[0]
     raise ValueError(
         f"rank {place.rank} does not know the unique id of rank 0; give file=, a path that all "
-        "ranks see, or unique_id=, or import mpi4py.MPI in a program that mpirun starts"
+        "ranks can read, or unique_id=, or import mpi4py.MPI in a program started by mpirun"
     )
 
 
 def _place(
     rank: int | None, ranks: int | None, device: int | None, environment: Mapping[str, str]
 ) -> Place:
-    """The rank of this process, from the arguments or else from its launcher."""
+    """Finds this process's rank in the arguments or in the launcher's environment variables."""
     if (rank is None) != (ranks is None):
-        raise ValueError(f"rank is {rank} and ranks is {ranks}; give both, or none of them")
+        raise ValueError(f"rank is {rank} and ranks is {ranks}; give both or neither")
     launcher = next((x for x in _LAUNCHERS if {*x[:2]} <= environment.keys()), None)
     if rank is None or ranks is None:
         if launcher is None:
@@ -202,9 +201,9 @@ def _place(
         rank, ranks = (int(environment[x]) for x in launcher[:2])
     ranks = whole("ranks", ranks, 1)
     if not 0 <= whole("rank", rank, 0) < ranks:
-        raise ValueError(f"rank is {rank} of {ranks}; ranks count from 0")
+        raise ValueError(f"rank is {rank} and ranks is {ranks}; give a rank from 0 to {ranks - 1}")
     if device is None:
-        # Another launcher's name, too: with PMI-2, srun sets its own.
+        # Try all launchers' variables: with PMI-2, srun sets SLURM_LOCALID next to PMI_RANK.
         names = (launcher[2], *_RANKS_ON_HOST) if launcher else ()
         device = int(next((environment[x] for x in names if x in environment), rank))
     return Place(rank, ranks, whole("device", device, 0))
@@ -215,13 +214,13 @@ def _mpi() -> Any:
         from mpi4py import MPI
     except ImportError as error:
         raise ImportError(
-            f"group(over='mpi') needs mpi4py ({error}): pip install mpi4py, and an MPI library"
+            f"group(over='mpi') needs mpi4py ({error}) and an MPI library: pip install mpi4py"
         ) from None
     return MPI
 
 
 def _within(timeout: float, make: Callable[[], Any], what: str) -> Any:
-    """Calls a function in a thread. Raises DeviceError on time-out; the thread continues."""
+    """Calls ``make`` in a thread; raises DeviceError on time-out, while the thread continues."""
     made: Future[Any] = Future()
 
     def run() -> None:
@@ -234,6 +233,6 @@ def _within(timeout: float, make: Callable[[], Any], what: str) -> Any:
     try:
         return made.result(timeout)
     except TimeoutError:
-        raise DeviceError(f"{what} were not made in {timeout:g} s; do all ranks run?") from None
+        raise DeviceError(f"{what} took more than {timeout:g} s; do all ranks run?") from None
     except Exception as error:
         raise DeviceError(f"{what} failed: {error}") from error

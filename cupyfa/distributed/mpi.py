@@ -1,4 +1,4 @@
-"""Ranks that are MPI processes and send each other NumPy arrays, by mpi4py."""
+"""Groups of MPI processes, which exchange NumPy arrays by mpi4py."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 from cupyfa.distributed.communicator import Group, Message, Pending
 
 _PAUSE = 1e-4
-# Requests that are not done, and their arrays: MPI may write there, also after the group has ended.
+# Pending requests, with their arrays kept alive: MPI may write even after the group has ended.
 _unfinished: dict[object, tuple[list[Any], Any]] = {}
 
 
 class MpiGroup(Group):
-    """A group of MPI ranks, from the view of one. communicator: mpi4py's, with these ranks only."""
+    """One process's view of a group of MPI ranks. communicator: an mpi4py Comm of all ranks."""
 
     def __init__(self, communicator: Any, timeout: float) -> None:
         super().__init__(communicator.Get_rank(), communicator.Get_size(), timeout)
-        # A communicator of its own: messages of the program's others do not mix with these.
+        # Duplicate the communicator to keep the group's messages apart from the program's own.
         self._mpi, made = communicator.Idup()
         self._pending([made], self._mpi)()
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         self.require_alive()
         self.sent += sum(x.nbytes for x, _ in sends)
-        # MPI keeps the order of the messages from one rank to another.
+        # No tags: MPI delivers the messages between two ranks in order.
         requests = [self._mpi.Irecv(_bytes(x), source) for x, source in recvs]
         requests += [self._mpi.Isend(_bytes(x), to) for x, to in sends]
         return self._pending(requests, (sends, recvs))
@@ -33,7 +33,7 @@ class MpiGroup(Group):
     def require_place(self, in_gpu: bool) -> None:
         if in_gpu:
             raise TypeError(
-                "arrays lie in GPU memory, and this group sends NumPy arrays by MPI: make it with "
+                "q, k and v are in GPU memory, and this group sends NumPy arrays by MPI; use "
                 'group(over="nccl")'
             )
 
@@ -41,7 +41,7 @@ class MpiGroup(Group):
         has_ended = bool(self.reason)
         super().close()
         if not has_ended:
-            self._mpi.Free()  # all ranks have agreed to close
+            self._mpi.Free()  # collective: safe because all ranks have agreed to close
 
     def _pending(self, requests: list[Any], arrays: Any) -> Pending:
         key = object()
@@ -60,5 +60,5 @@ class MpiGroup(Group):
 
 
 def _bytes(array: Any) -> Any:
-    """A contiguous array as MPI takes it, whatever its dtype."""
+    """Views a contiguous array as bytes, because MPI does not support all dtypes."""
     return array.reshape(-1).view("u1") if array.size else bytearray()

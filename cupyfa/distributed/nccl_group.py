@@ -1,4 +1,4 @@
-"""Ranks that are processes with one GPU each, and send each other arrays in GPU memory by NCCL."""
+"""Groups of processes with one GPU each, which exchange arrays in GPU memory by NCCL."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from cupyfa.errors import Unsupported
 if TYPE_CHECKING:
     from cupyfa.runtime.cuda.nccl import Nccl
 
-_SPIN = 1e-3  # seconds for which a rank polls without sleeping
+_SPIN = 1e-3  # seconds for which a rank polls before it starts to sleep
 _PAUSE = 1e-4
 
 
 class NcclGroup(Group):
-    """A group of NCCL ranks, from the view of one process.
+    """One process's view of a group of NCCL ranks.
 
-    Messages are queued, and computation waits for them on the GPU. A call returns when its last
-    message has arrived, while the GPU still computes: so it raises if a message does not arrive. A
-    watchdog ends the group if this process has waited for a message, or in a call of NCCL, longer
-    than the time-out, or if no queued message has arrived for as long: then this process may wait
-    for the GPU in another call of CUDA.
+    Messages are queued on a stream, and kernels wait for them on the GPU. A call returns when its
+    last message has arrived, so that it can raise if a message is lost; kernels may still be
+    running. A watchdog thread ends the group if this process waits for a message or in an NCCL call
+    for longer than the time-out. It also ends the group if no queued message arrives for that long,
+    because the process may be blocked in a CUDA call.
     """
 
     def __init__(self, rank: int, ranks: int, timeout: float, engine: Nccl) -> None:
         super().__init__(rank, ranks, timeout)
         self._engine = engine
-        self._queued: list[tuple[Any, list[Any]]] = []  # events, and what each needs
+        self._queued: list[tuple[Any, list[Any]]] = []  # events, and the arrays to keep alive
         self._ending = threading.Lock()
-        self._deadline: float | None = None  # of what this process waits for
+        self._deadline: float | None = None  # when the current wait of this process times out
         self._done = threading.Event()
         threading.Thread(target=self._watch, name="cupyfa watchdog", daemon=True).start()
 
@@ -59,7 +59,7 @@ class NcclGroup(Group):
         return read()
 
     def settle(self) -> None:
-        with self._waiting():  # which raises if the group has ended: then nothing is queued
+        with self._waiting():  # raises if the group has ended
             for event, _ in self._queued[:]:
                 self._await(event)
             self._queued.clear()
@@ -67,13 +67,13 @@ class NcclGroup(Group):
     def require_place(self, in_gpu: bool) -> None:
         if self._engine.is_capturing:
             raise Unsupported(
-                "the current stream is captured as a CUDA graph, and this process waits for other "
-                "ranks in each call; call outside of the capture"
+                "the current stream is captured as a CUDA graph, and distributed calls wait for "
+                "other ranks on the host; call outside of the capture"
             )
         if not in_gpu:
             raise TypeError(
-                "arrays lie in host memory, and NCCL sends those in GPU memory: give "
-                "cupy.asarray(q), and k and v likewise"
+                "q, k and v are in host memory, and NCCL sends arrays in GPU memory; convert them "
+                "with cupy.asarray"
             )
 
     def abort(self, reason: str) -> None:
@@ -82,14 +82,15 @@ class NcclGroup(Group):
                 return
             self.reason = reason
         self._done.set()
-        with suppress(*self._engine.failures):  # of a GPU that has failed
+        with suppress(*self._engine.failures):  # abort raises if the GPU has failed
             self._engine.abort()
-        self._queued.clear()  # the program may keep the group, which needs no arrays any more
+        self._queued.clear()  # frees the arrays even if the program keeps the group
 
     def _pending(self, event: Any, arrays: Any, result: Any) -> Pending:
-        """Keeps arrays until computation waits for their messages.
+        """Queues an event; keeps its arrays until the compute stream waits for the event.
 
-        Then their memory may be used again: by work that is queued later, and so is done later.
+        After that their memory may be reused, because later work runs after the event in stream
+        order.
         """
         kept = [arrays, result]
         self._queued.append((event, kept))
@@ -103,7 +104,7 @@ class NcclGroup(Group):
         return wait
 
     def _await(self, event: Any) -> None:
-        """Waits for an event as long as the group lives."""
+        """Waits for an event; raises DeviceError if the group ends meanwhile."""
         begin = monotonic()
         with self._waiting():
             while not event.done:
@@ -115,7 +116,7 @@ class NcclGroup(Group):
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """A context for calls that may block, with a deadline; turns NCCL errors to DeviceError."""
+        """Sets a deadline for a block that may wait, and turns NCCL errors into DeviceError."""
         self.require_alive()
         self._deadline = monotonic() + self.timeout
         try:
@@ -128,16 +129,15 @@ class NcclGroup(Group):
         self.require_alive()
 
     def _watch(self) -> None:
-        """The work of a thread. It ends with the group, also where the GPU has failed."""
+        """Runs the watchdog thread until the group ends; ends the group if the GPU fails."""
         try:
             self._end_if_late()
         except Exception as error:
             self.abort(f"the GPU of rank {self.rank} failed: {error}")
 
     def _end_if_late(self) -> None:
-        """Ends the group if this process or its GPU waits too long."""
         self._engine.use()
-        oldest, since = None, 0.0  # the event of the next message that has to arrive
+        oldest, since = None, 0.0  # the oldest pending event, and when it became the oldest
         while not self._done.wait(min(self.timeout / 4, 1)):
             now, deadline, before = monotonic(), self._deadline, oldest
             oldest = next((x for x, _ in self._queued[:] if not x.done), None)

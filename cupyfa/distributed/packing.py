@@ -1,4 +1,4 @@
-"""Packs k and v into one message; rows are the first axis, so a rank's rows are contiguous."""
+"""Packs k and v into one message whose first axis is rows, so that a rank's rows are contiguous."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _WORDS = {2: "u2", 4: "u4", 8: "u8", 16: "c16"}  # a GPU moves up to 16 bytes at
 
 
 def new(like: Any, shape: tuple[int, ...], dtype: Any = None) -> Any:
-    """Allocates a contiguous array, without initializing it, in the memory where ``like`` is."""
+    """Allocates an uninitialized contiguous array in the memory of ``like``."""
     return np.empty_like(like, shape=shape, dtype=dtype, order="C")
 
 
 def packed(*arrays: Any, room: int | None = None) -> Any:
-    """Packs arrays [batch, heads, rows, columns] into one, [rows, batch, heads, all columns].
+    """Packs arrays [batch, heads, rows, columns] into one array [rows, batch, heads, all columns].
 
-    room: the number of rows to allocate; rows after the last one are unspecified.
+    room: the number of rows to allocate; rows after the packed ones stay uninitialized.
     """
     batch, heads, rows, _ = arrays[0].shape
     columns = sum(x.shape[3] for x in arrays)
@@ -31,19 +31,19 @@ def packed(*arrays: Any, room: int | None = None) -> Any:
 
 
 def pack(made: Any, *arrays: Any) -> None:
-    """Copies arrays to the columns of a packed one, which may have another dtype."""
+    """Copies arrays into the columns of a packed array, which may have a different dtype."""
     for part, x in _columns(made, arrays):
         copy_to(part, x)
 
 
 def add_to(made: Any, *arrays: Any) -> None:
-    """Adds arrays to the columns of a packed one, which may have a larger dtype."""
+    """Adds arrays to the columns of a packed array, which may have a wider dtype."""
     for part, x in _columns(made, arrays):
         part += x
 
 
 def _columns(made: Any, arrays: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yields each array's columns in a packed one, and the array with its axes in that order."""
+    """Yields pairs: an array's columns in the packed array, and the array with packed axes."""
     first = 0
     for x in arrays:
         yield made[..., first : first + x.shape[3]], x.transpose(2, 0, 1, 3)
@@ -51,16 +51,16 @@ def _columns(made: Any, arrays: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def copy_to(made: Any, array: Any) -> None:
-    """Copies an array into one that may have another dtype."""
+    """Copies an array into ``made``, which may have a different dtype."""
     if made.dtype == array.dtype:
         made, array = in_words(made, array)
     made[...] = array
 
 
 def in_words(*arrays: Any) -> list[Any]:
-    """Views arrays of one dtype as arrays of the largest words that fit all of them.
+    """Views arrays of one dtype as arrays of wider words, which are copied much faster.
 
-    Copying words takes a fraction of the time.
+    Chooses the widest word, up to 16 bytes, that addresses, strides and row lengths allow.
     """
     size = 16
     for x in arrays:
@@ -71,7 +71,7 @@ def in_words(*arrays: Any) -> list[Any]:
 
 
 def unpacked(made: Any, *columns: int) -> list[Any]:
-    """The arrays [batch, heads, rows, columns] of a packed one, without a copy."""
+    """Splits a packed array into views [batch, heads, rows, columns]."""
     whole, found, first = made.transpose(1, 2, 0, 3), [], 0
     for count in columns:
         found.append(whole[..., first : first + count])

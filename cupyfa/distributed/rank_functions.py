@@ -1,4 +1,4 @@
-"""Attention functions on Sharded arrays, which all ranks call at the same time."""
+"""Implements ``attention``, ``vjp`` and ``backward`` on Sharded arrays, called by all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Function = Callable[..., Any]
 
 
 def attention_of_others(function: Function, arguments: Mapping[str, Any]) -> Any:
-    """``attention`` of this rank's rows. arguments: those of the call by name."""
+    """Implements ``attention`` for this rank's rows. arguments: the call's arguments by name."""
     call, arrays = agree_on_call(function, "forward", arguments)
     with call.job.group.calling():
         out, lse = call.schedule.forward(call.job, *arrays)
@@ -24,7 +24,7 @@ def attention_of_others(function: Function, arguments: Mapping[str, Any]) -> Any
 
 
 def backward_of_others(function: Function, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-    """``backward`` of this rank's rows. arguments: those of the call by name."""
+    """Implements ``backward`` for this rank's rows. arguments: the call's arguments by name."""
     of_rows = {x: arguments[x] for x in ("dout", "out", "lse", "dlse") if arguments[x] is not None}
     call, (q, k, v, *rows) = agree_on_call(function, "backward", arguments, of_rows)
     with call.job.group.calling():
@@ -33,7 +33,7 @@ def backward_of_others(function: Function, arguments: Mapping[str, Any]) -> tupl
 
 
 def vjp_of_others(function: Function, arguments: Mapping[str, Any]) -> tuple[Any, Pullback]:
-    """``vjp`` of this rank's rows. arguments: those of the call by name."""
+    """Implements ``vjp`` for this rank's rows. arguments: the call's arguments by name."""
     return_lse, of_forward, of_backward, how = split_passes(list_arguments(function, arguments))
     q, k, v = (arguments[name] for name in "qkv")
     dtype = how.pop("out", None)

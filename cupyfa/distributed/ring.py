@@ -1,7 +1,8 @@
-"""The schedule "ring": keys travel from rank to rank; each rank attends to those its rows see.
+"""The schedule "ring" (ring attention): keys and values are passed from rank to rank.
 
-The keys of the next step arrive while those of this one are computed. Results of steps are merged
-by their lse. Gradients of keys follow the keys one step later, and return to their rank at the end.
+In each step a rank attends to the keys that it holds, while the keys of the next step arrive. The
+results of all steps are merged by lse. In the backward pass the gradients dk and dv travel one step
+behind their keys, and return to their rank at the end.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from cupyfa.distributed.shards import Part
 
 Result = tuple[Any, Any]  # out and lse
 
-# The most results of some rows that are kept before they are merged; each merge rounds out.
+# Largest number of partial results per row range before they are merged. Each merge rounds `out`.
 MOST_HELD = 8
 
 
 def forward(job: Job, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-    """out and lse of this rank's rows."""
-    found: dict[int, list[Result]] = {x.start: [] for x in job.rows}  # by the first row
+    """Computes out and lse of this rank's rows."""
+    found: dict[int, list[Result]] = {x.start: [] for x in job.rows}  # by first row
     now, columns = packed(k, v), (k.shape[3], v.shape[3])
     for owner in _owners(job):
         is_last = owner == (job.group.rank + 1) % job.group.ranks
@@ -40,9 +41,9 @@ def forward(job: Job, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
 
 
 def backward(job: Job, of_rows: Sequence[Any], k: Any, v: Any) -> tuple[Any, ...]:
-    """dq, dk and dv of this rank's rows and keys."""
-    sums: dict[int, Any] = {}  # of gradients of rows, by the first row
-    now, total = packed(k, v), None  # keys, and the gradients of those of the step before
+    """Computes dq of this rank's rows, and dk and dv of its keys."""
+    sums: dict[int, Any] = {}  # accumulated dq, by first row
+    now, total = packed(k, v), None  # this step's k and v, and the previous step's dk and dv
     columns, ranks = (k.shape[3], v.shape[3]), job.group.ranks
     for owner in _owners(job):
         travelling = [] if owner == (job.group.rank + 1) % ranks else [(now, owner)]
@@ -71,7 +72,7 @@ def backward(job: Job, of_rows: Sequence[Any], k: Any, v: Any) -> tuple[Any, ...
     for rows in job.rows:
         if rows.start in sums:
             copy_to(dq[:, :, rows.at], sums[rows.start])
-        else:  # they have seen no key
+        else:  # these rows see no key
             dq[:, :, rows.at] = 0
     for gradient, x in zip((dk, dv), unpacked(total, *columns)):
         copy_to(gradient, x)
@@ -79,7 +80,7 @@ def backward(job: Job, of_rows: Sequence[Any], k: Any, v: Any) -> tuple[Any, ...
 
 
 def _added(job: Job, total: Any, x: Any) -> Any:
-    """Adds gradients to a sum; a single one is not converted."""
+    """Adds ``x`` to ``total`` in the dtype of sums; the first x is returned unconverted."""
     if total is None:
         return x
     total = total.astype(job.sums, copy=False)
@@ -88,19 +89,20 @@ def _added(job: Job, total: Any, x: Any) -> Any:
 
 
 def _owners(job: Job) -> Iterator[int]:
-    """Yields, for each step, the rank whose keys this rank holds, beginning with its own."""
+    """Yields the rank whose keys this rank holds in each step, starting with itself."""
     return ((job.group.rank - step) % job.group.ranks for step in range(job.group.ranks))
 
 
 def _seen(job: Job, rows: Part, owner: int) -> list[Part]:
-    """The parts of a rank's keys of which these rows see at least one key."""
+    """Returns the parts of the owner's keys that contain a key visible to these rows."""
     return [x for x in job.k_shards.parts(owner) if job.sees(rows.rows, x.rows)]
 
 
 def _passed_on(job: Job, *arrays: tuple[Any, int]) -> Callable[[], list[Any]]:
-    """Starts to send arrays to the next rank; waiting gives those of the rank before.
+    """Starts to send arrays to the next rank and to receive arrays from the previous rank.
 
-    Each comes with the rank whose keys it belongs to: what arrives is of the rank before that one.
+    arrays: pairs of an array and the rank that owns its keys. The returned function waits for the
+    received arrays, whose keys are owned by the rank before each of these owners.
     """
     group, sizes = job.group, job.k_shards.sizes
     sends = [(x, (group.rank + 1) % group.ranks) for x, _ in arrays]
@@ -115,12 +117,11 @@ def _passed_on(job: Job, *arrays: tuple[Any, int]) -> Callable[[], list[Any]]:
 
 
 def _merged(job: Job, parts: Sequence[Result]) -> Result:
-    """Merges the results of several parts, with out in the dtype of sums."""
     return job.merge([(out.astype(job.sums, copy=False), lse) for out, lse in parts])
 
 
 def _results(job: Job, q: Any, v: Any, found: Mapping[int, Sequence[Result]]) -> Result:
-    """out and lse; rows that have seen no key have 0 and -infinity."""
+    """Merges each row's results into out and lse; rows without keys get 0 and -infinity."""
     out = new(q, (*q.shape[:3], v.shape[3]), job.results)
     lse = new(q, q.shape[:3], job.sums)
     for rows in job.rows:

@@ -1,4 +1,4 @@
-"""The division of a sequence's rows among ranks."""
+"""Divides the rows of a sequence among ranks."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ Schedule = Literal["gather", "ring"]
 
 
 def rows(n: int, group: Group, *, order: Order = "zigzag") -> list[range]:
-    """The rows of a sequence of n that this rank holds, one range after the other.
+    """Returns the ranges of rows that this rank holds of a sequence of n rows.
 
-    order: "zigzag" cuts the sequence into 2 · ranks ranges and gives rank r the ranges r and
-        2 · ranks - 1 - r: under a causal mask all ranks have equal work. "contiguous" gives each
-        rank one range. Ranges differ by at most one row, and are empty if there are too few.
+    order: "zigzag" cuts the sequence into 2 · ranks ranges and assigns the ranges r and
+        2 · ranks - 1 - r to rank r, which balances the work under a causal mask. "contiguous"
+        assigns one range per rank. Range lengths differ by at most one row, and may be 0.
 
-    Raises ValueError for another order, and for n below 0.
+    Raises ValueError for an unknown order or a negative n.
     """
     return Shards.of(whole("n", n, 0), group.ranks, order).ranges[group.rank]
 
 
 def shard(array: Any, group: Group, *, axis: int = 2, order: Order = "zigzag") -> Any:
-    """The part of a whole array that this rank holds: its ``rows`` along an axis, in a new array.
+    """Copies this rank's ``rows`` out of a whole array.
 
-    By default the axis is that of rows in [batch, heads, rows, d].
+    axis: the row axis; by default that of [batch, heads, rows, d].
     """
     own = rows(array.shape[axis], group, order=order)
     before = (slice(None),) * (axis % array.ndim)
@@ -42,32 +42,31 @@ def shard(array: Any, group: Group, *, axis: int = 2, order: Order = "zigzag") -
 
 @dataclass(frozen=True, eq=False)
 class Sharded(Structured):
-    """The rows of a sequence that this rank has, of an array that is divided among ranks.
+    """An array that is divided among ranks along the sequence; holds this rank's rows.
 
-    ``cupyfa.attention``, ``vjp`` and ``backward`` take q, k and v as Sharded arrays of one group,
-    order and schedule; all ranks call with the same other arguments.
+    ``cupyfa.attention``, ``vjp`` and ``backward`` take q, k and v as Sharded arrays with the same
+    group, order and schedule. All ranks must pass the same further arguments.
 
     array: q [batch, heads, rows, d], k [batch, kv_heads, rows, d] or v [batch, kv_heads, rows, dv],
-        of float16, bfloat16, float32 or float64: the rows ``rows(n, group, order=order)`` of all
-        batch elements and heads. A rank may have none.
-    group: of the ranks that compute together.
-    rows: n, the number of rows in the whole sequence; by default ranks times those that this rank
-        has, so it is needed if ranks do not divide them.
+        of float16, bfloat16, float32 or float64. It holds ``rows(n, group, order=order)`` of all
+        batch elements and heads, possibly none.
+    group: the group of ranks, from ``group()`` or ``threads()``.
+    rows: n, the number of rows in the whole sequence; required unless n is divisible by the number
+        of ranks.
     order: how the sequence is divided, as for ``rows``.
-    schedule: what ranks send each other, see docs/many-gpus.md. "gather": each rank collects the
-        keys of some heads at a time. "ring": keys travel from rank to rank.
+    schedule: what ranks send to each other, see docs/many-gpus.md. "gather": each rank collects all
+        keys, a few heads at a time. "ring": keys are passed from rank to rank.
 
     Results are plain arrays of this rank's rows. Kernel and tiles are chosen for the whole problem.
-    Expressions may name the score and position - key, and what docs/many-gpus.md lists for the
-    schedule. With "gather", and rows divided at multiples of the kernel's tiles, out has the bits
-    of one call on the whole with the same kernel and tiles, except with kernels that the page
-    names. Gradients of keys are summed over the ranks in float32 (float64 for float64), in the
-    order of ranks; with ``deterministic`` every run with as many ranks gives the same bits.
+    Expressions may use the score, position - key, and the indices that docs/many-gpus.md lists for
+    the schedule. With "gather", if rows are divided at multiples of the kernel's tiles, out has the
+    bits of a single call on the whole with the same kernel and tiles, except for the kernels listed
+    there. dk and dv are summed over the ranks in float32 (float64 for float64), in the order of
+    ranks. With ``deterministic`` all runs with the same number of ranks return the same bits.
 
-    Calls raise, on all ranks the same: TypeError, ValueError and Unsupported for wrong arguments of
-    any rank, ValueError if shapes, dtypes, options, versions or devices differ. DeviceError if
-    another rank fails, ends or does not answer within the time-out of the group, which then has
-    ended.
+    All ranks raise the same error: TypeError, ValueError or Unsupported if any rank's arguments are
+    wrong, and ValueError if shapes, dtypes, options, versions or devices differ. They raise
+    DeviceError, and the group ends, if a rank fails, exits or does not answer within the time-out.
     """
 
     array: Any
@@ -82,7 +81,7 @@ KINDS[Sharded] = "cupyfa.distributed.rank_functions"
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive rows of the sequence, and their position in a rank's array."""
+    """A range of rows of the sequence, and the index of its first row in the rank's array."""
 
     rows: range
     start: int
@@ -94,7 +93,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Shards:
-    """The ranges of rows of every rank."""
+    """The division of n rows among ranks."""
 
     n: int
     ranks: int
@@ -108,7 +107,7 @@ class Shards:
 
     @cached_property
     def ranges(self) -> list[list[range]]:
-        """The ranges of each rank, in the order in which it holds them."""
+        """Each rank's ranges, in the order of its array."""
         count = 2 * self.ranks if self.order == "zigzag" else self.ranks
         cuts = [self.n * i // count for i in range(count + 1)]
         found = [range(*x) for x in pairwise(cuts)]
@@ -118,7 +117,6 @@ class Shards:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """The number of rows of each rank."""
         return [sum(map(len, x)) for x in self.ranges]
 
     @cached_property
@@ -126,7 +124,7 @@ class Shards:
         return max(self.sizes)
 
     def parts(self, rank: int) -> list[Part]:
-        """The non-empty ranges of a rank, with adjacent ones joined."""
+        """Returns a rank's non-empty ranges, with adjacent ranges joined."""
         found: list[range] = []
         for x in self.ranges[rank]:
             if found and x.start == found[-1].stop:
@@ -138,9 +136,7 @@ class Shards:
 
     @cached_property
     def padded_places(self) -> np.ndarray:
-        """The index of each row in the concatenated arrays of all ranks, each padded to the
-        largest number of rows.
-        """
+        """Each row's index in the concatenation of all ranks' arrays, padded to equal length."""
         found = np.empty(self.n, np.intp)
         for rank in range(self.ranks):
             for x in self.parts(rank):
@@ -149,4 +145,4 @@ class Shards:
         return found
 
 
-_kept = lru_cache(Shards)  # with their places, which every call of the same sizes needs
+_kept = lru_cache(Shards)  # reuses objects, whose padded_places is expensive

@@ -1,4 +1,4 @@
-"""Every kernel of the project, in teaching order: ``LADDER[operation][name]``."""
+"""The ladder: all kernel records in teaching order, ``LADDER[operation][name]``."""
 
 from cupyfa.ladder import backward, forward, softmax
 from cupyfa.ladder.kernel import Kernel

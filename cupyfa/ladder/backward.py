@@ -1,4 +1,4 @@
-"""The backward ladder: the gradients of Q, K and V, from the O and lse of the forward pass."""
+"""The backward ladder: gradients of Q, K and V, from O and lse of the forward pass."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -50,19 +50,19 @@ DELTA = Launch(
     threads=lambda p, c: THREADS,
 )
 
-# The rows, heads and columns of each gradient.
+# Row, head and column axes of each gradient.
 AXES = {"dQ": ("M", "heads", "d"), "dK": ("N", "kv_heads", "d"), "dV": ("N", "kv_heads", "dv")}
 
-# Without tensor cores: any dtype
+# Kernels without tensor cores, for any dtype
 
 
 def odd_width(width: int, itemsize: int) -> int:
-    """The row length of gradients.cuh in elements: an odd number of 4-byte words."""
+    """Returns the row length of tiles in gradients.cuh, in elements: an odd number of words."""
     return (cdiv(width, 2) | 1) * 2 if itemsize < 4 else width | 1
 
 
 def shared_bytes(p: Problem, c: SimpleNamespace, sums: int) -> int:
-    """Bytes of shared memory for sums of gradients, P, dS, lse, delta, and tiles of Q, dO, K, V."""
+    """Returns the shared memory for `sums` accumulators, P, dS, lse, delta and operand tiles."""
     widths = odd_width(p.d, p.itemsize) + odd_width(p.dv, p.itemsize)
     rows = 2 * c.Br * (odd_width(c.Bc, p.dtype.sums.itemsize) + 1)
     return p.bytes(reals=sums + rows, scalars=(c.Br + c.Bc) * widths)
@@ -111,12 +111,12 @@ def clear(name: str) -> Launch:
 
 
 def round_off(name: str) -> Launch:
-    """Converts sums of dQ, dK or dV to the dtype of the inputs."""
+    """Makes the launch that rounds sums of dQ, dK or dV to the dtype of results."""
     return sums_launch("round_sums", name, f"{name} {{rows}} {{heads}} scale")
 
 
 def finish(entry: str, name: str, products: str) -> Launch:
-    """Converts sums to the dtype of the inputs; recomputes NaN sums from the two ``products``."""
+    """Makes the launch that rounds sums and recomputes NaN sums from the two ``products``."""
     return sums_launch(entry, name, f"{name} {products} lse sizes {{heads}} group scale")
 
 
@@ -214,18 +214,18 @@ TWO_PASS = rung(
     after=("columns", "rows"),
 )
 
-# mma.sync: 16-bit numbers
+# mma.sync kernels
 
 
 def parts_of_rows(height: int, columns: int, warps: int) -> int:
-    """The number of groups that divide the rows of a product, as in warp_partition.cuh."""
+    """Returns the number of warp groups that split a product's rows; see warp_partition.cuh."""
     fits = [1 << i for i in range(warps.bit_length()) if height % (16 << i) == 0]
     fits = [x for x in fits if warps % x == 0] or [1]
     return min(fits, key=lambda x: (height // x + cdiv(columns, warps // x * 16) * 16, -x))
 
 
 def sums_of_tile(p: Problem, c: SimpleNamespace) -> int:
-    """The number of floats that a row tile occupies in dQ_sum."""
+    """Returns the number of floats that a row tile occupies in dQ_sum."""
     slices = 2 if p.d > 128 else 1
     width = cdiv(p.d, slices * 16) * 16
     across = c.warps // parts_of_rows(c.Br, width, c.warps)
@@ -233,12 +233,15 @@ def sums_of_tile(p: Problem, c: SimpleNamespace) -> int:
 
 
 def _of_delta(p: Problem, c: SimpleNamespace) -> int:
-    """The number of row tiles whose sums are cleared; 0 for a ragged batch without rows."""
+    """Returns the number of row tiles whose sums are cleared; 0 for a packed batch without rows."""
     return row_tiles(p, c) if p.M else 0
 
 
 def mma_delta(sums: Formula, entry: str = "mma_delta", constant: str = "floats") -> Launch:
-    """Computes delta, and clears the sums of each row tile; ``constant`` holds their number."""
+    """Makes the launch that computes delta and clears dQ_sum.
+
+    constant: name of the C++ constant with the number of sums per row tile.
+    """
     return Launch(
         entry,
         args="O dO delta dQ_sum.data M heads mods",
@@ -249,10 +252,10 @@ def mma_delta(sums: Formula, entry: str = "mma_delta", constant: str = "floats")
 
 
 def mma_columns_launch(name: str, outputs: str) -> Launch:
-    """Launches one block of `warps` warps for each tile of K and V."""
+    """Makes a launch of one block of `warps` warps for each K/V tile."""
     return columns_launch(
         *(name, outputs, lambda p, c: WARP * c.warps),
-        # K, V, `stages` of Q and dO, P and dS in 16 bits; lse and delta of two tiles.
+        # 16-bit K, V, `stages` of Q and dO, P and dS; lse and delta of two tiles.
         shared=lambda p, c: (
             2 * ((c.Bc + c.stages * c.Br) * padded_columns(p, 16) + 2 * c.Br * c.Bc) + 16 * c.Br
         ),
@@ -307,19 +310,19 @@ MMA_COLUMNS = Kernel(
 
 
 def mma_f64_sharing(c: SimpleNamespace) -> int:
-    """The number of warps per 16 x 16 square of scores: above 1 if squares are fewer than warps."""
+    """Returns the warps per 16 x 16 square of scores: more than 1 if there are fewer squares."""
     return max(1, 256 * c.warps // (c.Br * c.Bc))
 
 
 def shares_out_scores(c: SimpleNamespace) -> bool:
-    """Whether the scores divide evenly among the warps, or among groups of warps."""
+    """Returns whether scores divide evenly among the warps, or among groups of warps."""
     groups = c.warps // mma_f64_sharing(c)
     return c.Bc % (16 * (groups // parts_of_rows(c.Br, c.Bc, groups))) == 0
 
 
 def mma_f64_columns_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Bytes of shared memory for the tiles of mma_columns in 64 bits, buffers in which warps that
-    share scores exchange results, and lse and delta of two tiles.
+    """Returns the bytes of shared memory for the tiles of mma_columns in float64, exchange buffers
+    of warps that share scores, and lse and delta of two tiles.
     """
     scores = (2 + mma_f64_sharing(c) - 1) * c.Br * c.Bc
     return 8 * ((c.Bc + c.stages * c.Br) * padded_columns(p, 16) + scores + 4 * c.Br)
@@ -367,7 +370,7 @@ MMA_F64_COLUMNS = rung(
 
 
 def two_pass_rows_launch(name: str, arrays: str, shared: Formula) -> Launch:
-    """Launches one block for each tile of Qr rows; it loops over tiles of Qc keys."""
+    """Makes a launch of one block per tile of Qr rows, which loops over tiles of Qc keys."""
     return Launch(
         name,
         args=f"{arrays} sizes heads group scale mods",
@@ -393,12 +396,12 @@ MMA_TWO_PASS = rung(
         mma_columns_launch("mma_two_pass_columns", "dK dV"),
         two_pass_rows_launch(
             *("mma_two_pass_rows", f"{INPUTS} dQ"),
-            # Q, dO and `Qs` of K and V in 16 bits, lse and delta.
+            # 16-bit Q, dO and `Qs` stages of K and V; lse and delta.
             shared=lambda p, c: 2 * (c.Qr + c.Qs * c.Qc) * padded_columns(p, 16) + 8 * c.Qr,
         ),
     ),
     tiles=TileChoice.of(
-        "Br Bc warps stages Qr Qc Qw Qs",  # the launch on rows has tiles of Qr by Qc
+        "Br Bc warps stages Qr Qc Qw Qs",  # mma_two_pass_rows uses Qr x Qc tiles
         [
             (64, 64, 8, 1, 64, 32, 16, 1),
             (32, 64, 8, 1, 64, 16, 16, 1),
@@ -429,12 +432,12 @@ MMA_TWO_PASS = rung(
 
 
 def has_wide_sums(sizes: Problem | SimpleNamespace) -> bool:
-    """Whether dK and dV of 16 keys exceed the registers of a warp."""
+    """Returns whether dK and dV of 16 keys exceed the registers of a warp."""
     return padded_columns(sizes, 16) > 256
 
 
 def fp16x2_columns(name: str, shared: Formula, when: Callable[[Problem], bool]) -> Launch:
-    """A launch that computes dK and dV from split operands."""
+    """Makes a launch that computes dK and dV from operands split into hi and lo."""
     return replace(
         columns_launch(name, "", lambda p, c: WARP * c.warps, shared),
         args=f"{OPERANDS} {GRADIENT} K_exponents.data V_exponents.data row_maxima.data lse delta "
@@ -452,8 +455,8 @@ MMA_FP16X2_TWO_PASS = rung(
         *SPLIT_FOR_GRADIENTS,
         fp16x2_columns(
             "mma_fp16x2_two_pass_columns",
-            # hi and lo of K, V and of `stages` tiles of Q and dO; statistics of the rows of two
-            # tiles; the largest weights.
+            # hi and lo of K, V and `stages` tiles of Q and dO; row statistics of two tiles; the
+            # largest weights.
             shared=lambda p, c: (
                 4 * (c.Bc + c.stages * c.Br) * padded_columns(p, 16) + 32 * c.Br + 8 * 16 * c.warps
             ),
@@ -461,8 +464,9 @@ MMA_FP16X2_TWO_PASS = rung(
         ),
         fp16x2_columns(
             "mma_fp16x2_two_pass_columns_wide",
-            # hi and lo of K, V, Q and dO; statistics of the rows of two tiles; P and dS, or one
-            # buffer for both: for each key hi and lo, a factor per 16 elements, and four flags.
+            # hi and lo of K, V, Q and dO; row statistics of two tiles; P and dS, which share a
+            # buffer for Br = 16. Each buffer holds, per key, hi and lo, a factor per 16 elements,
+            # and four flags.
             shared=lambda p, c: (
                 4 * (c.Bc + c.Br) * padded_columns(p, 16)
                 + 32 * c.Br
@@ -473,7 +477,7 @@ MMA_FP16X2_TWO_PASS = rung(
         two_pass_rows_launch(
             "mma_fp16x2_two_pass_rows",
             f"{OPERANDS} {GRADIENT} K_exponents.data lse delta {UNITS} dQ",
-            # hi and lo of Q, dO and of `Qs` tiles of K and V; statistics of the rows.
+            # hi and lo of Q, dO and `Qs` tiles of K and V; row statistics.
             shared=lambda p, c: 4 * (c.Qr + c.Qs * c.Qc) * padded_columns(p, 16) + 16 * c.Qr,
         ),
         REPAIR_SPLIT_GRADIENTS,
@@ -495,7 +499,7 @@ MMA_FP16X2_TWO_PASS = rung(
                 (16, 32, 4, 1, 32, 16, 16, 1),
             ],
         },
-        on={"90": {64: [(32, 128, 8, 2, 128, 32, 32, 2)]}},  # two blocks on rows share an SM
+        on={"90": {64: [(32, 128, 8, 2, 128, 32, 32, 2)]}},  # two blocks of the dQ pass share an SM
     ),
     candidates={
         "Br": (16, 32),
@@ -555,12 +559,12 @@ MMA_SLICES_BACKWARD = rung(
     after=(),
 )
 
-# Hopper: wgmma and TMA
+# Hopper kernels (wgmma and TMA)
 
-LANES_OF_ROW = 8  # threads of begin_rows and sum_rows
-# For launches that read sequence lengths but do not take the argument `sizes`.
+LANES_OF_ROW = 8  # threads per row in begin_rows and sum_rows
+# For launches that read sequence lengths but have no argument `sizes`.
 BY_LENGTHS: dict[str, Constant] = {"ragged": lambda p, c: p.is_ragged}
-SHARED_OF_SM_90 = 232448  # the most bytes of shared memory per block
+SHARED_OF_SM_90 = 232448  # maximum bytes of shared memory per block
 WGMMA_RULES = {
     "Br is 64, or 128 up to d = 128": lambda c: c.Br == 64 or (c.Br == 128 and not is_wide(c)),
     "Bc is 128, or 64 above d = 128": lambda c: c.Bc == (64 if is_wide(c) else 128),
@@ -568,31 +572,32 @@ WGMMA_RULES = {
 
 
 def is_wide(sizes: Problem | SimpleNamespace) -> bool:
-    """Whether dK and dV of 64 keys take the registers of two warpgroups (query_layout.cuh)."""
+    """Returns whether dK and dV of 64 keys need two warpgroups' registers; see query_layout.cuh."""
     return max(sizes.d, sizes.dv) > 128
 
 
-FEWEST_FINISHING = 128  # key heads (one last block each): about the multiprocessors of an H100
+FEWEST_FINISHING = 128  # minimum number of key heads: about as many as an H100 has SMs
 
 
 def finishes(p: Problem) -> bool:
-    """Whether the last block of each key head computes dQ (see add_dQ.cuh), which pays if there are
-    many key heads and each has few rows. Otherwise a separate launch is faster.
+    """Returns whether the last block of each key head computes dQ; see add_dQ.cuh.
+
+    This pays for many key heads with few rows each. Otherwise a separate launch is faster.
     """
     are_many = p.batch * p.kv_heads >= FEWEST_FINISHING
     return are_many and p.M * p.group <= 4096 and not p.is_ragged and not is_persistent(p)
 
 
-FEWEST_PERSISTENT = 2 * 132  # tiles: two for each multiprocessor of an H100
+FEWEST_PERSISTENT = 2 * 132  # minimum number of tiles: two per SM of an H100
 
 
 def is_persistent(p: Problem) -> bool:
-    """Whether wgmma_columns has persistent blocks: faster, when measured, for many short tiles."""
+    """Returns whether wgmma_columns uses persistent blocks: faster for many short tiles."""
     hides = p.modifiers.mask or any(x.name in MAPS for x in p.operands)
     if p.is_ragged or p.window != (None, None) or hides:
         return False
     if cdiv(p.N, 128) * p.kv_heads * p.batch < FEWEST_PERSISTENT or not p.M:
-        return False  # without rows begin_rows has no block that clears the counter
+        return False  # without rows, no block of begin_rows clears the tile counter
     length, d = max(p.M * p.group, p.N), max(p.d, p.dv)
     if d <= 64:
         return length <= (4096 if p.causal else 1024)
@@ -600,7 +605,7 @@ def is_persistent(p: Problem) -> bool:
 
 
 def wgmma_parts(p: Problem, c: SimpleNamespace) -> int:
-    """The number of blocks that divide dQ of a tile, as in query_layout.cuh."""
+    """Returns the number of blocks that share dQ of a row tile; see query_layout.cuh."""
     if is_wide(p):
         return cdiv(p.d, 64)
     return 2 if c.Br == 128 or p.d > 64 else 1
@@ -613,8 +618,8 @@ def wgmma_sums_width(p: Problem, c: SimpleNamespace) -> int:
 
 
 def wgmma_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Bytes of shared memory for tiles in boxes of 64 columns, dS, the warpgroups' shares of dQ,
-    row sums and barriers.
+    """Returns the bytes of shared memory for tiles in TMA boxes of 64 columns, dS, each
+    warpgroup's share of dQ, row sums and mbarriers.
     """
     tiles = 2 * ((c.Bc + c.stages * c.Br) * padded_columns(p, 64) + c.dS_stages * c.Br * c.Bc)
     part = 4 * 64 * wgmma_sums_width(p, c) // (2 if c.Br == 64 and p.d > 64 else 1)
@@ -624,9 +629,7 @@ def wgmma_shared(p: Problem, c: SimpleNamespace) -> int:
 
 
 def wgmma_wide_shared(p: Problem, c: SimpleNamespace, dO_stages: int | None = None) -> int:
-    """Bytes of shared memory for wide heads: also P and a share of dQ for each warpgroup, and fewer
-    stages of dO.
-    """
+    """Returns the shared memory for wide heads, which also store P and may have fewer dO stages."""
     dO_stages = dO_stages or wgmma_dO_stages(p, c)
     tiles = 2 * (
         (c.Bc + c.stages * c.Br) * round_up(p.d, 64)
@@ -638,19 +641,19 @@ def wgmma_wide_shared(p: Problem, c: SimpleNamespace, dO_stages: int | None = No
 
 
 def wgmma_dO_stages(p: Problem, c: SimpleNamespace) -> int:
-    """The number of stages of dO: as for Q if they fit into shared memory, else 1."""
+    """Returns the number of dO stages: as many as for Q if they fit into shared memory, else 1."""
     return c.stages if wgmma_wide_shared(p, c, c.stages) <= SHARED_OF_SM_90 else 1
 
 
 def wgmma_two_pass_shared(p: Problem, kept: int, stages: int, loaded: int, rest: int) -> int:
-    """Bytes of shared memory for tiles of `kept` rows, four barriers, and in each stage tiles of
-    `loaded` rows and `rest` more bytes.
+    """Returns the bytes of shared memory for tiles of `kept` rows, four mbarriers, and in each
+    stage tiles of `loaded` rows and `rest` more bytes.
     """
     return round_up(2 * (kept + stages * loaded) * padded_columns(p, 64) + stages * rest + 32, 1024)
 
 
 def boxes(rows: Formula, keys: Formula) -> dict[str, Formula]:
-    """The rows per box: `rows` for Q and dO, `keys` for K and V."""
+    """Returns the rows per TMA box: `rows` for Q and dO, `keys` for K and V."""
     return {"Q": rows, "K": keys, "V": keys, "dO": rows}
 
 
@@ -670,7 +673,7 @@ WGMMA_TWO_PASS_COLUMNS = replace(
     WGMMA_COLUMNS_LAUNCH,
     entry="wgmma_two_pass_columns",
     args=WGMMA_COLUMNS_LAUNCH.args.replace("dQ_sum.data counts.data dQ ", ""),
-    # Each stage has row sums and 4 barriers; where d or dv is above 128, also P and 8 barriers.
+    # Each stage also has row sums and 4 mbarriers; with d or dv above 128, P and 8 mbarriers.
     shared=lambda p, c: wgmma_two_pass_shared(p, c.Bc, c.stages, c.Br, 8 * c.Br + 32),
 )
 WGMMA_COLUMNS = Kernel(
@@ -804,18 +807,18 @@ PART_MAPS = " ".join(f"{name}.map" for name in f"{OPERANDS} {GRADIENT}".split())
 
 
 def part_boxes(rows: Formula, keys: Formula) -> dict[str, Formula]:
-    """The boxes of `boxes` for the hi and lo half of each operand."""
+    """Returns `boxes` for the hi and lo halves of each operand."""
     return {f"{x}_{part}": y for x, y in boxes(rows, keys).items() for part in ("high", "low")}
 
 
 def shares_keys(sizes: Problem | SimpleNamespace) -> bool:
-    """Whether two warpgroups share 64 keys, so that registers suffice for tiles of 64 rows."""
+    """Returns whether two warpgroups share 64 keys, so that 64-row tiles fit into registers."""
     return max(sizes.d, sizes.dv) > 64
 
 
 def fp16x2_wgmma_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Bytes of shared memory for hi and lo of K, V and of `stages` tiles of Q and dO. Each stage
-    has statistics of the rows and four barriers; where warpgroups share keys, also P and four more.
+    """Returns the bytes of shared memory for hi and lo of K, V and `stages` tiles of Q and dO. Each
+    stage has row statistics and four mbarriers, and, if warpgroups share keys, P and four more.
     """
     tiles = 4 * (c.Bc + c.stages * c.Br) * padded_columns(p, 64)
     of_P = 256 * c.Br + 32 if shares_keys(p) else 0
@@ -823,8 +826,8 @@ def fp16x2_wgmma_shared(p: Problem, c: SimpleNamespace) -> int:
 
 
 def fp16x2_wgmma_rows_shared(p: Problem, c: SimpleNamespace, V_stages: int | None = None) -> int:
-    """Bytes of shared memory for hi and lo of Q, dO, `Ks` stages of K and `V_stages` of V,
-    statistics of the rows and barriers.
+    """Returns the bytes of shared memory for hi and lo of Q, dO, `Ks` stages of K and `V_stages` of
+    V, row statistics and mbarriers.
     """
     V_stages = V_stages or fp16x2_V_stages(p, c)
     d, dv = round_up(p.d, 64), round_up(p.dv, 64)
@@ -833,13 +836,13 @@ def fp16x2_wgmma_rows_shared(p: Problem, c: SimpleNamespace, V_stages: int | Non
 
 
 def fp16x2_V_stages(p: Problem, c: SimpleNamespace) -> int:
-    """The number of stages of V: as for K if they fit into shared memory, else 1."""
+    """Returns the number of V stages: as many as for K if they fit into shared memory, else 1."""
     return c.Ks if fp16x2_wgmma_rows_shared(p, c, c.Ks) <= SHARED_OF_SM_90 else 1
 
 
 def fp16x2_wgmma_rows_wide_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Bytes of shared memory for hi and lo of 64 rows of Q and dO, two tiles of K and one of V;
-    statistics and maxima of the rows; barriers.
+    """Returns the bytes of shared memory for hi and lo of 64 rows of Q and dO, two K tiles and one
+    V tile, row statistics, row maxima and mbarriers.
     """
     d, dv = round_up(p.d, 64), round_up(p.dv, 64)
     tiles = 4 * (64 * (d + dv) + c.Bk * (2 * d + dv))

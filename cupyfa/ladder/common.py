@@ -1,4 +1,4 @@
-"""Formulas and functions that the records of several families share."""
+"""Formulas and functions shared by the records of several kernel families."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,42 +12,42 @@ from cupyfa.problem.problem import Problem, round_up
 
 WARP = 32
 HALF = ("float16", "bfloat16")
-CLEARING = 256  # threads of a block that fills rows
+CLEARING = 256  # threads per block of clear_rest
 
 
 def tiles_of(p: Problem, rows: int, size: int) -> int:
-    """The number of tiles for the rows of a head; for a ragged batch an upper bound of it."""
+    """Returns the number of row tiles of a head; for a packed batch, an upper bound."""
     return cdiv(rows, size) if p.sequences is None else rows // size + p.sequences
 
 
 def row_tiles(p: Problem, c: SimpleNamespace) -> int:
-    """The number of tiles of Br rows, over all heads."""
+    """Returns the number of tiles of Br rows over all heads."""
     return tiles_of(p, p.M, c.Br) * p.heads * p.batch
 
 
-# For launches that loop over the key tiles of a row tile and skip those that a block mask hides.
+# For launches whose blocks loop over the K/V tiles of a Q tile and skip tiles by a block mask.
 ALONG_KEYS: dict[str, Walk] = {KEY_TILES: lambda p, c: (c.Br, c.Bc)}
-# For launches that loop over the row tiles of a key tile and skip those that a block mask hides.
+# For launches whose blocks loop over the Q tiles of a K/V tile and skip tiles by a block mask.
 DOWN_ROWS: dict[str, Walk] = {ROW_TILES: lambda p, c: (c.Br, c.Bc)}
 
 
 def key_tiles(p: Problem, c: SimpleNamespace) -> int:
-    """The number of tiles of Bc keys, over all heads: at least one per head, even if N is 0."""
+    """Returns the number of tiles of Bc keys over all heads: one per head if N is 0."""
     return max(tiles_of(p, p.N, c.Bc), 1) * p.kv_heads * p.batch
 
 
 def warps_of_scores(p: Problem, c: SimpleNamespace) -> int:
-    """The threads of a block whose warps compute Wr x Wc scores of a tile each."""
+    """Returns the threads per block if each warp computes Wr x Wc scores of a tile."""
     return WARP * c.Br * c.Bc // (c.Wr * c.Wc)
 
 
 def padded_columns(sizes: Problem | SimpleNamespace, multiple: int) -> int:
-    """The columns of Q and dO, or of K and V, together: each rounded up to a multiple."""
+    """Returns d + dv, each rounded up to a multiple: the columns of Q and dO, or of K and V."""
     return round_up(sizes.d, multiple) + round_up(sizes.dv, multiple)
 
 
 def even_width(columns: int, most: int, step: int) -> int:
-    """The width of equal tiles that cover the columns: about `most`, and a multiple of `step`."""
+    """Returns the width of equal tiles for the columns: about `most`, and a multiple of `step`."""
     return cdiv(columns, cdiv(columns, most) * step) * step
 
 
@@ -63,8 +63,9 @@ def rung(
 ) -> Kernel:
     """Derives a rung from the one before it.
 
-    The new record has its own name and files, the given ``fields``, the fields ``launch`` in each
-    launch, and more launches ``first`` and ``then``. ``dtype_arch`` keeps only its dtypes.
+    The new record has its own name and files. ``fields`` replaces fields of the record, ``launch``
+    replaces fields of each launch, and the launches ``first`` and ``then`` are added before and
+    after. ``dtype_arch`` is restricted to the new dtypes.
     """
     launches = (
         replace(x, entry=x.entry.replace(before.name, name), **(launch or {}))
@@ -82,17 +83,16 @@ def rung(
 
 
 def batch_first(p: Problem) -> bool:
-    """Whether a schedule takes the batch elements of a head one after the other, as they share an
-    array with an element for every query and key.
-    """
+    """Returns whether a head's batch elements are scheduled in a row, as they share a bias."""
     held = p.modifiers.held
     return held is not None and p.batch > 1 and held.shape[0] == 1 and held.shape[2] > 1
 
 
 def clear_rest(array: str, rows: str, heads: str, width: str = "") -> Launch:
-    """Fills the rows of an output that are padding or belong to no sequence.
+    """Makes the launch that fills an array's padding rows and its rows outside of sequences.
 
-    For an operand, ``width`` ends with 16: its columns are padded to a multiple of 16.
+    width: the name of the columns, d or dv; d16 or dv16 for scratch that is padded to a multiple of
+    16 columns.
     """
     columns = width.removesuffix("16")
     of_operands = columns != width
@@ -118,7 +118,7 @@ def clear_rest(array: str, rows: str, heads: str, width: str = "") -> Launch:
 
 
 def clear_row_max() -> Launch:
-    """Fills the unused rows of row_max, if the call returns it."""
+    """Makes the launch that fills unused rows of row_max, if the call returns it."""
     rest = clear_rest(ROW_MAX, "M", "heads")
     return replace(rest, when=lambda p: p.modifiers.has_row_max and rest.when(p))
 
@@ -131,6 +131,6 @@ def with_cleared_rest(kernel: Kernel, *rest: Launch) -> Kernel:
 
 
 def bias_bytes(p: Problem) -> int:
-    """The bytes per element of the array whose tiles are copied to shared memory; 0 if none is."""
+    """Returns the element size of the bias or mask that is copied to shared memory, or 0."""
     held = p.modifiers.held
     return held.numpy.itemsize if held else 0

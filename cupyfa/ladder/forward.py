@@ -46,13 +46,13 @@ EVERYTHING = (*ALL_BUT_PLACES, "places", "sink", "dropout", "row_max")
 OF_SEQUENCES = (*EVERYTHING, "lengths", "ragged")
 IN_SPLITS = (*EVERYTHING, "lengths", "paged")
 
-# Kernels without tensor cores, and "v3" (WMMA)
+# Kernels without tensor cores, and "v3", which uses WMMA
 
 
 def seed_kernel(
     name: str, adds: str, *, threads: Formula, shared: Formula, **fields: Any
 ) -> Kernel:
-    """A kernel with one block for each head; sums, maxima and O go through global memory."""
+    """Makes a kernel with one block per head, which keeps sums, maxima and O in global memory."""
     launch = Launch(
         name,
         args="Q K V O lse O_sum row_max row_sum sizes heads group scale mods",
@@ -196,7 +196,7 @@ FA2_COALESCED = rung(
     },
 )
 
-# mma.sync: a block computes Br rows, and each of its warps owns Wr of them
+# mma.sync kernels: each block computes Br rows, and each warp owns Wr of them
 
 HALVES = [(Br, Bc, 16) for Br in (64, 32, 16) for Bc in (32, 16)]  # Br, Bc, Wr
 MMA_PIPELINED_TILES = TileChoice.of(
@@ -207,13 +207,13 @@ MMA_PIPELINED_TILES = TileChoice.of(
         128: [(128, 32, 32, 1)],
         256: [(64, 64, 16, 1)],
     },
-    # Architectures for which ptxas finds registers for larger tiles, or needs smaller ones.
+    # Larger or smaller tiles, depending on the registers that ptxas needs on an architecture.
     on={
         **{arch: {64: [(128, 64, 32, 2)]} for arch in ("80", "86", "89")},
         "90": {64: [(128, 96, 32, 2), (128, 64, 32, 2)], 128: [(128, 64, 32, 2)]},
         **{arch: {64: [(128, 64, 32, 2)], 256: [(64, 48, 16, 1)]} for arch in ("100", "120")},
     },
-    # For fewer blocks than multiprocessors: smaller tiles give more blocks. Measured on an H100.
+    # For fewer blocks than SMs: smaller tiles give more blocks. Measured on an H100.
     short={64: [(64, 128, 16, 2), (64, 64, 16, 2)], 128: [(64, 64, 16, 2), (64, 32, 16, 2)]},
     blocks_per_sm=2,
 )
@@ -222,10 +222,10 @@ SPLIT_KV_TILES = TileChoice.of(
     "Br Bc Wr stages blocks_per_sm",
     [(*tile, 2, 2) for tile in HALVES],
     up_to={64: [(128, 64, 32, 2, 2)], 128: [(64, 64, 16, 2, 2)]},
-    # Architectures for which ptxas lacks registers for larger tiles.
+    # On these architectures, ptxas runs out of registers for larger tiles.
     on={arch: {256: [(64, 16, 16, 2, 2)]} for arch in ("100", "120")},
     # In each list, the second tile fits devices with less than 200 KB of shared memory, and the
-    # last one devices with 64 KB.
+    # last tile fits devices with 64 KB.
     few_rows={
         Br: {
             64: [(Br, 128, 16, 3, 1), (Br, 64, 16, 3, 3)],
@@ -235,8 +235,7 @@ SPLIT_KV_TILES = TileChoice.of(
         for Br in (16, 32, 64)
     },
 )
-# Tiles for keys and values in e4m3: warps convert them while they multiply, so more warps per
-# multiprocessor pay.
+# Tiles for e4m3 keys and values. Warps convert operands between products, so more warps per SM pay.
 SPLIT_E4M3_TILES = TileChoice.of(
     "Br Bc Wr stages blocks_per_sm",
     [(*tile, 2, 2) for tile in HALVES],
@@ -258,24 +257,26 @@ FA2_SPLIT_KV_TILES = TileChoice.of(
 MERGE_WARPS = 4
 MOST_SPLITS = 4096
 MOST_PARTS = 4  # num_splits tries up to this many times the waves of a single split
-LONG_WAVES = 20  # above so many waves the tail is at most a twentieth: more splits do not pay
-FEW_ROWS = 64  # rows per key head up to which reading keys takes longer than multiplying
+LONG_WAVES = 20  # with more waves, the tail is at most 5 %, and more splits do not pay
+FEW_ROWS = 64  # up to this many rows per key head, the kernel is limited by reading keys
 
 
 def mma_shared(p: Problem, c: SimpleNamespace, buffers: int = 1) -> int:
-    """Bytes of shared memory for 16-bit tiles of Q, K and V, padded to multiples of 16 columns."""
+    """Returns the shared memory for 16-bit Q, K and V tiles, padded to multiples of 16 columns."""
     return 2 * (c.Br * round_up(p.d, 16) + buffers * c.Bc * padded_columns(p, 16))
 
 
 def mma_pipelined_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Bytes of shared memory for `stages` tiles of K and V, and for Q, which O overwrites later."""
+    """Returns the shared memory for `stages` K/V tiles and one Q tile, which O overwrites later."""
     depth, width = round_up(p.d, 16), round_up(p.dv, 16)
     return 2 * (c.Br * max(depth, width) + c.stages * c.Bc * (depth + width))
 
 
 def pack_gqa(p: Problem, c: SimpleNamespace) -> int:
-    """The number of query heads whose rows share tiles: a whole group, if the rows of one head fill
-    at most half a tile and those of the group fit into an int; else one.
+    """Returns the number of query heads whose rows are packed into the same tiles.
+
+    This is the group size if the rows of one head fill at most half a tile and the row count of the
+    group fits in an int; else 1.
     """
     if p.sequences is not None:
         return 1
@@ -283,25 +284,24 @@ def pack_gqa(p: Problem, c: SimpleNamespace) -> int:
 
 
 def packed_tiles(p: Problem, c: SimpleNamespace) -> int:
-    """The number of tiles of Br rows over all heads, when heads are packed as in pack_gqa."""
+    """Returns the number of tiles of Br rows over all heads, after packing by pack_gqa."""
     heads = pack_gqa(p, c)
     return tiles_of(p, p.M * heads, c.Br) * (p.heads // heads) * p.batch
 
 
 def visible_keys(p: Problem, c: SimpleNamespace) -> int:
-    """The largest number of keys that the rows of a tile see."""
+    """Returns the maximum number of keys that the rows of a tile see."""
     if p.left is None or p.right is None:
         return p.N
     return min(p.N, min(p.M, c.Br) + p.left + p.right)
 
 
 def num_splits(p: Problem, c: SimpleNamespace) -> int:
-    """The number of splits of the keys of a row tile, each with at least one tile: the fewest that
-    take at most a twentieth longer than the fastest number.
+    """Returns the smallest number of splits whose estimated time is within 5 % of the best.
 
-    A wave of blocks, `blocks_per_sm` on each multiprocessor, is assumed to take as long as the
-    tiles of a split and one more. Numbers with up to four times the waves of a single split are
-    compared.
+    Each split has at least one K/V tile. The time of a wave (`blocks_per_sm` blocks on each SM) is
+    estimated as the number of K/V tiles per split, plus 1. The search covers up to four times the
+    waves of a single split.
     """
     tiles, at_a_time = max(packed_tiles(p, c), 1), c.blocks_per_sm * c.multiprocessors
     most = max(cdiv(visible_keys(p, c), c.Bc), 1)
@@ -314,7 +314,7 @@ def num_splits(p: Problem, c: SimpleNamespace) -> int:
 
 
 def filling_splits(p: Problem, c: SimpleNamespace) -> int:
-    """The smallest number of splits that leaves at most a tenth of the device idle."""
+    """Returns the smallest number of splits that leaves at most a tenth of the device idle."""
     tiles, at_a_time = max(packed_tiles(p, c), 1), c.blocks_per_sm * c.multiprocessors
     most = max(cdiv(visible_keys(p, c), c.Bc), 1)
     for splits in range(max(cdiv(9 * at_a_time, 10 * tiles), 1) if tiles < at_a_time else 1, most):
@@ -325,33 +325,35 @@ def filling_splits(p: Problem, c: SimpleNamespace) -> int:
 
 
 def few_rows_for_many_keys(p: Problem, c: SimpleNamespace) -> bool:
-    """Whether to divide the keys: if they lie in pages; or if reading K and V takes longer than
-    multiplying them, or row tiles occupy at most a quarter of the device. The latter two need 1024
-    keys, or 512 if the rows fill at most a quarter of a tile of 64.
+    """Returns whether to split the keys.
+
+    Paged keys are always split. Other keys are split if a key head has at most 64 rows, or if row
+    tiles occupy at most a quarter of the SMs; at least 1024 keys are required, or 512 for at most
+    16 rows per key head.
     """
-    if p.pages:  # other fast kernels do not read pages
+    if p.pages:  # no other fast kernel supports pages
         return True
     rows = p.M * p.group
     few = rows <= FEW_ROWS or 4 * packed_tiles(p, c) <= c.multiprocessors
     return few and visible_keys(p, c) >= (512 if 4 * rows <= FEW_ROWS else 1024)
 
 
-# By head dimension: `share` and `least` in the rule of pays_to_split, measured on an H100.
+# `share` and `least` in pays_to_split by head dimension, measured on an H100.
 PAYS_TO_SPLIT = {64: (0.85, 384), 128: (0.6, 352), 256: (0.35, 160)}
-# With so many columns of K over all heads, wgmma_persistent reads as fast as memory allows.
+# From this many columns of K over all heads on, wgmma_persistent is limited by memory bandwidth.
 MANY_COLUMNS = 64 * 256
 
 
 def pays_to_split(p: Problem, c: SimpleNamespace) -> bool:
-    """Whether dividing the keys takes less time than wgmma_persistent does, on a device that runs
-    it. few_rows_for_many_keys decides on other devices, for problems that wgmma_persistent does not
-    take (pages, float32 that is rounded, ragged batches), and where at most 64 rows share keys but
-    there are more tiles than multiprocessors.
+    """Returns whether splitting the keys is faster than wgmma_persistent.
 
-    The time of wgmma_persistent is proportional to N while the device has room for all of its tiles
-    of 64 rows. The time of blocks that divide the keys is proportional to T * (N + 131,072 / d). T
-    is a number of tiles of 64 rows: the mean of the rows that are computed and the rows that are
-    merged, divided by 64, and a tenth more for tiles of few rows.
+    few_rows_for_many_keys decides on other devices than sm_90, for problems that wgmma_persistent
+    does not support (pages, rounded float32, packed batches), and if at most 64 rows share keys but
+    there are more tiles than SMs.
+
+    The time of wgmma_persistent is proportional to N as long as all of its 64-row tiles run at
+    once. The time of split blocks is proportional to T * (N + 131,072 / d). T counts 64-row tiles:
+    the mean of the numbers of computed and merged rows, divided by 64, plus 10 % for few rows.
     """
     rows = p.M * p.group
     tiles = cdiv(p.M, 64) * p.heads * p.batch
@@ -369,7 +371,7 @@ def pays_to_split(p: Problem, c: SimpleNamespace) -> bool:
 
 
 def rounded_first(kernel: Kernel) -> Kernel:
-    """Lets a kernel take float32 inputs too: an additional first launch rounds them to float16."""
+    """Adds support for float32 inputs to a kernel by a first launch that rounds them to float16."""
     launches = [x for x in kernel.launches if isinstance(x, Launch)]
     rounding = Launch(
         "round_operands",
@@ -448,7 +450,7 @@ MMA_PIPELINED = rung(
         "grid": packed_tiles,
         "shared": mma_pipelined_shared,
         "constants": {"pack_gqa": pack_gqa},
-        # Block masks have no map for tiles that several heads share.
+        # A block mask has no tile map for packed heads.
         "walks": {KEY_TILES: lambda p, c: (c.Br, c.Bc) if pack_gqa(p, c) == 1 else None},
     },
     tiles=MMA_PIPELINED_TILES,
@@ -459,7 +461,7 @@ SPLITS = "O_splits.data max_splits.data sum_splits.data"
 
 
 def split_kv_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Bytes of shared memory: as for mma_pipelined; e4m3 columns are padded to multiples of 32."""
+    """Returns the shared memory of mma_pipelined, with e4m3 columns padded to multiples of 32."""
     if not p.modifiers.is_e4m3:
         return mma_pipelined_shared(p, c)
     depth, width = round_up(p.d, 32), round_up(p.dv, 32)
@@ -467,14 +469,16 @@ def split_kv_shared(p: Problem, c: SimpleNamespace) -> int:
 
 
 def key_warps(p: Problem, c: SimpleNamespace) -> int:
-    """The number of warps that divide the keys of a tile: as many as leave a block at most four
-    warps, each with whole products, and whose results fit into the memory of K and V. With keys in
-    e4m3 one warp was as fast.
+    """Returns the number of warps that share the keys of a K/V tile.
+
+    This is the largest number for which a block has at most four warps, each warp computes whole
+    MMA tiles, and partial results fit into the shared memory of K and V. For e4m3 keys, one warp
+    was as fast.
     """
     if p.modifiers.is_e4m3:
         return 1
     depth, width = round_up(p.d, 16), round_up(p.dv, 16)
-    left = 4 * (1 + maxima_of_split(p))  # for each row a sum and maxima, in four lanes
+    left = 4 * (1 + maxima_of_split(p))  # sum and maxima of each row, from four lanes
     for warps in (4, 2):
         fits = 4 * warps * c.Br * (width + left) <= 2 * c.stages * c.Bc * (depth + width)
         if warps * c.Br <= 4 * c.Wr and c.Bc % (16 * warps) == 0 and fits:
@@ -483,12 +487,12 @@ def key_warps(p: Problem, c: SimpleNamespace) -> int:
 
 
 def maxima_of_split(p: Problem) -> int:
-    """The number of maxima that a split stores per row: the softmax's, and row_max if returned."""
+    """Returns the maxima that a split stores per row: one, plus row_max if the call returns it."""
     return 2 if p.modifiers.has_row_max else 1
 
 
 def scratch_of_splits(splits: Formula, width: Callable[[Problem], int]) -> dict[str, Any]:
-    """The scratch for results of splits, which another launch merges; empty for a single split."""
+    """Returns the scratch for partial results of splits; its arrays are empty for one split."""
 
     def rows(p: Problem, c: SimpleNamespace) -> int:
         number = splits(p, c)
@@ -502,8 +506,9 @@ def scratch_of_splits(splits: Formula, width: Callable[[Problem], int]) -> dict[
 
 
 def splits_at_once(splits: Formula) -> Formula:
-    """The number of splits that a warp of merge_splits reads at a time: the number assigned to it,
-    rounded up to a power of two and limited by its registers.
+    """Returns the formula for the number of splits that a warp of merge_splits reads at a time.
+
+    It is the warp's share of splits, rounded up to a power of two and limited by registers.
     """
 
     def at_once(p: Problem, c: SimpleNamespace) -> int:
@@ -514,7 +519,7 @@ def splits_at_once(splits: Formula) -> Formula:
 
 
 def split_kv(splits: Formula) -> Kernel:
-    """The record of mma_split_kv, with `splits` as the formula for the number of splits."""
+    """Makes the record of mma_split_kv with a formula for the number of splits."""
     return rung(
         MMA_PIPELINED,
         "mma_split_kv",
@@ -560,7 +565,7 @@ MMA_SPLIT_KV = split_kv(num_splits)
 
 
 def fa2_split_kv(splits: Formula) -> Kernel:
-    """The record of fa2_split_kv, with `splits` as the formula for the number of splits."""
+    """Makes the record of fa2_split_kv with a formula for the number of splits."""
     return rung(
         FA2_COALESCED,
         "fa2_split_kv",
@@ -603,7 +608,7 @@ MMA_TF32 = rung(
     MMA_PIPELINED,
     "mma_tf32",
     "float32 on tensor cores: operands rounded to tf32 as they are loaded",
-    launch={"shared": lambda p, c: 2 * mma_pipelined_shared(p, c)},  # 32 bits instead of 16
+    launch={"shared": lambda p, c: 2 * mma_pipelined_shared(p, c)},  # 32-bit instead of 16-bit
     tiles=TileChoice.of(
         "Br Bc Wr stages",
         [(*tile, 1) for tile in HALVES],
@@ -624,7 +629,7 @@ MMA_FP16X2 = rung(
     first=SPLIT,
     launch={
         "args": f"{PARTS} O lse sizes heads group scale mods",
-        # hi and lo, of 16 bits each, of Q and of `stages` tiles of K and V.
+        # 16-bit hi and lo of Q and of `stages` tiles of K and V.
         "shared": lambda p, c: (
             4 * (c.Br * round_up(p.d, 16) + c.stages * c.Bc * padded_columns(p, 16))
         ),
@@ -651,13 +656,13 @@ MMA_FP16X2 = rung(
 
 
 def has_wide_f64_sums(sizes: Problem | SimpleNamespace) -> bool:
-    """Whether 16 rows of O in double exceed the registers of a warp."""
+    """Returns whether 16 rows of O in double exceed the registers of a warp."""
     return max(sizes.d, sizes.dv) > 128
 
 
 def mma_f64_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Bytes of shared memory for tiles of Q, K and V in 64 bits; for wide heads also the buffers in
-    which four warps exchange results.
+    """Returns the bytes of shared memory for float64 tiles of Q, K and V, and, for wide heads, for
+    the buffers in which four warps exchange results.
     """
     depth, width = round_up(p.d, 16), round_up(p.dv, 64 if has_wide_f64_sums(p) else 16)
     exchange = c.Br * (4 * c.Bc + 1) if has_wide_f64_sums(p) else 0
@@ -665,7 +670,7 @@ def mma_f64_shared(p: Problem, c: SimpleNamespace) -> int:
 
 
 def mma_f64(before: Kernel) -> Kernel:
-    """The record of mma_f64, with a separate launch for wide heads."""
+    """Makes the record of mma_f64, with a separate launch for wide heads."""
     made = rung(
         before,
         "mma_f64",
@@ -707,15 +712,15 @@ MMA_F64 = mma_f64(MMA_PIPELINED)
 
 
 def sliced_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Bytes of shared memory for P and the slices in 16 bits, and for each row a factor per tile of
-    keys and a sum per warp.
+    """Returns the bytes of shared memory for 16-bit P and slices, and for each row a factor per K/V
+    tile and a sum per warp.
     """
     slices = c.stages * (c.Br + c.Bc) * c.Bd
     return 2 * (c.Br * c.span + slices) + 4 * c.Br * (c.span // c.Bc + c.Bc // c.Wc)
 
 
 def sliced_sums(p: Problem, c: SimpleNamespace) -> int:
-    """Elements of the sums of O, in whole tiles, if there is more than one span of keys."""
+    """Returns the size of O_sum in whole tiles; 0 if one span covers all keys."""
     width = even_width(p.dv, c.Bc, c.Bc // c.Wc * 16)
     return row_tiles(p, c) * c.Br * round_up(p.dv, width) if c.span < p.N else 0
 
@@ -761,14 +766,14 @@ MMA_SLICES = rung(
     after=(),
 )
 
-# Hopper: warpgroups own 64 rows each and multiply with wgmma, a warp loads with TMA
+# Hopper kernels: consumer warpgroups own 64 rows each (wgmma), a producer warp loads (TMA)
 
 BLOCKS = [(Br, Bc, 2) for Br in (128, 64) for Bc in (64, 32, 16)]  # Br, Bc, stages
 
 
 def wgmma_shared(p: Problem, c: SimpleNamespace, more: int = 0) -> int:
-    """Bytes of shared memory for 16-bit tiles in boxes of 64 columns, and two barriers for each
-    stage of K, of V and of each warpgroup's Q. ``more`` bytes follow them.
+    """Returns the bytes of shared memory for 16-bit tiles in TMA boxes of 64 columns, two mbarriers
+    per stage of K, of V and of each warpgroup's Q, and ``more`` bytes.
     """
     Q_stages = getattr(c, "Q_stages", 1)
     tiles = 2 * (Q_stages * c.Br * round_up(p.d, 64) + c.stages * c.Bc * padded_columns(p, 64))
@@ -776,7 +781,7 @@ def wgmma_shared(p: Problem, c: SimpleNamespace, more: int = 0) -> int:
 
 
 def staged_pairs(p: Problem, c: SimpleNamespace) -> int:
-    """The bytes of a tile of the staged bias, whose rows are padded by 16 bytes; 0 without one."""
+    """Returns the bytes of a bias tile in shared memory, with padded rows; 0 without a bias."""
     return c.Br * (c.Bc * bias_bytes(p) + 16) if bias_bytes(p) else 0
 
 
@@ -856,7 +861,7 @@ WGMMA_PERSISTENT = rung(
 
 
 def wgmma_fp16x2_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Bytes of shared memory: the tiles of wgmma_shared twice, for hi and lo."""
+    """Returns the bytes of wgmma_shared, with the tiles doubled for hi and lo."""
     tiles = 2 * (c.Q_stages * c.Br * round_up(p.d, 64) + c.stages * c.Bc * padded_columns(p, 64))
     return wgmma_shared(p, c, tiles + staged_pairs(p, c))
 
@@ -905,8 +910,8 @@ WGMMA_FP16X2 = rung(
 
 
 def wgmma_sliced_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Bytes of shared memory for the ring of slices, P in 16 bits of all tiles of a span but one,
-    and two barriers for each stage.
+    """Returns the bytes of shared memory for the ring of slices, 16-bit P of all K/V tiles of a
+    span except one, and two mbarriers per stage.
     """
     slices = 2 * c.stages * (c.Br + c.Bc) * 64
     saved = 2 * c.Br * (c.Bc if c.span > c.Bc else 16)
@@ -919,7 +924,7 @@ def wgmma_sliced_keys(p: Problem, c: SimpleNamespace) -> int:
 
 
 def wgmma_sliced_sums(p: Problem, c: SimpleNamespace) -> int:
-    """Elements of the sums of O, in whole tiles, if there is more than one span of keys."""
+    """Returns the size of O_sum in whole tiles; 0 if one span covers all keys."""
     columns = cdiv(p.dv, 256) * even_width(p.dv, 256, 16)
     return row_tiles(p, c) * c.Br * columns if c.span < p.N else 0
 
@@ -949,14 +954,14 @@ WGMMA_SLICES = rung(
 
 
 def fp8_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Bytes of shared memory for tiles in boxes of 128-byte rows, with V transposed; barriers."""
+    """Returns the shared memory for Q, K and transposed V in rows of 128 bytes, and mbarriers."""
     keys, depth = round_up(c.Bc, 128), round_up(p.d, 128)
     tiles = c.Br * depth + c.stages * (c.Bc * depth + round_up(p.dv, 16) * keys)
     return round_up(tiles + 16 * (c.Br // 64 + 2 * c.stages) + staged_pairs(p, c), 1024)
 
 
 def quantise_threads(p: Problem, c: SimpleNamespace) -> int:
-    """The threads of a block of `quantise`: enough for registers to hold each thread's share."""
+    """Returns the threads per block of `quantise`, enough to keep all elements in registers."""
     most = max(p.d, p.dv)
     if most <= 64:
         return 256
@@ -964,12 +969,12 @@ def quantise_threads(p: Problem, c: SimpleNamespace) -> int:
 
 
 def tiles_of_keys(p: Problem, c: SimpleNamespace) -> int:
-    """The number of tiles of Bc keys, over all heads."""
+    """Returns the number of tiles of Bc keys over all heads."""
     return cdiv(p.N, c.Bc) * p.kv_heads * p.batch
 
 
 def fp8_launch(q: str, k: str, when: Callable[[Problem], bool]) -> Launch:
-    """The launch of wgmma_fp8 on e4m3 arrays with these names."""
+    """Makes the launch of wgmma_fp8 on e4m3 arrays with these names."""
     return replace(
         WGMMA_LAUNCH,
         entry="wgmma_fp8",
@@ -988,7 +993,7 @@ def fp8_launch(q: str, k: str, when: Callable[[Problem], bool]) -> Launch:
 
 
 def of_quantised(formula: Formula) -> Formula:
-    """The number of scales that `quantise` writes; 0 for e4m3 inputs, which it does not process."""
+    """Wraps the formula for the number of scales that `quantise` writes; 0 for e4m3 inputs."""
     return lambda p, c: 0 if p.dtype == E4M3_INPUTS else formula(p, c)
 
 
@@ -1066,14 +1071,14 @@ def for_decoding(
 ) -> Kernel | str:
     """Returns the kernel for decoding, where ``rows`` rows of Q share a key head.
 
-    splits: the fixed number of splits of the keys, or "auto". is_e4m3: whether keys and values are
-    e4m3. Raises ValueError for a kernel that does not divide keys or for an invalid number of
-    splits; Unsupported for a kernel that does not take e4m3.
+    splits: the number of splits of the keys, or "auto". is_e4m3: whether keys and values are e4m3.
+    Raises ValueError for kernels that do not split keys and for invalid numbers of splits, and
+    Unsupported for kernels that do not support e4m3.
     """
     if is_e4m3 and kernel not in ("auto", "mma_split_kv"):
         raise Unsupported(
-            f"kernel is {described(kernel)}, and only mma_split_kv takes a cache of e4m3; leave it "
-            "out"
+            f"kernel is {described(kernel)}, but only mma_split_kv supports an e4m3 cache; leave "
+            "it out"
         )
     usual = "mma_split_kv" if dtype in HALF else "fa2_split_kv"
     if splits == "auto":
@@ -1082,7 +1087,7 @@ def for_decoding(
         return usual if kernel == "auto" and dtype not in HALF and rows <= FEW_ROWS else kernel
     if kernel not in ("auto", *_IN_SPLITS):
         raise ValueError(
-            f"splits is for {' and '.join(_IN_SPLITS)}, and kernel is {described(kernel)}; leave "
+            f"splits is for {' and '.join(_IN_SPLITS)}, but kernel is {described(kernel)}; leave "
             "one of them out"
         )
     chosen = usual if kernel == "auto" else str(kernel)
@@ -1099,7 +1104,8 @@ def _in_splits(name: str, splits: int | None, is_e4m3: bool) -> Kernel:
         return with_cleared_rest(rounded_first(made), *REST)
     return replace(
         with_cleared_rest(made, *REST),
-        name="mma_split_kv_e4m3",  # another name, as constants tuned for 16-bit keys do not suit it
+        # Constants that were tuned for 16-bit keys do not suit e4m3, hence another name.
+        name="mma_split_kv_e4m3",
         tiles=SPLIT_E4M3_TILES,
         features=(*made.features, "e4m3"),
         arch="89",

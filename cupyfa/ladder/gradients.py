@@ -1,4 +1,4 @@
-"""The gradients of arrays that change scores: more launches of the backward kernels."""
+"""Launches that compute gradients of captured arrays, added to all backward kernels."""
 
 from dataclasses import replace
 from math import prod
@@ -13,10 +13,10 @@ from cupyfa.problem.optional_inputs import BIAS, OWN_ARRAYS, SINK, Operand
 from cupyfa.problem.problem import Problem, round_up
 
 _THREADS = 256
-_ROWS = _THREADS // 32  # rows per block: one for each warp
-_MOST_BLOCKS = 4096  # the most blocks of a launch that loops over all elements
-_ROW_SUMS = "row_sums"  # scratch of kernels for Hopper: lse and delta of tiles of rows
-_WORD = 61  # bits of a word of a sum: for the terms, and for carries when they are added
+_ROWS = _THREADS // 32  # rows per block, one per warp
+_MOST_BLOCKS = 4096  # maximum number of blocks of a launch that loops over all elements
+_ROW_SUMS = "row_sums"  # scratch of Hopper kernels: lse and delta of row tiles
+_WORD = 61  # bits per word of a fixed-point sum, for terms and carries
 _SUMS = "expression_exponents.data expression_sums.data expression_flags.data"
 _SCRATCH = {
     "expression_exponents": (lambda p, c: 4 * p.modifiers.elements, "byte"),
@@ -26,7 +26,7 @@ _SCRATCH = {
 
 
 def with_gradients(kernel: Kernel) -> Kernel:
-    """Adds the launches for gradients of sinks and of arrays that expressions read."""
+    """Adds the launches for gradients of sinks and captured arrays to a kernel."""
     launches, scratch = (*kernel.launches, SINK_GRADIENT), kernel.scratch
     if "places" in kernel.features:
         of_expressions: tuple[Launch, ...] = EXPRESSION_GRADIENTS
@@ -46,7 +46,7 @@ def _threads(p: Problem, c: SimpleNamespace) -> int:
 
 
 def _sinks(p: Problem) -> list[Operand]:
-    """The sinks, if the call returns their gradient."""
+    """Returns the sink operand in a list if the call returns its gradient, else an empty list."""
     return [x for x in p.modifiers.arrays if x.name == SINK and x.gradient]
 
 
@@ -68,9 +68,10 @@ def _of_rows(p: Problem, c: SimpleNamespace) -> int:
 
 
 def _terms(p: Problem, x: Operand) -> int:
-    """The most terms that are summed in one element of the gradient of an array.
+    """Returns the maximum number of terms that are summed in one element of an array's gradient.
 
-    For a bias and for slopes every pair reads one element, and all elements are read equally often.
+    Every pair reads one element of a bias or of ALiBi slopes, and each element is read equally
+    often.
     """
     pairs = p.batch * p.heads * p.M * p.N
     if x.name in OWN_ARRAYS:
@@ -79,12 +80,12 @@ def _terms(p: Problem, x: Operand) -> int:
 
 
 def _bits(p: Problem, c: SimpleNamespace) -> int:
-    """The number of bits such that every sum has fewer than 2**bits terms."""
+    """Returns the number of bits such that every sum has fewer than 2**bits terms."""
     return max(_terms(p, x) for x in p.modifiers.differentiated).bit_length()
 
 
 def _words(p: Problem, c: SimpleNamespace) -> int:
-    """The number of words per sum: two, if truncation to one could lose more than rounding does."""
+    """Returns the words per sum: two if truncation to one word could exceed the rounding error."""
     digits = np.finfo(p.dtype.sums).nmant + 1
     return 1 if 2 * _bits(p, c) <= _WORD - digits else 2
 
@@ -116,13 +117,11 @@ _BIAS_ROWS, _BIAS_CHUNKS, _CHUNK = 128, 4, 64  # a tile has 128 rows and 4 chunk
 
 
 def _bias(p: Problem) -> Operand:
-    """The single captured array whose gradient the call returns."""
     (bias,) = p.modifiers.differentiated
     return bias
 
 
 def _is_a_bias(p: Problem) -> bool:
-    """Whether the only gradient to return is that of a bias with an element for each pair."""
     found = p.modifiers.differentiated
     if [x.name for x in found] != [BIAS] or 0 in (p.batch, p.heads, p.M, p.N):
         return False
@@ -136,17 +135,16 @@ def _bias_tiles(p: Problem, c: SimpleNamespace) -> int:
 
 
 def _bias_fits(p: Problem) -> bool:
-    """Whether a tile of the bias fits into shared memory."""
     return padded_columns(p, 64) <= 256
 
 
 def _copied_bytes(p: Problem, c: SimpleNamespace) -> int:
-    """The bytes per element of the bias if it is copied to shared memory, or 0."""
+    """Returns the element size of the bias if it is copied to shared memory, or 0."""
     return bias_bytes(p) if _bias_fits(p) and p.modifiers.held is _bias(p) else 0
 
 
 def _bias_stages(p: Problem, c: SimpleNamespace) -> dict[str, int]:
-    """The numbers of stages of Q, dO, K and V, and of chunks of the bias (0 if not copied)."""
+    """Returns the number of stages of Q, dO, K/V, and of bias chunks (0 if not copied)."""
     width = padded_columns(p, 64)
     if width <= 128:
         found = (2, 2, 4, 6)
@@ -163,8 +161,8 @@ def _stages_of(name: str) -> Formula:
 
 
 def _bias_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Bytes of shared memory for Q, dO, K, V and the bias in 16 bits and in whole boxes, and two
-    barriers for each stage.
+    """Returns the bytes of shared memory for 16-bit tiles of Q, dO, K, V and the bias in whole TMA
+    boxes, and for two mbarriers per stage.
     """
     Q, dO, KV, bias = _bias_stages(p, c).values()
     d, dv = round_up(p.d, 64), round_up(p.dv, 64)

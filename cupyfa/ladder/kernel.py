@@ -1,7 +1,7 @@
-"""The records that describe kernels to planning, launching and reports.
+"""Records, which describe kernels to planning, launching and reports.
 
-A record gives arguments, grid, threads and shared memory of each launch as one-line formulas of the
-problem ``p`` and the constants ``c``. Users write records for their own files.
+A record describes each launch: its arguments, and one-line formulas of the problem ``p`` and the
+constants ``c`` for grid, threads and shared memory. Users write records for their own kernels.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ if TYPE_CHECKING:
     from cupyfa.numerics.tolerance import ExpectedOfEach, Roundings
 
 Formula = Callable[[Problem, SimpleNamespace], int]
-Constant = Callable[[Problem, SimpleNamespace], float]  # gives a float, an int or a bool
+Constant = Callable[[Problem, SimpleNamespace], float]  # returns a float, an int or a bool
 Grid = Callable[[Problem, SimpleNamespace], "int | tuple[int, ...]"]
 Float = Callable[[Problem, SimpleNamespace], float]
-Walk = Callable[[Problem, SimpleNamespace], "tuple[int, int] | None"]  # (rows, keys) of a tile
+Walk = Callable[[Problem, SimpleNamespace], "tuple[int, int] | None"]  # tile size (rows, keys)
 Reference = Callable[[Arrays, Problem, SimpleNamespace], Mapping[str, Any]]
 
 AXES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv", "d8", "dv8", "d16", "dv16", "N32")
-KINDS = ("real", "scalar", "operand", "byte", "int")  # of scratch
+KINDS = ("real", "scalar", "operand", "byte", "int")  # element types of scratch
 FEATURES = (
     *OPTION_FEATURES,
     *dict.fromkeys(x.feature for x in OPTIONAL_INPUTS.values() if x.feature),
     *("wrt", "gqa", "strides", "lse", "dv"),
 )
 ARCHES = ("75", "80", "86", "89", "90", "100", "120")
-ARCH_SPECIFIC = ("90a", "100a", "120a")  # targets with instructions that only they have
+ARCH_SPECIFIC = ("90a", "100a", "120a")  # targets with architecture-specific instructions
 MOST_BOX_ROWS = 256
 _FORMS = ("", "data", "map")  # how arrays are passed: as a Tensor, a pointer or a TensorMap
 _BOXES_SINCE = 90
-_OF_NUMBERS = "fiubV"  # NumPy's kinds of numeric dtypes; those of ml_dtypes are V
+_OF_NUMBERS = "fiubV"  # NumPy kinds of numeric dtypes; V for dtypes of ml_dtypes
 ROUNDINGS = ("float64", *PRECISIONS)
 
 
 def padded(width: int, itemsize: int) -> int:
-    """The row length of a padded tile, in elements: an odd multiple of 16 bytes."""
+    """Returns the row length of a padded tile, in elements: an odd multiple of 16 bytes."""
     step = 16 // itemsize
     return (cdiv(width, step) | 1) * step
 
@@ -65,10 +65,10 @@ def _arrays_of(args: str) -> tuple[tuple[str, str], ...]:
 
 
 class _Record:
-    """Base class of Launch and Kernel. Records are immutable, so copying returns the record."""
+    """Base class of Launch and Kernel. Records are immutable, so a copy is the record itself."""
 
     def check(self, rules: Rules) -> None:
-        """Raises ValueError for a field that breaks a rule; rules begin with the field's name."""
+        """Raises ValueError for a field that breaks a rule; a rule's text begins with its field."""
         for rule, holds in rules.items():
             try:
                 kept = holds(self)
@@ -77,7 +77,7 @@ class _Record:
             if not kept:
                 name, field = next(iter(vars(self).values())), rule.split()[0]
                 value = reprlib.repr(getattr(self, field))
-                raise ValueError(f"{type(self).__name__} {name!r}: {rule}, but here {value}")
+                raise ValueError(f"{type(self).__name__} {name!r}: {rule}; got {value}")
 
     def __copy__(self) -> Any:
         return self
@@ -93,48 +93,50 @@ class Launch(_Record):
     entry: the name of the ``extern "C"`` function and of its file.
     args: the arguments in order, separated by blanks:
 
-        - arrays: those of the operation (``Q K V O lse``; of gradients also ``dO dQ dK dV``; of a
-          softmax ``S P lse``), inputs of options, by their names in operations.py, and the kernel's
-          own inputs, outputs and scratch. ``Q`` is passed as the struct Tensor of tensor.cuh,
-          ``Q.data`` as a bare pointer to contiguous elements, ``Q.map`` as the struct TensorMap of
-          tma.cuh; all are null for an input that the problem lacks;
+        - arrays of the operation (``Q K V O lse``; for gradients also ``dO dQ dK dV``; for a
+          softmax ``S P lse``), inputs of options, and the kernel's own inputs, outputs and scratch.
+          ``Q`` is passed as the struct Tensor of tensor.cuh, ``Q.data`` as a bare pointer to
+          contiguous elements, ``Q.map`` as the struct TensorMap of tma.cuh. An input that the
+          problem lacks is passed as zeros;
         - int32: ``M N heads kv_heads batch group``, the mask's ``causal_offset window_offset``,
           and the names in ``numbers``;
         - the kernel's ``floats``, as ``real``;
         - ``scale`` as float (double for float64);
         - ``sizes``, the struct Sizes of extent.cuh: M, N and the two offsets of the mask;
-        - ``mods``, the struct Mods that the host declares above the file: the numbers of the
-          options that modify scores. It is empty if the problem has none.
+        - ``mods``, the struct Mods that is declared above the file: the arrays and numbers of
+          options that modify scores. It is empty for unmodified scores.
 
-    grid, threads, shared: the number of blocks (or up to three numbers), the threads of a block and
-        its bytes of dynamic shared memory.
-    constants: more constants to declare above the file, as ``{"name": lambda p, c: …}``: bools,
-        whole numbers, or floats, which are rounded to single precision.
-    file: its path, if it is not in the folder of the kernel's operation or in ``steps`` there.
+    grid, threads, shared: the number of blocks (or up to three numbers), threads per block, and
+        bytes of dynamic shared memory.
+    constants: additional constants to declare above the file, as ``{"name": lambda p, c: …}``:
+        bools, integers, or floats, which are rounded to single precision.
+    file: the path of the file, if it is neither in the folder of the kernel's operation nor in
+        ``steps`` there.
     when: whether a problem needs this launch.
-    boxes: the rows, at most 256, of a box of each ``Q.map``, as ``{"Q": lambda p, c: c.Br}``. A box
-        has 64 columns of 16 bits or 128 of 8 bits. Its rows must begin at multiples of 16 bytes: an
-        array whose rows do not (an odd d, a negative or broadcast axis, an odd offset) is copied to
-        memory where they do; an output is copied back.
-    numbers: more int32 arguments, as ``{"name": lambda p, c: …}``.
+    boxes: rows per TMA box, at most 256, for each ``Q.map``, as ``{"Q": lambda p, c: c.Br}``. A box
+        has 64 columns of 16 bits or 128 of 8 bits, and its rows must be aligned to 16 bytes.
+        Unaligned arrays (odd d, negative strides, broadcast axes, odd offsets) are copied to
+        aligned memory; outputs are copied back.
+    numbers: additional int32 arguments, as ``{"name": lambda p, c: …}``.
     in_rounds: whether the launch is repeated in each of the kernel's ``rounds``.
-    begins_early: whether it may begin while the launch before it ends, on "90" and later
-        (programmatic dependent launch). Each thread that reads what launches before it write, or
-        writes what they read or write, calls wait_for_launch_before() of
-        ptx/dependent_launch.cuh first, and some thread of each block calls it in any case. It can
-        begin when all blocks of the launch before have ended or called launch_dependents().
-    unawaited: names of arrays that it reads without waiting, separated by blanks. The launch before
-        only reads them, too, and its threads call wait_for_launch_before() before
-        launch_dependents(): so the launches that write them have ended when this one begins. Then
-        only one of its blocks has to wait.
-    walks: the maps of a block mask by which it skips tiles (see extent.cuh), as ``{"key_tiles":
-        lambda p, c: (c.Br, c.Bc)}``: "key_tiles" if it loops over the keys of a tile of rows,
-        "row_tiles" if it loops over the rows of a tile of keys. The formula gives the rows and keys
-        of a tile, or None where the launch visits all tiles.
+    begins_early: whether the launch may begin while the previous launch ends, on "90" and later
+        (programmatic dependent launch). A thread must call wait_for_launch_before() of
+        ptx/dependent_launch.cuh before it reads data that earlier launches write, and before it
+        writes data that they read or write. At least one thread of each block must call it. The
+        launch begins when all blocks of the previous launch have ended or called
+        launch_dependents().
+    unawaited: names of arrays, separated by blanks, that the launch reads without waiting. The
+        previous launch must only read them, too, and call wait_for_launch_before() before
+        launch_dependents(), so that the launches that write these arrays have ended when this one
+        begins. Then only one block of this launch has to wait.
+    walks: the tile maps of a block mask by which the launch skips tiles (see extent.cuh), as
+        ``{"key_tiles": lambda p, c: (c.Br, c.Bc)}``: "key_tiles" if it loops over the keys of a row
+        tile, "row_tiles" if it loops over the rows of a key tile. The formula returns the rows and
+        keys of a tile, or None if the launch visits all tiles.
 
-    In formulas of grids, numbers and constants, ``c`` also has ``c.multiprocessors`` of the device
-    (few in the simulator, so that a persistent block has several tiles there too); in those of
-    grids and numbers also ``c.round``, the number of the round, from 0.
+    In formulas for grid, numbers and constants, ``c`` also has ``c.multiprocessors`` of the device
+    (few in the simulator, so that persistent blocks process several tiles there, too). In formulas
+    for grid and numbers, it also has ``c.round``, the index of the round.
     """
 
     entry: str
@@ -160,17 +162,17 @@ class Launch(_Record):
 
     @property
     def arrays(self) -> tuple[tuple[str, str], ...]:
-        """The names of its arguments, each with how it is passed: "", "data" or "map"."""
+        """Names of the arguments, each with its form: "", "data" or "map"."""
         return _arrays_of(self.args)
 
 
 @dataclass(frozen=True)
 class Matmul:
-    """``out = a b * scale`` for each head, by cuBLAS; ``"K.T"`` is K transposed.
+    """Computes ``out = a b * scale`` for each head by cuBLAS; ``"K.T"`` is K transposed.
 
-    Groups of heads of ``a`` may share one head of ``b``. Where groups of heads share one of
-    ``out``, their products are added up. Inputs may have the problem's dtype and ``out`` that of
-    sums.
+    A group of heads of ``a`` may share a head of ``b``. If a group shares a head of ``out``, its
+    products are added up. Inputs may have the problem's dtype while ``out`` has the accumulation
+    type.
     """
 
     out: str
@@ -183,78 +185,76 @@ class Matmul:
 class Kernel(_Record):
     """One version of an operation.
 
-    name: the name that calls and commands use.
-    adds: what this version adds to the one before, in a few words.
-    launches: what is launched, in this order.
+    name: the name in calls and on the command line.
+    adds: a few words about what this version adds to the previous one.
+    launches: the launches and matrix products, in order.
     operation: "forward" (O and lse of Q, K and V), "backward" (dQ, dK and dV of Q, K, V, O, lse and
-        dO) or "softmax" (P and lse of S). Intermediate arrays are ``scratch``, such as delta, the
-        sum of dO · O over each row.
-    tiles: the constants it is compiled with, in order of preference, or a TileChoice, which depends
-        on head dimension, architecture and number of rows.
-    candidates: the values of each constant that ``cupyfa tune`` combines, as
-        ``{"Br": (16, 32)}``; without any it tries the tiles.
-    rules: conditions that constants must meet, as ``{"in words": c -> bool}``; c has d and dv too.
-    dtypes: the dtypes of the arrays that it takes.
-    features: what it supports beyond the plain case: "causal" (a limit of keys on the right, a
-        window's too), "window" (one on the left), "gqa", "strides" (otherwise inputs are copied to
-        be contiguous), "lse" (otherwise it is not returned), "dv" (a dv other than d), "sink",
-        "row_max" (the largest score of each row), "dlse" (a gradient of lse), "ragged" (sequences
-        in packed arrays), "lengths" (those of batch elements in padded arrays), "paged" (keys and
-        values in pages), "e4m3" (keys and values of 8 bits, with scales), "out_dtype" (float32
-        results of 16-bit inputs: its files have the type ``result`` for O, dQ, dK and dV), and the
-        options that modify scores.
-    scratch: temporary arrays, as ``{name: (axes, kind)}``, of the kind "real", "scalar",
-        "operand", "byte" or "int"; those that the launches of a problem name are allocated. ``d8``
-        and ``dv8`` are d and dv rounded up to a multiple of 8, ``d16`` and ``dv16`` to a multiple
-        of 16, and ``N32`` is N rounded up to a multiple of 32.
-        A formula of the number of elements may take the place of axes; it has
-        ``c.multiprocessors``.
-    rounds: how often the launches that are ``in_rounds`` are repeated, one after another, so that
-        scratch need not hold everything at once.
-    arch: the least compute capability; or an architecture-specific target such as "90a": the kernel
-        then runs only on devices of that architecture.
-    dtype_arch: the least compute capability for dtypes that need more, as ``{"bfloat16": "80"}``.
-    largest_d: the limit of d and dv, if there is one besides shared memory.
-    rounding: the precision that operands are rounded to by design, if not that of the dtype.
-    parts: the dtype of the hi and lo halves that float32 operands are split into, if they are:
-        ``operand`` in its files. Nothing is rounded to it.
-    precisions: precisions that it can round float32 inputs to, even if float32 is not among its
-        dtypes; launches see it as ``p.precision``, which is None for float32 itself.
-    tflops: its speed on an H100 SXM, as ``{dtype: {d: TFLOP/s}}``, with ``"float32 as tf32"``
-        and the like for precisions: at batch 4, heads 16, M = N = 2048 or what its page measures; a
-        softmax at 16384 rows of 4096, under d = 0. ``kernel="auto"`` chooses by it, and takes a
-        kernel without a measured speed only if none was measured for that precision or dtype.
-    made_for: the problems that it was made for, ``lambda p, c: bool`` with ``c.multiprocessors``
-        and ``c.arch``, the device's compute capability. ``kernel="auto"`` takes it for these, once
-        it was measured, and for no others.
-    unordered: outputs that are summed in any order, for example by atomics: their last bits differ
-        from run to run.
-    persistent: whether each block is assigned its tiles at the beginning, so that the launch waits
-        for a block that begins late.
-    folder: the folder of the files of a kernel from outside the project. If it holds at least one
-        of them, files missing there are taken from the project.
-    after: the rungs of its family that its files are read after, as small changes of theirs.
+        dO) or "softmax" (P and lse of S). Intermediate arrays, such as delta, the row sums of
+        dO ∘ O, are ``scratch``.
+    tiles: tile sizes to compile with, in order of preference, or a TileChoice, which depends on
+        head dimension, architecture and number of rows.
+    candidates: values of each constant that ``cupyfa tune`` combines, as ``{"Br": (16, 32)}``; if
+        empty, it tries the tiles.
+    rules: conditions on constants, as ``{"in words": c -> bool}``; c also has d and dv.
+    dtypes: supported dtypes of arrays.
+    features: what the kernel supports beyond the plain case: "causal" (a right limit on keys, also
+        of a window), "window" (a left limit), "gqa", "strides" (otherwise inputs are made
+        contiguous), "lse" (otherwise it is not returned), "dv" (dv other than d), "sink", "row_max"
+        (row maxima of scores), "dlse" (a gradient of lse), "ragged" (sequences in packed arrays),
+        "lengths" (lengths of batch elements in padded arrays), "paged" (keys and values in pages),
+        "e4m3" (8-bit keys and values, with scales), "out_dtype" (float32 results of 16-bit inputs;
+        its files use the type ``result`` for O, dQ, dK and dV), and the options that modify scores.
+    scratch: temporary arrays, as ``{name: (axes, kind)}``, of kind "real", "scalar", "operand",
+        "byte" or "int". Only arrays that a problem's launches use are allocated. ``d8`` and ``dv8``
+        are d and dv rounded up to a multiple of 8, ``d16`` and ``dv16`` to a multiple of 16, and
+        ``N32`` is N rounded up to a multiple of 32. A formula for the number of elements, which may
+        use ``c.multiprocessors``, can replace the axes.
+    rounds: number of times that launches with ``in_rounds`` are repeated, to limit scratch memory.
+    arch: minimum compute capability, or an architecture-specific target such as "90a", on which
+        alone the kernel then runs.
+    dtype_arch: minimum compute capability of dtypes that require more, as ``{"bfloat16": "80"}``.
+    largest_d: maximum d and dv, if limited by anything other than shared memory.
+    rounding: the precision to which operands are rounded by design, if not that of the dtype.
+    parts: the dtype of the hi and lo halves of split float32 operands, ``operand`` in its files;
+        None for kernels that do not split operands.
+    precisions: precisions to which the kernel can round float32 inputs, even if float32 is not in
+        ``dtypes``; launches read it from ``p.precision``, which is None for float32 itself.
+    tflops: measured speed on an H100 SXM, as ``{dtype: {d: TFLOP/s}}``, with keys such as
+        ``"float32 as tf32"`` for precisions: for batch 4, heads 16, M = N = 2048 or the problem on
+        the kernel's page; for a softmax (d = 0), 16384 rows of 4096. ``kernel="auto"`` compares
+        these speeds. It selects a kernel without a measured speed only if none was measured for the
+        precision or dtype.
+    made_for: whether the kernel was made for a problem, ``lambda p, c: bool`` with
+        ``c.multiprocessors`` and ``c.arch``, the device's compute capability. ``kernel="auto"``
+        selects the kernel, once it was measured, for these problems only.
+    unordered: outputs that are summed in arbitrary order, for example by atomics, so that their
+        last bits differ from run to run.
+    persistent: whether tiles are assigned to persistent blocks in advance, so that the launch waits
+        for blocks that begin late.
+    folder: the folder of a user's kernel files. If it contains at least one of the kernel's files,
+        missing files are taken from the project.
+    after: the rungs after which its files should be read, because they are small changes of them.
 
-    For a kernel that computes something else than its operation, or needs more for it:
+    For a kernel that computes something else than its operation, or needs additional arrays:
 
-    inputs: arrays of its own, as ``{"slopes": Input("heads", "real")}``. Callers give them with
-        ``kernel.bind(slopes=array)``. As a Tensor, axes ``batch``, ``heads`` and ``kv_heads`` have
-        the strides of these names and the others are rows and columns; an array whose shape is a
-        formula has its last axis as columns.
-    outputs: arrays that it computes besides those of the operation, as ``{"rowmax": ("batch heads
-        M", "real")}``. Callers ask for them with ``kernel.bind(returns=("rowmax",))``.
-    floats: arguments of type ``real``, as ``{"cap": lambda p, c: 30.0}``. Callers may give another
-        number: ``kernel.bind(cap=50.0)``.
-    reference: what it computes, for checks: ``reference(arrays, p, c)`` gives ``{output: array}``
-        with every output of the kernel, in float64. ``arrays`` are the inputs by name, Q as
-        [batch, heads, M, d], additional ones with the axes in ``inputs``; float arrays are float64.
-        ``c`` has constants and floats, and as ``c.rounding`` the precision that operands are
-        rounded to by design, or None. The bounds of its errors are found by evaluating it several
-        times (docs/checking.md); for bounds of its own it gives ``Expected(value, bound)``.
-    forward: for gradients, ``forward(arrays, p, c)`` gives ``{"O": …, "lse": …}`` of random inputs
-        in checks; by default, O and lse of plain attention. Attention without a softmax has no lse:
-        where no launch names it, ``forward`` leaves it out, callers give None, and it is not in the
-        arrays of ``reference``.
+    inputs: additional arrays, as ``{"slopes": Input("heads", "real")}``. Callers pass them with
+        ``kernel.bind(slopes=array)``. In a Tensor, ``batch``, ``heads`` and ``kv_heads`` provide
+        the strides of these names, and other axes are rows and columns. If the shape is a formula,
+        the last axis holds the columns.
+    outputs: additional outputs, as ``{"rowmax": ("batch heads M", "real")}``. Callers request them
+        with ``kernel.bind(returns=("rowmax",))``.
+    floats: arguments of type ``real``, as ``{"cap": lambda p, c: 30.0}``. Callers can override the
+        default with ``kernel.bind(cap=50.0)``.
+    reference: computes the expected results for checks: ``reference(arrays, p, c)`` returns
+        ``{output: array}`` with every output of the kernel, in float64. ``arrays`` maps names to
+        inputs: Q is [batch, heads, M, d], additional inputs have the axes in ``inputs``, and floats
+        are float64. ``c`` has constants and floats, and ``c.rounding``, the precision to which
+        operands are rounded by design, or None. Error bounds are derived by evaluating the
+        reference several times (docs/checking.md); it may also return ``Expected(value, bound)``.
+    forward: for gradients, ``forward(arrays, p, c)`` returns ``{"O": …, "lse": …}`` of random
+        inputs for checks; by default, O and lse of plain attention. Attention without a softmax has
+        no lse: if no launch uses it, ``forward`` omits it, callers pass None, and the arrays of
+        ``reference`` do not contain it.
     """
 
     name: str
@@ -295,9 +295,9 @@ class Kernel(_Record):
     def bind(self, *, returns: Sequence[str] = (), **own: Any) -> BoundKernel:
         """Binds a kernel's additional arrays and floats for a call: ``kernel=mine.bind(slopes=x)``.
 
-        own: arrays for its ``inputs``, with the axes there, in any layout and memory; and numbers
-            in place of its ``floats``.
-        returns: names of its ``outputs``, which a call returns after its other results.
+        own: arrays for the record's ``inputs``, with the axes given there, in any layout and
+            memory; numbers that override its ``floats``.
+        returns: names of ``outputs``, which a call returns after its other results.
 
         Raises TypeError and ValueError for names that the kernel does not have, and for floats that
         are not finite numbers.
@@ -310,34 +310,34 @@ class Kernel(_Record):
 
     @property
     def target(self) -> str | None:
-        """The architecture-specific target that it must be compiled for, or None."""
         return self.arch if self.arch in ARCH_SPECIFIC else None
 
     @property
     def float32_as(self) -> tuple[str, ...]:
-        """The PRECISIONS in which it computes float32 inputs."""
+        """The precisions in which the kernel can compute float32 inputs."""
         own = self.rounding if self.rounding in PRECISIONS else "float32"
         return (*((own,) if "float32" in self.dtypes else ()), *self.precisions)
 
     def precisions_of(self, dtype: str) -> tuple[str, ...]:
-        """The PRECISIONS in which it computes inputs of a dtype; empty if there is no choice."""
+        """Returns the precisions to choose from for inputs of a dtype; empty without a choice."""
         if dtype == "float32":
             return self.float32_as
         is_rounded = self.rounding == FLOAT8 and dtype != E4M3_INPUTS.name
         return (FLOAT8,) if is_rounded else ()
 
     def suits(self, dtype: str, precision: str | None) -> bool:
-        """Whether "auto" may take it: a kernel that rounds to float8 needs the precision float8, or
-        inputs in float8.
+        """Returns whether "auto" may select the kernel for this dtype and precision.
+
+        A kernel that rounds to float8 requires float8 precision or float8 inputs.
         """
         return self.rounding != FLOAT8 or precision == FLOAT8 or dtype == E4M3_INPUTS.name
 
     def takes(self, dtype: str) -> bool:
-        """Whether it computes inputs of a dtype, in any precision."""
+        """Returns whether the kernel supports inputs of a dtype, in any precision."""
         return dtype in self.dtypes or (dtype == "float32" and bool(self.precisions))
 
     def resolved(self, p: Problem) -> Problem:
-        """Sets the problem's precision to the kernel's, if none is given and it is not float32."""
+        """Sets a missing precision of the problem to the precision that the kernel rounds to."""
         if p.precision or not self.precisions_of(p.dtype.name):
             return p
         if p.dtype.name == "float32" and "float32" in self.float32_as:
@@ -352,7 +352,7 @@ class Kernel(_Record):
         )
 
     def walks_of(self, p: Problem, constants: Mapping[str, float]) -> dict[str, tuple[int, int]]:
-        """Maps each block-mask map that its launches read to the rows and keys of its tiles."""
+        """Maps each tile map that the kernel's launches read to the rows and keys of a tile."""
         c, found = SimpleNamespace(**constants), {}
         for launch in self.steps(p):
             for name, formula in launch.walks.items() if isinstance(launch, Launch) else ():
@@ -362,22 +362,22 @@ class Kernel(_Record):
 
     @property
     def is_plain(self) -> bool:
-        """Whether it computes its operation from that operation's inputs alone."""
+        """Whether the record adds no inputs, outputs or reference to its operation."""
         return not (self.inputs or self.outputs or self.reference)
 
     @property
     def reads_lse(self) -> bool:
-        """Whether its gradients need lse, which attention without a softmax does not have.
+        """Whether the kernel's gradients need lse, which attention without a softmax does not have.
 
-        A record without a custom reference computes the gradients of a softmax.
+        Records without a custom reference always need lse.
         """
         named = {name for x in self.launches if isinstance(x, Launch) for name, _ in x.arrays}
         return self.reference is None or "lse" in named
 
     def forward_of(self, arrays: Arrays, p: Problem, c: SimpleNamespace) -> dict[str, np.ndarray]:
-        """The O and lse of ``forward``; lse is 0 if no launch reads it and ``forward`` omits it.
+        """Calls ``forward``; returns O and lse, which is 0 if no launch reads it.
 
-        Raises ValueError unless both are arrays of the expected shapes.
+        Raises ValueError unless ``forward`` returns arrays of the expected shapes.
         """
         known = OPERATIONS[self.operation].inputs_of(p)
         shapes = {name: known[name].shape(p) for name in ("O", "lse")}
@@ -388,9 +388,9 @@ class Kernel(_Record):
         return {x: np.asarray(made[x]).astype(known[x].dtype(p)) for x in shapes}
 
     def computes(self, constants: Mapping[str, float] | None = None) -> Operation:
-        """Its operation, extended by the inputs, outputs and reference of the record.
+        """Returns the operation, extended by the record's inputs, outputs and reference.
 
-        The argument ``c`` of the reference has ``constants``, floats included.
+        constants: constants and floats that the reference receives as attributes of ``c``.
         """
         base = OPERATIONS[self.operation]
         if self.is_plain:
@@ -400,7 +400,7 @@ class Kernel(_Record):
         return replace(base, inputs=inputs, outputs=outputs, reference=reference)
 
     def floats_of(self, p: Problem, constants: Mapping[str, float]) -> dict[str, float]:
-        """The values of ``floats`` as the kernel receives them: rounded to ``real``."""
+        """Evaluates ``floats`` and rounds them to ``real``, as passed to the kernel."""
         c, found = SimpleNamespace(**constants), {}
         for name, formula in self.floats.items():
             value = self.evaluated(f"float {name}", formula, p, c)
@@ -414,7 +414,7 @@ class Kernel(_Record):
         return found
 
     def evaluated(self, what: str, formula: Callable[..., Any], *values: Any) -> Any:
-        """Evaluates one of its formulas; turns any exception of the formula into ValueError."""
+        """Evaluates a formula of the record; converts any exception to ValueError."""
         try:
             return formula(*values)
         except Exception as error:
@@ -435,7 +435,7 @@ class Kernel(_Record):
         roundings: Roundings,
         excerpt: Excerpt | None = None,
     ) -> ExpectedOfEach:
-        """The results of the custom reference, with bounds; it cannot compute excerpts."""
+        """Evaluates the custom reference and bounds its errors; excerpts are not supported."""
         from cupyfa.numerics import deviation
 
         assert excerpt is None, "a custom reference computes all rows, not an excerpt"
@@ -473,17 +473,17 @@ class Kernel(_Record):
     def _checked(
         self, what: str, found: Any, shapes: Mapping[str, tuple[int, ...]]
     ) -> Mapping[str, Any]:
-        """Checks the arrays that a function of the record returned: raises ValueError unless they
-        have these shapes and hold numbers.
+        """Raises ValueError unless a function of the record returned arrays of numbers with these
+        shapes.
         """
-        from cupyfa.numerics.tolerance import Expected  # here, as only checks need it
+        from cupyfa.numerics.tolerance import Expected  # imported here, because only checks need it
 
-        gives = f"{self.name}: the record's {what} gives"
+        returned = f"{self.name}: the record's {what} returned"
         if not isinstance(found, Mapping) or not found.keys() >= shapes.keys():
             is_mapping = isinstance(found, Mapping)
             names = ", ".join(map(str, found)) if is_mapping else type(found).__name__
             raise ValueError(
-                f"{gives} {names or 'nothing'}; it must give {{name: array}} with "
+                f"{returned} {names or 'nothing'}; it must return {{name: array}} with "
                 f"{', '.join(shapes)}"
             )
         for name, shape in shapes.items():
@@ -491,9 +491,9 @@ class Kernel(_Record):
             array = value if hasattr(value, "dtype") else self.evaluated(what, np.asarray, value)
             if array.dtype.kind not in _OF_NUMBERS:
                 given = f"of dtype {array.dtype}" if array is value else f"= {described(value)}"
-                raise ValueError(f"{gives} {name} {given}; it must be an array of numbers")
+                raise ValueError(f"{returned} {name} {given}; it must be an array of numbers")
             if array.shape != shape:
-                raise ValueError(f"{gives} {name} of shape {array.shape}; it must have {shape}")
+                raise ValueError(f"{returned} {name} of shape {array.shape}; it must have {shape}")
         return found
 
     def steps(self, p: Problem) -> tuple[Launch | Matmul, ...]:
@@ -501,7 +501,7 @@ class Kernel(_Record):
         return tuple(x for x in self.launches if isinstance(x, Matmul) or x.when(p))
 
 
-# Names of arguments of calls and launches; additional arrays and floats cannot have them.
+# Names of arguments of calls and launches, which additional arrays and floats must not use.
 _TAKEN = {
     *("q", "k", "v", "x", "out", "dout", "grads", "own", "Q", "K", "V", "O", "lse", "dO", "dQ"),
     *("dK", "dV", "S", "P", "M", "N", "d", "dv", "heads", "kv_heads", "batch", "group", "scale"),
@@ -512,7 +512,7 @@ _TAKEN = {
 
 @dataclass(frozen=True, eq=False)
 class BoundKernel:
-    """A kernel with additional arrays and floats bound for a call, returned by ``Kernel.bind``."""
+    """A kernel with arrays and floats bound for a call, returned by ``Kernel.bind``."""
 
     kernel: Kernel
     own: Mapping[str, Any]
@@ -522,21 +522,21 @@ class BoundKernel:
         record, returns = self.kernel, self.returns
         are_names = isinstance(returns, Iterable) and not isinstance(returns, str)
         if not are_names or not all(isinstance(x, str) for x in returns):
-            raise TypeError(f"returns is {described(returns)}; give names, as ('rowmax',)")
-        for names, known, does in (
-            (self.own, (*record.inputs, *record.floats), "takes"),
-            (returns, tuple(record.outputs), "computes"),
+            raise TypeError(f"returns is {described(returns)}; give names, such as ('rowmax',)")
+        for names, known, kind in (
+            (self.own, (*record.inputs, *record.floats), "argument"),
+            (returns, tuple(record.outputs), "output"),
         ):
             for name in names:
                 if name not in known:
                     raise TypeError(
-                        f"{record.name} {does} no {name!r} of its own{nearest(name, known)}; it "
-                        f"{does} {', '.join(known) or 'nothing'}"
+                        f"{record.name} has no additional {kind} {name!r}{nearest(name, known)}; "
+                        f"it has {', '.join(known) or 'none'}"
                     )
         object.__setattr__(self, "returns", tuple(returns))
 
     def with_floats(self) -> Kernel:
-        """The kernel with the bound numbers in place of the defaults of ``floats``."""
+        """Returns the kernel with bound numbers in place of the defaults in ``floats``."""
         given = {name: self.own[name] for name in self.kernel.floats if name in self.own}
         for name, value in given.items():
             is_number = isinstance(value, Real) and not isinstance(value, bool)
@@ -552,7 +552,7 @@ def _are_own(names: Iterable[str]) -> bool:
     return all(name.isidentifier() and name not in _TAKEN for name in names)
 
 
-# The rules that fields of records must meet.
+# Rules that the fields of records must meet.
 _LAUNCH_RULES: Rules = {
     "entry is the name of a C function": lambda x: x.entry.isidentifier(),
     "args is one string of names separated by blanks": lambda x: isinstance(x.args, str),

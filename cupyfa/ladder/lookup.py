@@ -1,4 +1,4 @@
-"""Finds kernels by name. They are also pickled by name, since records hold functions."""
+"""Lookup of kernels by name. Pickles hold names, too, because records contain functions."""
 
 import copyreg
 import sys
@@ -13,24 +13,23 @@ from cupyfa.errors import described, nearest
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Kernel, Launch
 
-_loaded: list[tuple[Kernel, str]] = []  # records loaded from scripts, and their names
+_loaded: list[tuple[Kernel, str]] = []  # records loaded from scripts, with their names
 
 
 def kernels(operation: str | None = None) -> tuple[Kernel, ...]:
-    """The records of every kernel, or of one operation's, in teaching order."""
+    """Returns the records of all kernels, or of one operation's kernels, in teaching order."""
     if operation not in (None, *LADDER):
-        raise ValueError(f"operation {operation!r} is unknown; there are {', '.join(LADDER)}")
+        raise ValueError(f"operation {operation!r} is unknown; use one of {', '.join(LADDER)}")
     return tuple(x for name in LADDER if operation in (None, name) for x in LADDER[name].values())
 
 
 def kernel(name: str) -> Kernel:
-    """The record of one kernel: from the ladder by its name, or from a script by
-    ``script.py:name``, which runs the script each time.
+    """Returns a kernel's record, by its name in the ladder or as ``script.py:name``.
 
-    Raises ValueError, which lists the known names, for any other name.
+    The latter runs the script each time. Raises ValueError, with the known names, for other names.
     """
     if not isinstance(name, str):
-        raise TypeError(f"a kernel's name is a string, and this is {name!r}; see cupyfa.kernels()")
+        raise TypeError(f"a kernel's name must be a string, not {name!r}; see cupyfa.kernels()")
     if ".py" in name:
         return _from_script(name)
     for records in LADDER.values():
@@ -40,7 +39,7 @@ def kernel(name: str) -> Kernel:
 
 
 def unknown_kernel(name: str, others: Iterable[str] = ()) -> ValueError:
-    """The error for a name that no kernel has; ``others`` are further names to suggest."""
+    """Makes the error for an unknown kernel name; ``others`` are further names to suggest."""
     script, is_text, variable = name.partition(".cu")
     if is_text and (not variable or variable.startswith(":")):
         like = f"{script}.py{variable}" if variable else "script.py:name"
@@ -52,13 +51,13 @@ def unknown_kernel(name: str, others: Iterable[str] = ()) -> ValueError:
     return ValueError(f"kernel {name!r} is unknown{nearest(name, known) or there_are}")
 
 
-record_named = kernel  # for modules in which `kernel` is a variable
+record_named = kernel  # alias for modules that use `kernel` as a variable
 
 
 def tile_remedy(given: Mapping[str, Any], argument: str | None) -> str:
-    """A hint how to pass tile sizes that were given as keyword arguments; empty if there are none.
+    """Returns a hint for tile sizes that were passed as keyword arguments; "" if there are none.
 
-    ``argument`` is the argument for tile sizes of the function that was called, if it has one.
+    ``argument`` is the called function's argument for tile sizes, if it has one.
     """
     names = {name for record in kernels() for name in record.choice.names}
     sizes = ", ".join(f'"{name}": {described(x)}' for name, x in given.items() if name in names)
@@ -71,16 +70,16 @@ def tile_remedy(given: Mapping[str, Any], argument: str | None) -> str:
 
 
 def operation_of(name: str) -> str:
-    """The operation of the kernel with this name; "forward" for "auto"."""
+    """Returns the operation of the kernel with this name; "forward" for "auto"."""
     return "forward" if name == "auto" else record_named(name).operation
 
 
 def _from_script(name: str) -> Kernel:
     script, _, variable = name.rpartition(":")
     if not script:
-        raise ValueError(f"{name!r} names no record; write {name}:name for the Kernel in it")
+        raise ValueError(f"{name!r} does not name a record; write {name}:name for a Kernel in it")
     if not Path(script).is_file():
-        raise ValueError(f"there is no file {script!r}; give the path of a script with a Kernel")
+        raise ValueError(f"file {script!r} does not exist; give the path of a script with a Kernel")
     found = _variables_of(Path(script).resolve())
     records = {key: value for key, value in found.items() if isinstance(value, Kernel)}
     if variable not in records:
@@ -92,10 +91,11 @@ def _from_script(name: str) -> Kernel:
 
 
 def _variables_of(script: Path) -> dict[str, Any]:
-    """Runs a script with its folder on the path and returns its variables. Its output goes to
-    stderr, because commands write data to stdout.
+    """Runs a script with its folder on the path and returns its variables.
+
+    Redirects the script's output to stderr, because commands write data to stdout.
     """
-    import runpy  # here, as few programs load a script
+    import runpy  # imported here, because few programs load a script
     import traceback
 
     path = list(sys.path)
@@ -108,7 +108,7 @@ def _variables_of(script: Path) -> dict[str, Any]:
             x.lineno for x in traceback.extract_tb(error.__traceback__) if x.filename == str(script)
         ]
         place = f"{script}:{lines[-1]}" if lines else str(script)
-        what = " ".join(str(error).split())  # in one line
+        what = " ".join(str(error).split())  # joins lines
         raise ValueError(f"{place}: {type(error).__name__}: {what}; correct the script") from error
     finally:
         sys.path[:] = path
@@ -116,7 +116,7 @@ def _variables_of(script: Path) -> dict[str, Any]:
 
 @lru_cache
 def unpickled(name: str, index: int | None = None) -> Any:
-    """The record with this name, or one of its launches: the same object each time in a process."""
+    """Returns the record with this name, or one of its launches; always the same object."""
     return record_named(name) if index is None else unpickled(name).launches[index]
 
 
@@ -130,7 +130,7 @@ def _reduced(record: Kernel | Launch) -> tuple[Any, ...]:
     what = f"launch {record.entry!r}" if isinstance(record, Launch) else f"kernel {record.name!r}"
     raise PicklingError(
         f"{what} was made in this process, and its functions cannot be pickled; put the Kernel "
-        "into a script and take it from there, as cupyfa.kernel('script.py:name')"
+        "into a script and load it with cupyfa.kernel('script.py:name')"
     )
 
 

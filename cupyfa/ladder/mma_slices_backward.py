@@ -1,4 +1,4 @@
-"""The launches of `mma_slices_backward`. Each round computes some heads or keys, with P and dS in
+"""Launches of `mma_slices_backward`, which run in rounds over heads or keys, with P and dS in
 global memory.
 """
 
@@ -18,7 +18,7 @@ _TILES = named(
     (64, 128, 32, 32, 32, 2, 8192),
     (32, 64, 16, 32, 16, 2, 16384),
 )
-# For sm_100, where ptxas lacks registers for the first tile; for few rows, which fill small tiles.
+# On sm_100, ptxas runs out of registers for the first tile. Few rows fill only small tiles.
 TILES = TileChoice(_TILES, on={"100": {ANY_D: _TILES[1:2]}}, few_rows={32: {ANY_D: _TILES[-1:]}})
 CANDIDATES = {
     "Br": (64, 128),
@@ -42,8 +42,8 @@ def slices_shared(p: Problem, c: SimpleNamespace) -> int:
 
 
 def round_keys(p: Problem, c: SimpleNamespace) -> int:
-    """The number of keys in a round: all, rounded up to a multiple of 8, or as many whole tiles as
-    fit into `room` tiles of scores.
+    """Returns the number of keys per round: all keys, rounded up to a multiple of 8, or as many
+    whole K/V tiles as fit into `room` score tiles.
     """
     column = p.group * cdiv(p.M, c.Br)
     if column * cdiv(p.N, c.Bc) <= c.room:
@@ -52,35 +52,35 @@ def round_keys(p: Problem, c: SimpleNamespace) -> int:
 
 
 def round_heads(p: Problem, c: SimpleNamespace) -> int:
-    """The largest number of heads of K and V in a round: their scores fill at most `room` tiles."""
+    """Returns the maximum number of key heads per round; their scores fill at most `room` tiles."""
     tiles = p.group * cdiv(p.M, c.Br) * cdiv(p.N, c.Bc)
     return min(max(c.room // max(tiles, 1), 1), max(p.batch * p.kv_heads, 1))
 
 
 def rounds_of_keys(p: Problem, c: SimpleNamespace) -> int:
-    """The number of rounds for the keys of one head."""
+    """Returns the number of rounds over the keys of one head."""
     return max(cdiv(p.N, max(round_keys(p, c), 1)), 1)
 
 
 def count(p: Problem, c: SimpleNamespace) -> int:
-    """The total number of rounds."""
+    """Returns the total number of rounds."""
     heads = max(p.batch * p.kv_heads, 1)
     return cdiv(heads, round_heads(p, c)) * rounds_of_keys(p, c)
 
 
 def covered(columns: int, c: SimpleNamespace) -> tuple[int, int]:
-    """The number of tiles, about Bc wide, that cover the columns of a gradient; their columns."""
+    """Returns the number of tiles that cover a gradient's columns, and their total width."""
     width = even_width(columns, c.Bc, c.Bc // c.Wc * 16)
     return cdiv(columns, width), round_up(columns, width)
 
 
 def scores(p: Problem, c: SimpleNamespace) -> int:
-    """The number of elements of P, or of dS, in a round."""
+    """Returns the number of elements of P (or dS) per round."""
     return round_heads(p, c) * p.group * p.M * round_keys(p, c)
 
 
 def sums(p: Problem, c: SimpleNamespace) -> int:
-    """The number of elements of dQ_sum, in whole tiles; 0 if one round has all keys of a head."""
+    """Returns the size of dQ_sum in whole tiles; 0 if one round covers all keys of a head."""
     if rounds_of_keys(p, c) == 1:
         return 0
     rows = round_heads(p, c) * p.group * cdiv(p.M, c.Br) * c.Br
@@ -88,7 +88,6 @@ def sums(p: Problem, c: SimpleNamespace) -> int:
 
 
 def _heads_now(p: Problem, c: SimpleNamespace) -> range:
-    """The heads of K and V in round `c.round`."""
     first = c.round // rounds_of_keys(p, c) * round_heads(p, c)
     return range(first, min(first + round_heads(p, c), p.batch * p.kv_heads))
 
@@ -99,7 +98,7 @@ def _keys_now(p: Problem, c: SimpleNamespace) -> range:
 
 
 def launch(entry: str, args: str, tiles: Formula, shared: Formula) -> Launch:
-    """A launch of `tiles` blocks for each head of K and V in a round."""
+    """Makes a launch of `tiles` blocks for each key head of a round."""
     return Launch(
         f"mma_slices_backward_{entry}",
         args=f"{args} sizes heads group first_head first_key stride scale mods",
@@ -116,19 +115,19 @@ def launch(entry: str, args: str, tiles: Formula, shared: Formula) -> Launch:
 
 
 def _score_tiles(p: Problem, c: SimpleNamespace) -> int:
-    """The number of score tiles of a key head in a round: at least one, even without keys."""
+    """Returns the number of score tiles per key head in a round: one or more, even without keys."""
     return p.group * max(cdiv(p.M, c.Br) * cdiv(len(_keys_now(p, c)), c.Bc), min(p.M, 1))
 
 
 def _key_tiles(p: Problem, c: SimpleNamespace) -> int:
-    """The number of tiles of dV and dK of a head in a round: at least one of each."""
+    """Returns the number of dV and dK tiles per key head in a round: at least one of each."""
     tiles = covered(p.dv, c)[0] + covered(p.d, c)[0]
     return max(cdiv(len(_keys_now(p, c)), c.Br), 1) * tiles
 
 
 SCORES = launch(
     *("scores", "Q K V dO lse delta P.data dS.data", _score_tiles),
-    # For the ring of slices, a tile of P in float32, lse and delta.
+    # The ring of slices, a P tile in float32, lse and delta.
     shared=lambda p, c: slices_shared(p, c) + 4 * c.Br * c.Bc + 8 * c.Br,
 )
 COLUMNS = launch("columns", "Q dO lse P.data dS.data dK dV", _key_tiles, slices_shared)

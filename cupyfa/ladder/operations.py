@@ -1,6 +1,6 @@
-"""The operations: inputs, outputs, reference and number of floating-point operations.
+"""Operations of kernels: inputs, outputs, reference and number of floating-point operations.
 
-References import cupyfa.numerics when they are called: only checks need it.
+References import cupyfa.numerics when they are called, because only checks need it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from cupyfa.score.numpy_evaluation import Modifications
 
 Arrays = Mapping[str, np.ndarray]
-# The kinds of inputs and outputs: NumPy's dtype, or None where the problem decides it.
+# Maps kinds of inputs and outputs to NumPy dtypes, or to None if the problem determines the dtype.
 INPUT_KINDS = {
     **{"scalar": None, "result": None, "real": None, "float32": "f4", "float64": "f8"},
     **{"int": "i4", "int32": "i4", "int64": "i8", "uint8": "u1", "bool": "?"},
@@ -46,9 +46,10 @@ INPUT_KINDS = {
 
 @dataclass(frozen=True)
 class Excerpt:
-    """Some rows of the outputs of one head: an index of [batch, heads, rows, …].
+    """A slice of output rows of one head, which indexes arrays [batch, heads, rows, …].
 
-    ``keys`` are rows of the key head; by default the same number, at the same relative position.
+    ``keys`` is a slice of the key head's rows; by default it has as many rows, at the same relative
+    position.
     """
 
     batch: int
@@ -57,7 +58,7 @@ class Excerpt:
     keys: slice | None = None
 
     def of_keys(self, p: Problem) -> Excerpt:
-        """The rows of the key head that this head reads."""
+        """Returns the corresponding excerpt of keys, in the key head that this head reads."""
         if self.keys is not None:
             return Excerpt(self.batch, self.head // p.group, self.keys)
         count = min(self.rows.stop - self.rows.start, p.N)
@@ -66,26 +67,29 @@ class Excerpt:
         return Excerpt(self.batch, self.head // p.group, slice(start, start + count))
 
     def of(self, array: np.ndarray) -> np.ndarray:
-        """These rows of an array, [1, 1, rows, …]."""
+        """Slices an array; returns [1, 1, rows, …]."""
         here = slice(self.batch, self.batch + 1), slice(self.head, self.head + 1), self.rows
         return array[here]
 
 
 def always(p: Problem) -> bool:
-    """The condition that every problem meets."""
+    """Returns True for any problem."""
     return True
 
 
 @dataclass(frozen=True)
 class Input:
-    """An array of an operation or of a kernel, in most cases an input.
+    """Describes an array of an operation or kernel, usually an input.
 
-    axes: its sizes by name, as "batch heads M"; or a formula of its shape, ``lambda p: (…,)``.
+    axes: names of its axes, such as "batch heads M", or a formula for its shape,
+        ``lambda p: (…,)``.
     kind: one of INPUT_KINDS: "scalar" is the problem's dtype, "result" its ``out_dtype``, "real"
-        that of sums, "int" int32; for an array that an expression reads, the name of its dtype.
-    when: the problems that take it.
-    draw: its random elements in checks and benchmarks, ``lambda rng, p: …`` with a NumPy Generator.
-        By default floats are drawn like Q, K and V, integers from 0 to 2, half of all bools True.
+        the accumulation type, "int" int32. For an array that an expression reads, the kind is the
+        name of its dtype.
+    when: whether a problem has the array.
+    draw: draws random elements for checks and benchmarks, ``lambda rng, p: …`` with a NumPy
+        Generator. By default floats are drawn like Q, K and V, integers from 0 to 2, and half of
+        all bools are True.
     """
 
     axes: str | Callable[[Problem], tuple[int, ...]]
@@ -97,11 +101,11 @@ class Input:
         return p.shape(self.axes) if isinstance(self.axes, str) else tuple(self.axes(p))
 
     def axes_for(self, p: Problem) -> str:
-        """Its axes by name; "-" stands for an axis without a name."""
+        """Returns the names of the axes; "-" for axes of a shape formula."""
         return self.axes if isinstance(self.axes, str) else " ".join("-" for _ in self.shape(p))
 
     def in_pages(self) -> Input:
-        """The same input in a paged cache: its axes are those of pages."""
+        """Returns the input as stored in a paged cache."""
         axes = str(self.axes).replace("batch", "pages").replace("N", "page_size")
         return replace(self, axes=axes)
 
@@ -115,19 +119,18 @@ class Input:
 
 
 def _input_of(array: Operand) -> Input:
-    """The input for an array that expressions read, or the output for its gradient."""
     return Input(lambda p: array.shape, array.dtype)
 
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation on named arrays, each seen as [batch, heads, rows, columns].
+    """An operation on named arrays [batch, heads, rows, columns].
 
-    ``inputs`` are all that a problem may have. ``outputs`` are axes and kind of each array.
-    ``reference(inputs, problem, roundings, excerpt)`` gives the expected results with bounds for
-    each rounding, of all rows or of an excerpt. ``flops`` counts 2 for a multiply-add, and only
-    visible scores of a masked problem. The operation of a kernel with additional arrays or a custom
-    reference is derived from one of OPERATIONS: see ``Kernel.computes``.
+    ``inputs`` contains all arrays that a problem may have. ``outputs`` maps names to axes and kind.
+    ``reference(inputs, problem, roundings, excerpt)`` returns the expected results with bounds for
+    each rounding, for all rows or for an excerpt. ``flops`` counts 2 for a multiply-add and skips
+    masked scores. Kernels with additional arrays or a custom reference derive their operation from
+    one of OPERATIONS; see ``Kernel.computes``.
     """
 
     name: str
@@ -137,12 +140,12 @@ class Operation:
     flops: Callable[[Problem], int]
 
     def bytes(self, p: Problem) -> int:
-        """The fewest bytes moved: every input is read once, every output is written once."""
+        """Returns the minimum memory traffic: every input is read and every output written once."""
         moved = [*self.inputs_of(p).values(), *self.outputs_of(p).values()]
         return sum(x.bytes(p) for x in moved)
 
     def inputs_of(self, p: Problem) -> dict[str, Input]:
-        """The inputs of a problem, with the arrays that its expressions read."""
+        """Returns a problem's inputs, including the arrays that its expressions read."""
         read = {x.input: _input_of(x) for x in p.modifiers.arrays}
         own = {name: x for name, x in self.inputs.items() if x.when(p)}
         if p.modifiers.is_e4m3:
@@ -152,8 +155,8 @@ class Operation:
         return own | read
 
     def outputs_of(self, p: Problem) -> dict[str, Input]:
-        """The outputs of a problem, with the gradients of arrays that its expressions read, and
-        row_max if the call returns it.
+        """Returns a problem's outputs, including gradients of captured arrays, and row_max if the
+        call returns it.
         """
         asked = (x for x in p.modifiers.arrays if x.gradient and self.name == "backward")
         made = {gradient_of(x.name): _input_of(x) for x in asked}
@@ -162,7 +165,7 @@ class Operation:
         return {name: Input(*of) for name, of in self.outputs.items()} | made
 
     def axes_of(self, p: Problem) -> dict[str, str]:
-        """The axes of every input and output that a problem has."""
+        """Returns the axis names of all inputs and outputs of a problem."""
         every, read = self.inputs_of(p) | self.outputs_of(p), p.modifiers.arrays
         own = {name: x.axes for x in read for name in (x.input, gradient_of(x.name))}
         return {
@@ -173,7 +176,7 @@ class Operation:
         return excerpt.of_keys(p) if self._is_of_keys(output) else excerpt
 
     def excerpt_at(self, output: str, index: Sequence[int], p: Problem) -> Excerpt:
-        """The smallest excerpt with this element of an output."""
+        """Returns the smallest excerpt that contains this element of an output."""
         batch, head, row = index[:3]
         here = slice(row, row + 1)
         if self._is_of_keys(output):
@@ -185,9 +188,9 @@ class Operation:
 
 
 def visible_scores(p: Problem) -> int:
-    """The number of visible (query, key) pairs per head and batch element.
+    """Returns the number of visible (query, key) pairs per head and batch element.
 
-    For a ragged batch, whose one batch element holds all sequences, the sum over all sequences.
+    For a packed batch, it is the sum over all sequences.
     """
     if p.lengths is not None:
         return sum(visible_scores(p.sequence(*x)) for x in pairs_of(*p.lengths))
@@ -196,15 +199,15 @@ def visible_scores(p: Problem) -> int:
 
 
 def _scores(p: Problem) -> int:
-    """The number of visible pairs per head over all batch elements, each with its cached keys."""
+    """Returns the number of visible pairs per head, summed over batch elements and their caches."""
     if p.cached is None:
         return p.batch * visible_scores(p)
     return sum(visible_scores(p.sequence(p.M, n)) for n in p.cached.rows)
 
 
 def _scores_left_of(p: Problem, diagonal: int) -> int:
-    """How many pairs (i, j) have j < i + diagonal."""
-    # Row i has clamp(i + diagonal, 0, N) such pairs: none before `first`, all N from `full` on.
+    """Returns the number of pairs (i, j) with j < i + diagonal."""
+    # Row i has clamp(i + diagonal, 0, N) such pairs: 0 before row `first`, N from row `full` on.
     first = min(max(-diagonal, 0), p.M)
     full = min(max(p.N - diagonal, first), p.M)
     ramp = (full - first) * (first + full - 1 + 2 * diagonal) // 2
@@ -217,11 +220,10 @@ def modifications(
     first: tuple[int, int, int, int] = (0, 0, 0, 0),
     sequence: Problem | None = None,
 ) -> Modifications:
-    """The expressions that change or hide scores of a problem, with the arrays that they name, and
-    its dropout.
+    """Returns a problem's score and mask expressions with their arrays, and its dropout.
 
     first: the batch element, query head, query and key at which an excerpt begins. sequence: the
-    sequence of a ragged batch that they are applied to.
+    sequence of a ragged batch to which the expressions apply.
     """
     from cupyfa.score.numpy_evaluation import Modifications
 
@@ -244,15 +246,15 @@ def modifications(
 
 
 _ALL = slice(None)
-_OF_KEYS = ("K", "V", "dK", "dV")  # arrays whose rows are keys
+_OF_KEYS = ("K", "V", "dK", "dV")  # arrays with one row per key
 
 
 class _Part(NamedTuple):
-    """A part of a problem: rows and keys of some heads, of all batch elements or of one sequence.
+    """A part of a problem: rows and keys of some heads, in all batch elements or in one sequence.
 
-    first: the indices of its first batch element or sequence, query head, query and key.
-    batch, heads, kv_heads, rows, keys: its slices of the arrays. sequence: in a ragged batch, the
-    problem of the whole sequence or batch element.
+    first: indices of the first batch element or sequence, query head, query and key. batch, heads,
+    kv_heads, rows, keys: slices of the arrays. sequence: in a ragged batch, the problem of the
+    whole sequence or batch element.
     """
 
     first: tuple[int, int, int, int] = (0, 0, 0, 0)
@@ -265,7 +267,7 @@ class _Part(NamedTuple):
 
     @classmethod
     def of_rows(cls, excerpt: Excerpt | None, p: Problem) -> _Part:
-        """The part with the rows of an excerpt and all keys; the whole problem without excerpt."""
+        """Returns the part with an excerpt's rows and all keys, or the whole problem for None."""
         if excerpt is None:
             return cls()
         batch, head, rows = excerpt.batch, excerpt.head, excerpt.rows
@@ -274,7 +276,7 @@ class _Part(NamedTuple):
 
     @classmethod
     def of_keys(cls, excerpt: Excerpt, p: Problem) -> _Part:
-        """The part with the keys of an excerpt and all rows of the heads that read them."""
+        """Returns the part with an excerpt's keys and all rows of the heads that read them."""
         of_keys = excerpt.of_keys(p)
         batch, head, keys = of_keys.batch, of_keys.head, of_keys.rows
         heads = slice(head * p.group, (head + 1) * p.group)
@@ -282,20 +284,20 @@ class _Part(NamedTuple):
         return cls(first, _only(batch), heads, _only(head), keys=keys)
 
     def of(self, name: str, array: np.ndarray) -> np.ndarray:
-        """Returns this part of an array of an operation, [batch, heads, rows, …]."""
+        """Slices an operation's array [batch, heads, rows, …]."""
         if name in _OF_KEYS:
             return array[self.batch, self.kv_heads, self.keys]
         return array[self.batch, self.heads, self.rows]
 
     def sink(self, inputs: Arrays) -> np.ndarray | None:
-        """Returns the sinks of this part, [heads] or [batch, heads]; None without sinks."""
+        """Returns the part's sinks, [heads] or [batch, heads]; None without sinks."""
         sink = inputs.get(f"mods.{SINK}")
         if sink is None or sink.ndim == 1:
             return sink if sink is None else sink[self.heads]
         return sink[_only(self.first[0]) if self.sequence else self.batch, self.heads]
 
     def sequences(self, inputs: Arrays, p: Problem) -> Iterator[_Part]:
-        """Yields its intersection with each sequence of a ragged batch, without padding."""
+        """Yields the part's intersection with each sequence of a ragged batch, without padding."""
         for number, (rows, keys) in enumerate(_spans(inputs, p)):
             some_rows, some_keys = _common(rows, self.rows), _common(keys, self.keys)
             first = some_rows.start - rows.start, some_keys.start - keys.start
@@ -320,7 +322,6 @@ def _common(mine: slice, asked: slice) -> slice:
 
 
 def _spans(inputs: Arrays, p: Problem) -> Iterable[tuple[slice, slice]]:
-    """The rows and the keys of each sequence of a ragged batch, without padding."""
     if not p.modifiers.is_packed:
         whole = np.full(p.batch, p.M), np.full(p.batch, p.N)
         counts = (inputs.get(f"mods.{name}", x) for name, x in zip(PADDED, whole))
@@ -338,7 +339,6 @@ def _spans(inputs: Arrays, p: Problem) -> Iterable[tuple[slice, slice]]:
 
 
 def _score_arguments(inputs: Arrays, p: Problem, part: _Part) -> dict[str, Any]:
-    """The arguments of `reference.attention` that describe the scores of a part."""
     shift, its = part.first[2] - part.first[3], part.sequence or p
     return {
         "scale": p.scale,
@@ -356,9 +356,9 @@ def _by_sequences(
     part: _Part,
     expected: Callable[[_Part], ExpectedOfEach],
 ) -> ExpectedOfEach:
-    """The expected results for a part of a ragged batch, computed sequence by sequence.
+    """Computes expected results for a part of a ragged batch, sequence by sequence.
 
-    Rows that are padding or belong to no sequence see no key.
+    Padding rows, and rows outside of sequences, see no keys.
     """
     from cupyfa.numerics.tolerance import Expected
 
@@ -386,7 +386,7 @@ def _by_sequences(
 
 
 def _without_scales(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
-    """Returns the same problem with dense keys and values, multiplied by their scales."""
+    """Multiplies keys and values by their scales; returns dense inputs and their problem."""
     scales = [np.asarray(inputs[f"mods.{x}"], np.float64) for x in SCALES]
     made = {**inputs, **{name: inputs[name].astype(np.float64) for name in "KV"}}
     for of_pages in (True, False):
@@ -399,7 +399,7 @@ def _without_scales(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
 
 
 def _without_descales(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
-    """Returns the same problem with queries, keys and values multiplied by their descales."""
+    """Multiplies queries, keys and values by their descales; returns inputs and their problem."""
     made = dict(inputs)
     for name, descale in zip("QKV", DESCALES):
         if (given := inputs.get(f"mods.{descale}")) is not None:
@@ -410,7 +410,7 @@ def _without_descales(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
 
 
 def without_pages(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
-    """Returns the same problem with dense keys and values, gathered from their pages."""
+    """Gathers keys and values from their pages; returns dense inputs and their problem."""
     table = np.clip(inputs[f"mods.{PAGE_TABLE}"], 0, p.pages - 1)
 
     def rows(array: np.ndarray) -> np.ndarray:
@@ -422,7 +422,7 @@ def without_pages(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
 
 
 def exact_attention(inputs: Arrays, p: Problem) -> tuple[np.ndarray, np.ndarray]:
-    """O and lse in float64, from the inputs of the forward operation."""
+    """Computes O and lse in float64 from the inputs of the forward operation."""
     from cupyfa.numerics import reference
 
     if p.dtype == E4M3_INPUTS:
@@ -437,7 +437,6 @@ def exact_attention(inputs: Arrays, p: Problem) -> tuple[np.ndarray, np.ndarray]
 
 
 def _dtypes(p: Problem) -> dict[str, str]:
-    """The keyword arguments of functions in `tolerance` for the dtypes of inputs and results."""
     return {"dtype": p.dtype.name, "out_dtype": p.out_dtype.name}
 
 
@@ -471,9 +470,9 @@ def _expected_attention(
 def _expected_gradients(
     inputs: Arrays, p: Problem, roundings: Roundings, excerpt: Excerpt | None = None
 ) -> ExpectedOfEach:
-    """The expected gradients; for an excerpt dQ of its rows, and dK and dV of its keys.
+    """Computes the expected gradients; for an excerpt, dQ of its rows and dK and dV of its keys.
 
-    The gradient of a sink sums over all rows, so it is missing from an excerpt.
+    An excerpt has no gradient of the sink, which sums over all rows.
     """
     from cupyfa.numerics import tolerance
 

@@ -1,11 +1,11 @@
-"""Softmax over rows: kernels of their own, which the baselines also launch between products."""
+"""Row-wise softmax kernels, which the baselines also launch between their matrix products."""
 
 from cupyfa.ladder.common import WARP, rung
 from cupyfa.ladder.kernel import Kernel, Launch
 
 
 def softmax_launch(name: str) -> Launch:
-    """A launch with one block of 256 threads for each row; each warp shares one partial sum."""
+    """Makes a launch of one 256-thread block per row; each warp stores a partial sum."""
     return Launch(
         name,
         args="S P lse sizes heads mods",

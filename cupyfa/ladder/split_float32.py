@@ -1,4 +1,4 @@
-"""The launches that split float32 operands into float16 hi and lo, and repair rows afterwards."""
+"""Launches that split float32 operands into float16 hi and lo, and repair rows afterwards."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,41 +13,41 @@ PARTS = f"{OPERANDS} V_exponents.data scale2 flags"
 GRADIENT = "dO_high dO_low"
 UNITS = "scale2 dO_units flags"
 _THREADS = 256
-_ROWS = 128  # rows per block that splits; each block reads a table of maxima
-_REPAIRED = 32  # rows per block that repairs rows of O
-_REPAIRED_GRADIENTS = 256  # rows, or keys, per block that repairs gradients
-_REPAIRING = 512  # threads that divide the keys of a row, or the rows of a key, among them
+_ROWS = 128  # rows per block of split_operands; every block reads the table of maxima
+_REPAIRED = 32  # rows per block of repair_split_output
+_REPAIRED_GRADIENTS = 256  # rows or keys per block of repair_split_gradients
+_REPAIRING = 512  # threads per block, which share the keys of a row, or the rows of a key
 
 
 def pays_for_splitting(p: Problem, c: SimpleNamespace) -> bool:
-    """Whether each key head has enough rows that splitting and repairing cost less time than
-    tensor cores save.
+    """Returns whether each key head has enough rows for tensor cores to save more time than
+    splitting and repairing cost.
     """
     return p.M * p.group > 256
 
 
 def pays_for_few_rows(p: Problem, c: SimpleNamespace) -> bool:
-    """Whether splitting pays in the forward pass, where few rows of many heads pay, too.
+    """Returns whether splitting pays in the forward pass, where it also pays for many heads.
 
-    On a multiprocessor a tile takes, with any number of rows, as long as 12 rows without tensor
-    cores.
+    On one multiprocessor, a tile takes as long as 12 rows without tensor cores, however few rows it
+    has.
     """
     every = 0 if p.sequences is not None else p.batch * p.heads * p.M
     return pays_for_splitting(p, c) or (p.M >= 32 and every >= 12 * c.multiprocessors)
 
 
 def _elements(p: Problem) -> int:
-    """The number of batch elements or sequences; each has separate exponents."""
+    """Returns the number of batch elements or sequences, each of which has its own exponents."""
     return p.batch if p.sequences is None else p.sequences
 
 
 def _slabs(p: Problem, c: SimpleNamespace) -> int:
-    """The number of slabs of a head's keys. It is a compiled constant, so it takes few values."""
+    """Returns the number of slabs of a head's keys: few values, because each compiles a kernel."""
     return 32 if p.N > 512 else 4
 
 
 def row_slabs(p: Problem, c: SimpleNamespace) -> int:
-    """The number of slabs of a head's rows; see _slabs."""
+    """Returns the number of slabs of a head's rows; see _slabs."""
     return 32 if p.M > 512 else 4
 
 
@@ -151,5 +151,5 @@ GRADIENT_SCRATCH = {
 
 
 def repairs_rows(kernel: Kernel) -> bool:
-    """Whether the kernel has launches that recompute the rows or keys that float16 cannot hold."""
+    """Returns whether the kernel recomputes rows or keys whose values exceed float16's range."""
     return any(isinstance(x, Launch) and x.entry in _REPAIRS for x in kernel.launches)

@@ -1,4 +1,4 @@
-"""The tile sizes that a kernel tries for a problem on a device, and their order."""
+"""Tile sizes of kernels, and the order in which planning tries them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from cupyfa.problem.problem import Problem, round_up
 
 Tile = Mapping[str, int]
 Tiles = Sequence[Tile]
-TilesByD = Mapping[int, Tiles]  # a key is the largest head dimension that the tiles are for
-Rules = Mapping[str, Callable[[Any], bool]]  # {rule in words: whether a record meets it}
+TilesByD = Mapping[int, Tiles]  # maps the largest head dimension to its tiles
+Rules = Mapping[str, Callable[[Any], bool]]  # maps a rule's text to its predicate on a record
 
-# Names that are declared above every kernel's file, or that formulas find in `c`.
+# Names declared above every kernel's file or available to formulas as attributes of `c`.
 RESERVED = (
     *PLAIN.constants,
     "Mods",
@@ -24,50 +24,50 @@ RESERVED = (
     *("scalar", "operand", "real"),
     *("multiprocessors", "arch", "round"),
 )
-# Names of constants that give the rows, or the keys, of a tile.
+# Names of the constants that hold the number of rows, or of keys, per tile.
 TILE_ROWS, TILE_KEYS = ("Br", "Qr"), ("Bc", "Qc", "Bk")
-_MOSTLY_EMPTY = 0.05  # the share of a problem's key slots in tiles that lie past its last key
-_MORE, _FAR_MORE = 1.15, 1.5  # ratios of the scores that two tile sizes compute
-_FEW = 4  # with so few tiles of keys in a row, a mask hides a large part of one
+_MOSTLY_EMPTY = 0.05  # fraction of key slots past the last key
+_MORE, _FAR_MORE = 1.15, 1.5  # ratios of the number of computed scores between two tile sizes
+_FEW = 4  # with at most this many K/V tiles per row, a mask hides much of a tile
 
 
 def cdiv(count: int, size: int) -> int:
-    """The number of tiles of ``size`` that cover ``count``."""
+    """Divides and rounds up: the number of tiles of ``size`` that cover ``count``."""
     return -(-count // size)
 
 
 def is_size(value: Any) -> bool:
-    """Whether a value is a whole number from 1 to 2**31 - 1."""
-    if type(value) is int:  # the usual case; the general test would take a tenth of import time
+    """Returns whether a value is an integer from 1 to 2**31 - 1."""
+    if type(value) is int:  # fast path; the general test would take a tenth of import time
         return 1 <= value < 2**31
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     return whole and 1 <= value < 2**31
 
 
 def named(names: str, *sizes: Sequence[int]) -> tuple[dict[str, int], ...]:
-    """Tiles of these sizes, as ``named("Br Bc", (64, 32), (32, 32))``."""
+    """Makes tiles from sizes, as in ``named("Br Bc", (64, 32), (32, 32))``."""
     return tuple(dict(zip(names.split(), each, strict=True)) for each in sizes)
 
 
 @dataclass(frozen=True, repr=False)
 class TileChoice(Shown):
-    """The tile sizes of a kernel by head dimension, architecture and number of rows.
+    """A kernel's tile sizes by head dimension, architecture and number of rows.
 
-    A tile gives every constant of the kernel that may be chosen, as ``{"Br": 64, "Bc": 32}``.
-    A plan takes the first tile that fits the device and the caller's sizes, in this order:
+    A tile holds every tunable constant of the kernel, such as ``{"Br": 64, "Bc": 32}``. A plan
+    selects the first tile that fits the device and the caller's sizes, in this order:
 
-    short: if the device has too few blocks for its multiprocessors: where the busiest of them
-        computes 1.5 times the scores that it would compute with these smaller tiles.
-    few_rows: where the query heads of a group have together at most a number of rows, as
+    short: smaller tiles for problems with too few blocks to fill the device, that is, if the
+        busiest multiprocessor would compute more than 1.5 times as many scores with larger tiles.
+    few_rows: tiles for groups of query heads that have at most this many rows in total, as in
         ``{16: {64: tiles}}``.
-    on: those measured on an architecture, as ``{"90": {64: tiles}}``.
-    up_to: those for head dimensions up to a number, as ``{64: tiles}``.
-    usual: all others, in order of preference.
+    on: tiles measured on an architecture, as in ``{"90": {64: tiles}}``.
+    up_to: tiles by largest head dimension, as in ``{64: tiles}``.
+    usual: all other tiles, in order of preference.
 
-    ``short``, ``few_rows`` and ``on`` depend on the head dimension as ``up_to`` does.
-    Among ``on`` and ``up_to``, tiles whose last keys would be mostly empty come last, and so do
-    tiles that compute far more scores. ``blocks_per_sm`` is the number of blocks of the usual tiles
-    that one multiprocessor runs at a time.
+    The inner keys of ``short``, ``few_rows`` and ``on`` are largest head dimensions, too. Within
+    ``on`` and ``up_to``, tiles that leave many key slots empty, or compute far more scores, come
+    last. ``blocks_per_sm`` is the number of blocks of usual tiles that run on one multiprocessor at
+    a time.
     """
 
     usual: Tiles = ({},)
@@ -79,7 +79,7 @@ class TileChoice(Shown):
 
     @classmethod
     def of(cls, names: str, usual: Any, *, blocks_per_sm: int = 1, **others: Any) -> TileChoice:
-        """Tiles of these sizes: ``of("Br Bc", [(64, 32), (32, 32)], up_to={64: [(128, 64)]})``."""
+        """Makes tiles from sizes: ``of("Br Bc", [(64, 32)], up_to={64: [(128, 64)]})``."""
 
         def tiles(sizes: Any) -> Any:
             if isinstance(sizes, Mapping):
@@ -95,13 +95,13 @@ class TileChoice(Shown):
 
     @property
     def first(self) -> Tile:
-        """The tile of small head dimensions, on any architecture."""
+        """The tile for small head dimensions, on any architecture."""
         return next(iter(self.up_to.values()), self.usual)[0]
 
     def ordered(
         self, p: Problem, arch: str | None, multiprocessors: int, pack_gqa: Callable[[Tile], int]
     ) -> tuple[Tile, ...]:
-        """The tiles to try, best first; ``pack_gqa`` counts the query heads that share a tile."""
+        """Returns the tiles to try, best first; ``pack_gqa`` counts the query heads per tile."""
 
         def scores(tile: Tile) -> float:
             return _scores(p, tile, pack_gqa(tile), multiprocessors * self.blocks_per_sm)
@@ -123,9 +123,9 @@ class TileChoice(Shown):
         return (*sorted(short, key=lambda x: (is_mostly_empty(x), masked_keys(x))), *tiles)
 
 
-# Rules for the field `tiles` of a Kernel.
+# Rules that the field `tiles` of a Kernel must meet.
 RULES: Rules = {
-    "tiles must hold at least one mapping, if an empty one": lambda x: bool(x.usual),
+    "tiles must hold at least one mapping, which may be empty": lambda x: bool(x.usual),
     "tiles give all the same names a whole number from 1 to 2**31 - 1": lambda x: all(
         set(tile) == set(x.names) and all(map(is_size, tile.values())) for tile in x.usual
     ),
@@ -147,15 +147,14 @@ RULES: Rules = {
 
 
 def _of_d(p: Problem, sizes: TilesByD) -> Tiles:
-    """The tiles for a problem's head dimension."""
     d = max(p.d, p.dv)
     return sizes.get(min((most for most in sizes if d <= most), default=0), ())
 
 
 def _scores(p: Problem, tile: Tile, pack_gqa: int, at_a_time: int) -> float:
-    """Estimates the scores computed one after the other, with `at_a_time` blocks in parallel.
+    """Estimates the scores that one block slot computes, with `at_a_time` blocks in parallel.
 
-    A mask leaves about half of all, and those at its edge, but at least those of the longest row.
+    A mask leaves about half of all scores plus the diagonal tiles, but at least one full row tile.
     """
     Br, Bc = tile.get("Br", 1), tile.get("Bc", 1)
     blocks = cdiv(p.M * pack_gqa, Br) * p.heads // pack_gqa * p.batch

@@ -1,1 +1,1 @@
-"""The reference results in NumPy, and the bounds of a kernel's errors."""
+"""Reference results in NumPy, and error bounds for kernels."""

@@ -1,37 +1,37 @@
-"""Error bounds for kernels with a custom reference, from how far rounding moves its results.
+"""Error bounds for kernels with a custom reference, derived from perturbed evaluations.
 
-The reference is an unknown function of float64 arrays. It is evaluated several times with operands
-perturbed by a rounding error, and each result x gets the bound
+The reference is an arbitrary function of float64 arrays. It is evaluated several times on operands
+that are perturbed by rounding errors, and each element x of a result gets the bound
 
     |kernel - x|  <=  (4 + growth * eps / unit) * D  +  4 * R
                       +  equal * eps * X  +  ulp(x) / 2  +  floor
     growth = 2.4 * (sqrt(terms) + 4),    equal = terms / 2 + 8
 
-D is the largest change in x's row, its neighbours along the last axis, over all evaluations; X is
-the largest |x| in that row. ``unit`` is the relative error of a rounded operand: eps, the spacing
-at 1 of the format that sums are kept in, or half of that of a narrow format, if the arrays have one
-or the kernel rounds to one. A kernel that rounds intermediate results, the weights P for example,
-has errors like D; 4 allows for four of them. ``growth`` is twice that of a sum of ``terms`` terms
-in the worst order (see tolerance.py), for sums within sums. ``equal`` is that of equal terms,
-whose errors add up. ``terms`` is the most that a sum of the problem has. The last two terms round x
-to its dtype and allow flushing subnormal numbers to zero: floor = tiny * (terms + 2).
+D is the largest change in the row of x (along the last axis) over all evaluations; X is the largest
+|x| in that row. ``unit`` is the relative rounding error of an operand: eps, the spacing at 1 of the
+accumulation format, or half the eps of a narrow format if the arrays have one or the kernel rounds
+to one. A kernel that rounds an intermediate result, such as the weights P, has an error comparable
+to D; the factor 4 allows for four such roundings. ``growth`` is twice the growth of a sum of
+``terms`` terms in the worst order (see tolerance.py), for nested sums. ``equal`` is the growth for
+equal terms, whose errors add up. ``terms`` is the number of terms in the problem's longest sum. The
+last two terms round x to its dtype and allow flushing subnormal numbers to zero:
+floor = tiny * (terms + 2).
 
-R is the largest change in the row over four evaluations that keep the operands and move the result
-of every operation by eps, up or down (Monte Carlo arithmetic: Parker 1997). It shows intermediate
-results that cancel, as 1 - t * t does for t = tanh(x) near 1, which hardly depends on x. 4 allows
-for functions that are less accurate than NumPy's.
+R is the largest change in the row over four evaluations that keep the operands and perturb the
+result of every operation by eps, up or down (Monte Carlo arithmetic: Parker 1997). It detects
+cancellation of intermediate results, as in 1 - t * t for t = tanh(x) near 1, to which D is almost
+insensitive. The factor 4 allows for functions that are less accurate than NumPy's.
 
-D and R must not be small by chance. Every number is changed by its unit, up or down: in eight
-evaluations of D each element for itself, in two all of a row together, as the errors of terms of
-one sign add up, in two all of a column; and the largest change is that of a row. For a kernel that
-rounds by design, the operands rounded to its precision are one more evaluation.
+D and R must not be small by chance. Every number is perturbed by its unit, up or down. For D, eight
+evaluations choose the sign for each element, two for each row, because errors of terms with equal
+signs add up, and two for each column. The largest change is taken over a row. For a kernel that
+rounds by design, one more evaluation rounds the operands to the kernel's precision.
 
-Whole numbers, the index of a maximum for example, may be off by D alone.
+Integers, such as the index of a maximum, may differ by D only.
 
-Infinity and NaN must be where the reference has them, with four exceptions, where anything may
-stand: where a changed operand makes an infinity or NaN, where an infinity becomes something else in
-any evaluation, where x is beyond its dtype's largest number, and NaN of inputs that hold NaN or
-infinity.
+Infinity and NaN must match the reference, with four exceptions, where any result passes: where a
+perturbed operand gives infinity or NaN, where an infinity changes in any evaluation, where x
+exceeds its dtype's largest number, and where x is NaN and an input contains NaN or infinity.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ Arrays = Mapping[str, Array]
 Floats = Mapping[str, float]
 Function = Callable[[Arrays, Floats], Mapping[str, Any]]
 
-# For each evaluation with perturbed operands, the axis along which perturbations have equal signs.
+# The axis along which perturbations share a sign, for each evaluation with perturbed operands.
 _EVALUATIONS: tuple[int | None, ...] = (*[None] * 8, -1, -1, -2, -2)
 _EVALUATIONS_OF_STEPS: tuple[int | None, ...] = (None, None, -1, -2)
-# Functions without rounding errors; then functions that NumPy computes without ufuncs.
+# Ufuncs without rounding errors.
 _EXACT = {
     *(np.maximum, np.minimum, np.fmax, np.fmin, np.negative, np.positive, np.absolute, np.fabs),
     *(np.sign, np.copysign, np.floor, np.ceil, np.trunc, np.rint, np.floor_divide, np.divmod),
 }
-_PRODUCTS = {np.dot, np.einsum, np.inner, np.vdot}
+_PRODUCTS = {np.dot, np.einsum, np.inner, np.vdot}  # not ufuncs, but their results are rounded
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """How a kernel rounds: the dtype and, if any, the precision that it rounds to by design.
+    """A kernel's dtype, and the precision to which it rounds by design, if any.
 
-    operands: the arrays of that dtype. terms: the most terms of a sum.
+    operands: names of the arrays with this dtype. terms: number of terms in the longest sum.
     """
 
     dtype: str
@@ -82,9 +82,9 @@ def expected(
     outputs: Mapping[str, np.dtype],
     rounding: Rounding,
 ) -> dict[str, Expected]:
-    """The results of ``function(arrays, floats)`` for each of ``outputs``, with bounds.
+    """Evaluates ``function(arrays, floats)`` and bounds the error of each output.
 
-    The function gets float arrays as float64. A result that is an Expected has a bound already.
+    Floating-point arrays are passed as float64. Results that are already Expected keep their bound.
     """
     kernel = Arithmetic(rounding.dtype, rounding.precision)
     exact = {name: _read_only(as_float64(x)) for name, x in arrays.items()}
@@ -110,8 +110,10 @@ def expected(
 def _largest_changes(
     function: Function, values: Arrays, evaluations: Iterable[tuple[Arrays, Floats]]
 ) -> dict[str, Array]:
-    """The largest change of each number; infinity where a finite number becomes infinite or NaN, or
-    an infinite one changes at all.
+    """Returns each element's largest change over the evaluations.
+
+    The change is infinite where a finite number becomes infinite or NaN, and where an infinite
+    number changes at all.
     """
     change = {name: np.zeros_like(x) for name, x in values.items()}
     for operands, floats in evaluations:
@@ -125,19 +127,18 @@ def _largest_changes(
 
 
 def as_float64(x: Array) -> Array:
-    """Converts an array of floats to float64; returns other arrays unchanged."""
+    """Converts floating-point arrays to float64; returns other arrays unchanged."""
     return x if x.dtype.kind in "iub" else x.astype(np.float64)
 
 
 def _read_only(x: Array) -> Array:
-    """A view that the reference cannot change before it is evaluated again."""
+    """Returns a read-only view, because the reference is evaluated several times."""
     seen = x.view()
     seen.flags.writeable = False
     return seen
 
 
 def _unit(dtype: np.dtype, is_operand: bool, kernel: Arithmetic) -> float:
-    """The relative error of a rounded number: half of eps for an operand in a narrow format."""
     if dtype.kind in "iub":
         return 0.0
     return (is_operand and kernel.operand_unit) or float(kernel.accumulator.eps)
@@ -146,7 +147,6 @@ def _unit(dtype: np.dtype, is_operand: bool, kernel: Arithmetic) -> float:
 def _changed(
     arrays: Arrays, floats: Floats, units: Mapping[str, float], kernel: Arithmetic
 ) -> Iterator[tuple[Arrays, Floats]]:
-    """Yields the operands several times, with each number perturbed by its unit."""
     if kernel.rounds_by_design:
         is_operand = {name: unit == kernel.operand_unit for name, unit in units.items()}
         yield (
@@ -168,7 +168,7 @@ def _changed(
 
 
 def _rounded(x: Array, precision: str) -> Array:
-    if x.ndim < 2:  # rounding to float8 scales matrices
+    if x.ndim < 2:  # rounding to float8 needs a matrix
         return reference.rounded(x[None], precision)[0].astype(np.float64)
     return reference.rounded(x, precision).astype(np.float64)
 
@@ -180,9 +180,10 @@ def _signs(shape: tuple[int, ...], shared: int | None, rng: np.random.Generator)
 
 
 class _Noisy(np.ndarray):
-    """An array whose arithmetic results, noisy as well, are each multiplied by ``factors(shape)``.
+    """An array that multiplies every arithmetic result by ``factors(shape)``.
 
-    Indexing, comparing, moving elements about and functions without rounding errors are exact.
+    Results are noisy arrays, too. Indexing, comparing, copying and functions without rounding
+    errors stay exact.
     """
 
     factors: Callable[[tuple[int, ...]], Array]
@@ -215,7 +216,7 @@ class _Noisy(np.ndarray):
         return self._result(_plain(found), function not in _PRODUCTS)
 
     def _result(self, x: Any, is_exact: bool) -> Any:
-        """Perturbs a result of arithmetic in place unless it is exact."""
+        """Perturbs a result in place unless the operation is exact."""
         if not isinstance(x, np.ndarray | np.inexact) or x.dtype.kind not in "fc":
             return x
         if isinstance(x, np.inexact):
@@ -230,7 +231,7 @@ def _plain(x: Any) -> Any:
 
 
 def _noisy(arrays: Arrays, floats: Floats, kernel: Arithmetic) -> Iterator[tuple[Arrays, Floats]]:
-    """Yields the operands several times, as arrays whose results are perturbed by eps of sums."""
+    """Yields the operands of each evaluation, as arrays whose results are perturbed by eps."""
     rng, eps = np.random.default_rng(0), float(kernel.accumulator.eps)
     for shared in _EVALUATIONS_OF_STEPS:
 
@@ -249,7 +250,7 @@ def _bound(
     terms: int,
     finite: bool,
 ) -> Array:
-    """The bound of each element; ``finite``: whether all inputs are finite."""
+    """Computes the bound of each element. finite: whether all inputs are finite."""
     eps = float(kernel.accumulator.eps)
     unit = kernel.operand_unit or eps
     growth, equal = 2.4 * (np.sqrt(terms) + 4), terms / 2 + 8
@@ -270,7 +271,7 @@ def _bound(
 
 
 def _along_rows(x: Array) -> Array:
-    """The largest finite number of each row, for all of its elements."""
+    """Replaces every element by the largest finite number of its row."""
     if not x.ndim:
         return x
     largest = np.where(np.isfinite(x), x, 0.0).max(-1, keepdims=True, initial=0.0)

@@ -1,33 +1,36 @@
-"""Merged attention over parts of the keys, and its gradients, with a bound for each element.
+"""Reference and error bounds for merging attention over n parts of the keys, and its gradients.
 
-A merged row is a softmax: the lse of its n parts are the scores, their outputs the values. Parts
-are few, so the bounds are those of the worst case, not of a random walk. eps is the spacing at 1 of
-the type of the sums, m the largest lse, P_i = exp(lse_i - lse), and x_i = lse_i - m.
+A merged row is a softmax whose scores are the lse of the parts and whose values are the outputs of
+the parts. There are few parts, so the bounds cover the worst case rather than a random walk. eps is
+the spacing at 1 of the accumulation type, m the largest lse, P_i = exp(lse_i - lse), and
+x_i = lse_i - m.
 
-**Merging.** The difference x_i is rounded, and its exponential has two units in the last place:
+**Merging.** The difference x_i is rounded, and its exponential has an error of two units in the
+last place:
 
-    e_i = eps * (|x_i| + 2)          of each weight, relative
-    e   = sum(P_i * e_i)             of their sum
+    e_i = eps * (|x_i| + 2)          relative error of each weight
+    e   = sum(P_i * e_i)             relative error of the sum of weights
 
     |out - reference| <=  sum(P_i * |out_i| * (e_i + e + eps * (n + 1)))  +  floor
     |lse - reference| <=  e + eps * (n + 2 * log(n) + |lse|)
     floor = tiny * (n + 2 + sum(|out_i|))
 
-n additions of weights and n of outputs round by half an eps each; n is twice that sum, and the
-margin covers the reference, and sums that are carried from one launch to the next. `floor` allows
-flushing subnormal numbers to zero. Results are rounded like other gradients and outputs. A part
-with lse = -inf adds nothing, and a row of such parts alone is exactly 0 and -inf.
+n additions of weights and n additions of outputs round by half an eps each. The bounds leave room
+for errors of the reference, and for sums that one launch passes to the next. `floor` allows
+flushing subnormal numbers to zero. Results are rounded like other outputs and gradients. A part
+with lse = -inf contributes nothing; if all parts of a row have it, out is exactly 0 and lse -inf.
 
-**Gradients.** out and lse are inputs and have no error. D_i is the sum in dlse_i:
+**Gradients.** out and lse are inputs and count as exact. D_i = sum(dout * (out_i - out)) + dlse:
 
-    p_i = exp(eps * (|lse_i - lse| + 2)) - 1
-    h_i = eps * (sqrt(dv + 3) * sum(|dout| * |out_i - out|) + |dlse|)      of D_i
+    p_i = exp(eps * (|lse_i - lse| + 2)) - 1                               error of P_i, relative
+    h_i = eps * (sqrt(dv + 3) * sum(|dout| * |out_i - out|) + |dlse|)      error of D_i
 
     |dout_i - reference| <=  P_i * |dout| * (p_i + eps)  +  tiny * (|dout| + 1)
     |dlse_i - reference| <=  P_i * (p_i * |D_i| + (1 + p_i) * (h_i + eps * |D_i|))
                              + tiny * (dv + 2 + |D_i|)
 
-Where an infinite number has a weight below `tiny`, which may be 0 in a kernel, any result passes.
+Where an infinite number has a weight below `tiny`, any result passes, because a kernel may flush
+the weight to 0.
 """
 
 import numpy as np
@@ -37,7 +40,7 @@ from cupyfa.numerics.tolerance import Arithmetic, Array, Expected, add_rounding_
 
 @np.errstate(all="ignore")
 def expected_merge(outs: Array, lses: Array, *, dtype: str) -> dict[str, Expected]:
-    """The merged "out" [..., dv] and "lse" [...] of outs [n, ..., dv] and lses [n, ...]."""
+    """Merges outs [n, ..., dv] and lses [n, ...] into "out" [..., dv] and "lse" [...]."""
     kernel = Arithmetic(dtype)
     eps, n = float(kernel.accumulator.eps), len(lses)
     out, lse = outs.astype(np.float64), lses.astype(np.float64)
@@ -67,7 +70,7 @@ def expected_merge(outs: Array, lses: Array, *, dtype: str) -> dict[str, Expecte
 def expected_gradients(
     outs: Array, lses: Array, out: Array, lse: Array, dout: Array, dlse: Array, *, dtype: str
 ) -> dict[str, Expected]:
-    """The gradients "dout" [n, ..., dv] and "dlse" [n, ...] of the parts.
+    """Computes the gradients of the parts: "dout" [n, ..., dv] and "dlse" [n, ...].
 
     out [..., dv] and lse [...] are the merged results, dout and dlse their gradients.
     """

@@ -1,4 +1,4 @@
-"""Attention and softmax in NumPy: the definitions that every kernel is compared with.
+"""Reference attention and softmax in NumPy, which define correct results for every kernel.
 
 With scores S = scale * Q @ K.T, modified by expressions (numpy_evaluation.py) and partly masked,
 
@@ -9,28 +9,28 @@ and, for the gradients dO of O and dlse of lse (Dao et al., FlashAttention, 2022
     D = rowsum(dO * O) - dlse   dS = P * (dO @ V.T - D) * (dS / d(scale * Q @ K.T))
     dV = P.T @ dO               dQ = scale * dS @ K         dK = scale * dS.T @ Q
 
-A sink is one more score of every row of a head, with a value of 0:
+A sink is an extra score for every row of a head, whose value vector is 0:
 
     lse = log(exp(sink) + sum(exp(S)))    P = exp(S - lse)    dsink = -sum(exp(sink - lse) * D)
 
-With dropout, Z says which pairs are kept (dropout.py), and r is 1 / (1 - probability):
+With dropout, Z is 1 for kept pairs and 0 for dropped ones (dropout.py), r is 1 / (1 - probability):
 
     O = r * (P * Z) @ V    dV = r * (P * Z).T @ dO    dS = P * (r * Z * (dO @ V.T) - D) * ...
 
-Where arithmetic alone does not define a result:
+Special cases:
 
 - A masked key and its value have no effect, even if they are NaN or infinite.
-- A query without an unmasked key, or with scores of -inf only, has O = 0, lse = -inf and no
-  gradient; with a sink it has O = 0 and lse = sink.
-- A score that an expression makes -inf has the weight 0, but its key is not masked. Where P is 0,
-  dS of a modified score is 0: the derivative may be infinite there.
-- A dropped weight is 0, so that its value makes NaN if it is infinite or NaN; dP of its pair is 0,
-  whatever dO @ V.T is.
-- An unmasked score of NaN or +inf makes O and lse of its query NaN, and those of no other query.
-- The largest score of a query is -inf without an unmasked key, also with a sink, which is no score
-  of a key. It is NaN where lse is NaN.
+- A query whose keys are all masked, or whose scores are all -inf, has O = 0, lse = -inf and zero
+  gradients; with a sink it has O = 0 and lse = sink.
+- If an expression returns -inf, the weight is 0, but the key is not masked. Where P is 0, dS of a
+  modified score is 0, because the derivative may be infinite.
+- A dropped weight is 0, so O is NaN if the value is infinite or NaN; dP of the pair is 0, whatever
+  dO @ V.T is.
+- An unmasked score of NaN or +inf makes O and lse of its query NaN, but of no other query.
+- The row maximum is -inf if all keys of the query are masked, with or without a sink. It is NaN
+  where lse is NaN.
 
-The scores are computed tile by tile; no array of [batch, heads, M, N] exists.
+Scores are computed tile by tile, without ever storing an array [batch, heads, M, N].
 """
 
 from collections.abc import Iterator
@@ -44,30 +44,30 @@ from cupyfa.score.numpy_evaluation import NONE, Modifications, Place
 
 Array = np.ndarray[Any, Any]
 
-HUGE = 2.0**25  # from here on, float32 rounds lse by up to 1
+HUGE = 2.0**25  # from this magnitude on, rounding to float32 may change lse by 1 or more
 PRECISIONS = ("float64", "float32", "tf32", "bfloat16", "float16", "float8_e4m3")
 
-_TILE_SCORES = 1 << 18  # scores per tile: 2 MiB of float64, which fits into a core's cache
-_TILE_ROWS = 64  # the fewest rows per tile of a long sequence: fewer make products slow
+_TILE_SCORES = 1 << 18  # scores per tile: 2 MiB of float64, which fit in a core's cache
+_TILE_ROWS = 64  # minimum number of rows per tile; fewer rows make matrix products slow
 
 
 def attention(
     q: Array, k: Array, v: Array, *, precision: str = "float64", **score: Any
 ) -> tuple[Array, Array]:
-    """The attention of queries to keys, and the log-sum-exp of their scores.
+    """Computes attention, and the log-sum-exp of each row of scores.
 
     q [batch, heads, M, d], k [batch, kv_heads, N, d] and v [batch, kv_heads, N, dv], of any
-    floating dtype; heads is a multiple of kv_heads, and query head h reads key head
-    h // (heads // kv_heads). score: scale, causal_offset, window_offset, mods and sink, as of
+    floating-point dtype; heads is a multiple of kv_heads, and query head h reads key head
+    h // (heads // kv_heads). score: scale, causal_offset, window_offset, mods and sink; see
     `tiles`.
 
-    With a precision of PRECISIONS below "float64" the inputs and the result of every step are
-    rounded to it and sums are accumulated in float32, as by a framework without a fused kernel.
-    "float8_e4m3" rounds only the operands of products (Q, K, V and P); their results stay float32.
+    precision: one of PRECISIONS. Below "float64", inputs and the result of every step are rounded
+    to it, and sums accumulate in float32, as in a framework without fused kernels. "float8_e4m3"
+    only rounds the operands of matrix products (Q, K, V and P); their results stay float32.
 
     Returns out [batch, heads, M, dv] and lse [batch, heads, M] (natural logarithm) as float64
-    arrays with rounded values: out to the precision, lse to float32 unless it is float64. Raises
-    ValueError if `precision` is unknown.
+    arrays. Values of out are rounded to `precision`, and those of lse to float32 unless `precision`
+    is "float64". Raises ValueError if `precision` is unknown.
     """
     batch, heads, M, _ = q.shape
     out, lse = np.zeros((batch, heads, M, v.shape[-1])), np.full((batch, heads, M), -np.inf)
@@ -79,12 +79,12 @@ def attention(
 
 @np.errstate(all="ignore")
 def softmax(x: Array, precision: str = "float64") -> tuple[Array, Array]:
-    """The softmax y of x over its last axis, and the log-sum-exp of that axis.
+    """Computes the softmax of x over the last axis, and the log-sum-exp of that axis.
 
-    x [..., N] of any floating dtype; y [..., N] and lse [...] as float64 arrays. With a precision
-    below float64, x and y are rounded to it and the steps between are computed in float32.
+    x [..., N] may have any floating-point dtype. Returns y [..., N] and lse [...] as float64. With
+    a precision below float64, x and y are rounded to it, and intermediate steps use float32.
 
-    A row of -inf or without elements has y = 0 and lse = -inf. NaN or +inf makes its row NaN.
+    Rows of -inf, and empty rows, have y = 0 and lse = -inf. NaN or +inf makes its row NaN.
     """
     y, lse = _softmax(rounded(x, precision))
     return rounded(y, precision).astype(np.float64), lse.astype(np.float64)
@@ -92,17 +92,18 @@ def softmax(x: Array, precision: str = "float64") -> tuple[Array, Array]:
 
 @dataclass(frozen=True)
 class Tile:
-    """Some rows of some heads of q, and all keys that one of these rows may see.
+    """A tile of the reference: rows from n heads of q, with all keys that these rows may see.
 
-    where: the heads (batch and heads as one axis) and the rows.
-    key_heads [n]: the head of k and v for each head of the tile (batch and kv_heads as one axis).
-    keys: which of the N keys.
+    where: slices of heads (batch and heads flattened into one axis) and of rows.
+    key_heads [n]: the head of k and v for each head of the tile (batch and kv_heads flattened).
+    keys: slice of the N keys.
     q [n, rows, d], k [n, keys, d], v [n, keys, dv]: float64.
-    masked [rows, keys] or [n, rows, keys]: True where the key is masked for the row; None without
-        a mask. unsure [n, rows, keys]: where rounding may flip the mask; None if nowhere.
-    place: batch, head, query and key of the pairs, for mods. sink [n, 1, 1]: None without sinks.
-    kept [n, rows, keys]: the pairs whose weights are kept; None without dropout.
-    visible_keys [rows, 1] or [n, rows, 1]: how many keys each row sees.
+    masked [rows, keys] or [n, rows, keys]: True where a key is masked; None without a mask.
+    unsure [n, rows, keys]: True where rounding may flip the mask; None if nowhere.
+    place: batch, head, query and key indices of the pairs, for mods.
+    sink [n, 1, 1]: None without sinks.
+    kept [n, rows, keys]: True where dropout keeps the weight; None without dropout.
+    visible_keys [rows, 1] or [n, rows, 1]: number of keys that each row sees.
     """
 
     where: tuple[slice, slice]
@@ -120,14 +121,14 @@ class Tile:
     kept: Array | None
 
     def dropped(self, x: Array) -> Array:
-        """Weights [n, rows, keys] after dropout, or dP of weights before it."""
+        """Applies dropout to weights, or its derivative to gradients; x is [n, rows, keys]."""
         if self.kept is None:
             return x
         assert self.mods.dropout is not None
         return np.where(self.kept, x * x.dtype.type(self.mods.dropout.factor), x.dtype.type(0))
 
     def modified(self, scores: Array) -> Array:
-        """The scores [n, rows, keys] after the steps of the modifications."""
+        """Applies the score expressions to scores [n, rows, keys]."""
         if not self.mods.score_steps:
             return scores
         return self.mods.modified(scores, self.place, self.masked)
@@ -150,11 +151,11 @@ def tiles(
     mods: Modifications = NONE,
     sink: Array | None = None,
 ) -> Iterator[Tile]:
-    """Cuts the problem of `attention` into tiles; together they hold every row of q once.
+    """Splits the problem of `attention` into tiles; every row of q belongs to exactly one tile.
 
-    Query i sees keys i + window_offset <= j <= i + causal_offset; None is no limit. mods:
-    expressions that change scores or mask pairs. sink: [heads] or [batch, heads], or None. A tile
-    holds many heads of a small problem, or some rows of one head of a large one.
+    Query i sees keys i + window_offset <= j <= i + causal_offset; None means no limit. mods:
+    expressions that change scores or mask pairs. sink: [heads] or [batch, heads], or None. For
+    small problems a tile spans many heads, for large problems some rows of a single head.
     """
     batch, heads, M, d = q.shape
     if batch * heads * M == 0:
@@ -201,19 +202,19 @@ def tiles(
 def attend(
     tile: Tile, precision: str = "float64", *, scaled: str = "K", e4m3_inputs: bool = False
 ) -> tuple[Array, Array, Array]:
-    """The attention of one tile, as `attention` describes it.
+    """Computes the attention of one tile; see `attention`.
 
-    scaled: "K" multiplies the keys by the scale, "S" the scores; only below float64 do the results
-    differ. e4m3_inputs: Q, K and V are e4m3 times descales, and are not rounded. Returns out
-    [n, rows, dv], lse [n, rows] and P [n, rows, keys], before dropout: float64 arrays for the
-    precision "float64", else float32.
+    scaled: "K" multiplies keys by the scale, "S" multiplies scores; results differ only below
+    float64. e4m3_inputs: whether Q, K and V are e4m3 numbers times descales, and are not rounded.
+    Returns out [n, rows, dv], lse [n, rows] and P [n, rows, keys] before dropout, in float64 for
+    the precision "float64", else in float32.
     """
     results = "float32" if precision == "float8_e4m3" else precision
     scores = masked_scores(tile, precision, scaled=scaled, e4m3_inputs=e4m3_inputs)
     v = rounded(tile.v, results if e4m3_inputs else precision)
     P, lse = _softmax(scores, tile.sink)
     if tile.masked is not None:
-        np.copyto(P, 0.0, where=tile.masked)  # P is NaN in all of a row with a NaN score
+        np.copyto(P, 0.0, where=tile.masked)  # one NaN score makes the entire row NaN
     P = rounded(P, precision)
     out = rounded(_sum_unmasked(tile.dropped(P), v, tile.masked), results)
     out[np.isnan(lse)] = np.nan
@@ -223,7 +224,7 @@ def attend(
 def masked_scores(
     tile: Tile, precision: str = "float64", *, scaled: str = "K", e4m3_inputs: bool = False
 ) -> Array:
-    """The modified scores of one tile, -inf where masked. Takes the arguments of `attend`."""
+    """Computes a tile's modified scores, -inf where masked; the arguments are those of `attend`."""
     results = "float32" if precision == "float8_e4m3" else precision
     q, k = (rounded(x, results if e4m3_inputs else precision) for x in (tile.q, tile.k))
     k, scale = (rounded(k * tile.scale, precision), 1.0) if scaled == "K" else (k, tile.scale)
@@ -235,9 +236,9 @@ def masked_scores(
 
 @np.errstate(all="ignore")
 def largest_scores(tile: Tile, **how: Any) -> Array:
-    """The largest score of each row of one tile [n, rows]. Takes the arguments of `attend`.
+    """Computes a tile's row maxima [n, rows]; the arguments are those of `attend`.
 
-    It is -inf in a row without an unmasked key, with or without a sink, and NaN where lse is NaN.
+    A row whose keys are all masked has -inf, with or without a sink. Maxima are NaN where lse is.
     """
     largest = masked_scores(tile, **how).max(-1, initial=-np.inf)
     _, lse, _ = attend(tile, **how)
@@ -246,12 +247,12 @@ def largest_scores(tile: Tile, **how: Any) -> Array:
 
 @dataclass(frozen=True)
 class Gradients:
-    """The gradients from the rows of one tile, and the steps on the way; float64.
+    """One tile's contributions to the gradients, with intermediate results; float64.
 
-    scores, P, dP_delta, dS [n, rows, keys]: the modified scores, P before dropout, its gradient dP
-    less D, and dS; 0 where a pair is left out, which `left_out` marks.
-    dq [n, rows, d], dk [n, keys, d], dv [n, keys, dv], dsink [n, rows]: the terms of dsink; None
-    without sinks.
+    scores, P, dP_delta, dS [n, rows, keys]: the modified scores, P before dropout, dP - D, and dS;
+    all are 0 for pairs that `left_out` excludes.
+    dq [n, rows, d], dk [n, keys, d], dv [n, keys, dv].
+    dsink [n, rows]: the terms of dsink; None without sinks.
     """
 
     scores: Array
@@ -267,7 +268,7 @@ class Gradients:
 
 @np.errstate(all="ignore")
 def differentiate(tile: Tile, grad: Array, out: Array, lse: Array, dlse: Array) -> Gradients:
-    """The gradients from the rows of one tile, for the results of a forward pass.
+    """Computes one tile's gradients from the results of a forward pass.
 
     grad (the gradient of out) and out [n, rows, dv], lse and dlse [n, rows]: float64.
     """
@@ -300,23 +301,23 @@ def differentiate(tile: Tile, grad: Array, out: Array, lse: Array, dlse: Array) 
 
 
 def weight_of_sink(sink: Array, lse: Array) -> Array:
-    """The weight of each row's sink [n, rows], from lse; 0 where that is -inf."""
+    """Returns the softmax weight of each row's sink [n, rows]; 0 where lse is -inf."""
     return np.where(np.isneginf(lse), 0.0, _weights(sink[..., 0], lse))
 
 
 def _weights(scores: Array, lse: Array) -> Array:
-    """exp(scores - lse), or 1 if a score is above an lse that is rounded by more than 1."""
+    """Returns exp(scores - lse), but 1 where a score exceeds a huge lse because of rounding."""
     below = scores - lse
     return np.exp(np.where((np.abs(lse) >= HUGE) & (below > 0), 0.0, below))
 
 
 def rounded(x: Array, precision: str) -> Array:
-    """x with every element rounded to `precision`, to nearest: ties to even, of tf32 away from 0.
+    """Rounds x to the nearest numbers of `precision`; ties go to even, in tf32 away from 0.
 
     float64 is rounded to float32 first, as on a GPU. For float8_e4m3 each matrix (the last two
     axes) is scaled by a power of two, so that its largest finite element lies between 224 and 448,
-    the largest number of e4m3; infinity becomes NaN, since e4m3 has no infinity.
-    Returns float64 for "float64" and float32 for the others, which float32 holds exactly.
+    the largest number of e4m3. Infinity becomes NaN, because e4m3 has no infinity.
+    Returns float64 for "float64", and float32, which represents the result exactly, otherwise.
     """
     if precision not in PRECISIONS:
         known = ", ".join(PRECISIONS)
@@ -330,7 +331,6 @@ def rounded(x: Array, precision: str) -> Array:
 
 
 def _softmax(scores: Array, sink: Array | None = None) -> tuple[Array, Array]:
-    """softmax and log-sum-exp over the last axis and a sink, in the dtype of `scores`."""
     top = scores.max(-1, keepdims=True, initial=-np.inf)
     if sink is not None:
         sink = sink.astype(scores.dtype)
@@ -345,7 +345,7 @@ def _softmax(scores: Array, sink: Array | None = None) -> tuple[Array, Array]:
 
 
 def _sum_unmasked(P: Array, values: Array, masked: Array | None) -> Array:
-    """P @ values without the products that `masked` marks, because 0 * NaN is not 0.
+    """Computes P @ values and skips masked products, because 0 * NaN is not 0.
 
     P [n, rows, keys], values [n, keys, columns], masked broadcastable to P or None.
     """
@@ -364,7 +364,7 @@ def _sum_unmasked(P: Array, values: Array, masked: Array | None) -> Array:
 def _mask(
     rows: slice, N: int, causal_offset: int | None, window_offset: int | None
 ) -> tuple[slice, Array | None]:
-    """The keys that one of `rows` may see, and which of them are masked for each row."""
+    """Returns the slice of keys that `rows` may see, and the mask [rows, keys] within it."""
     if causal_offset is None and window_offset is None:
         return slice(0, N), None
     stop = N if causal_offset is None else min(max(rows.stop + causal_offset, 0), N)
@@ -379,9 +379,9 @@ def _mask(
 
 
 def _rounded_to_tf32(x: Array) -> Array:
-    """float32 with the last 13 of its 23 mantissa bits rounded away, as by cvt.rna.
+    """Rounds float32 to 10 of its 23 mantissa bits, like cvt.rna.
 
-    A carry goes into the exponent, so numbers beyond the largest one become infinite.
+    A carry increments the exponent, so numbers above the largest finite number become infinite.
     """
     bits = x.view(np.uint32)
     kept = ((bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
@@ -390,10 +390,10 @@ def _rounded_to_tf32(x: Array) -> Array:
 
 
 def _rounded_to_float16(x: Array) -> Array:
-    """float32 rounded to float16; NumPy's own casts are several times slower.
+    """Rounds float32 to float16 precision; NumPy casts are several times slower.
 
-    float32 numbers from 2**(e + 13) to 2**(e + 14) have the spacing of float16 numbers with the
-    exponent e, so adding 1.5 * 2**(e + 13) rounds. Exponents of float16 begin at -14.
+    float32 numbers from 2**(e + 13) to 2**(e + 14) have the spacing of float16 numbers with
+    exponent e, so adding 1.5 * 2**(e + 13) rounds. The smallest float16 exponent is -14.
     """
     exponent = (x.view(np.uint32) & np.uint32(0x7F800000)).view(np.float32)
     power = np.maximum(exponent, np.float32(2**-14), out=exponent)
@@ -422,11 +422,11 @@ _ROUNDED = {
 
 
 def flat(x: Array) -> Array:
-    """x with its first two axes, batch and heads, joined; a view where possible."""
+    """Flattens the batch and head axes into one; returns a view where possible."""
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
 def add_to_heads(total: Array, tile: Tile, terms: Array) -> None:
-    """Adds terms [n, keys, ...] to the tile's key heads of total; a head may occur twice."""
+    """Adds terms [n, keys, ...] to the tile's key heads in `total`; heads may be repeated."""
     for head, term in zip(tile.key_heads, terms, strict=True):
         total[head, tile.keys] += term

@@ -1,4 +1,4 @@
-"""How results are shown: a short line as their repr, and a table in a notebook."""
+"""Display of results: a one-line repr, and HTML tables in notebooks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 Result = TypeVar("Result")
-_MOST = 50  # the most rows of a table in a notebook, and lines of a repr
-_MOST_CHARACTERS = 300  # the most characters of a repr
+_MOST = 50  # maximum number of table rows in a notebook, and of lines in a repr
+_MOST_CHARACTERS = 300  # maximum number of characters in a repr
 _SHORT = reprlib.Repr()
 _SHORT.maxstring, _SHORT.maxother, _SHORT.maxdict, _SHORT.maxlist = 60, 100, 6, 3
 
 
 class Shown:
-    """Base of dataclasses with ``repr=False``: their repr is a short line of non-default fields."""
+    """Base class of dataclasses with ``repr=False``; prints non-default fields in one line."""
 
     def __repr__(self) -> str:
         fields = [x for x in dataclasses.fields(self) if x.repr]  # type: ignore[arg-type]
@@ -29,10 +29,10 @@ class Shown:
 
 
 class ShownRow(Shown):
-    """A result with a ``row``, which a notebook shows as a table."""
+    """Base class of results that notebooks show as a table row."""
 
     def row(self) -> dict[str, Any]:
-        """One row of a table."""
+        """Returns the table row, as column names and values."""
         raise NotImplementedError
 
     def _repr_html_(self) -> str:
@@ -40,7 +40,7 @@ class ShownRow(Shown):
 
 
 class Rows(list[Result]):
-    """Results with a ``row`` each: a list, which a notebook shows as a table."""
+    """A list of results that notebooks show as a table; each result has a ``row`` method."""
 
     def __repr__(self) -> str:
         shown = [repr(x) for x in self[:_MOST]]
@@ -52,7 +52,7 @@ class Rows(list[Result]):
 
 
 def html_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """An HTML table of the first rows, without columns that no row fills."""
+    """Formats the first rows as an HTML table, without columns that are empty in all rows."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     texts = [{name: _cell(row.get(name)) for name in columns} for row in rows[:_MOST]]
     columns = [name for name in columns if any(row[name] for row in texts)]

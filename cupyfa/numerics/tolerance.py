@@ -1,12 +1,12 @@
-"""The largest error that a result may have: a bound for each element, from the inputs.
+"""Error bounds for each element of a result, computed from the inputs.
 
-docs/checking.md says why, and how correct and faulty kernels compare with these bounds.
+docs/checking.md gives the reasons, and compares correct and faulty kernels with these bounds.
 
-**Accumulation.** Let eps be the spacing at 1 of the format that the kernel accumulates in, n the
-number of keys that a query sees, and size the largest |scale| * sum(|q| * |k|) over those keys.
-Rounding errors of a sum of n terms grow like a random walk, hence the roots. The constants are six
-standard deviations of a sum in the worst order, term after term, and two units in the last place
-for each exponential:
+**Accumulation.** Let eps be the spacing at 1 of the accumulation format, n the number of keys that
+a query sees, and size the largest |scale| * sum(|q| * |k|) over these keys. Rounding errors of a
+sum of n terms grow like a random walk, hence the square roots. The constants allow for six standard
+deviations of a sum in the worst order, term after term, and for two units in the last place of each
+exponential:
 
     |O - reference|   <=  (w + 1.2 * eps * total) * (P @ |V|)  +  floor
     |lse - reference| <=  eps * (score + 1.2 * total + 2 * |lse|)
@@ -14,75 +14,75 @@ for each exponential:
     w = 0.6 * eps * score + exp(2 * eps * score) - 1 - 2 * eps * score
 
 Where scores are so large that their rounding may decide any weight, the bound of O is twice the
-largest |V| of its column, and p of gradients, below, at most 1 from an |lse| of 2**25 on, where
-kernels see to it: a result must be finite.
+largest |V| of its column, so that results must still be finite. From |lse| = 2**25 on, the term p
+of gradients (below) is at most 1, because kernels clamp P there.
 
-`score` is the error of a score; the 3 stands for the scale and the argument of the exponential. The
-relative error w of a weight has 0.6 of it, because the common part of the keys' errors cancels, and
-the terms of higher order of the worst case, where two scores err in opposite directions. `total` is
-the error of the sums over keys. `floor` allows flushing subnormal numbers to zero: each weight and
-product, the input and the output may lose up to `tiny`, the smallest normal number.
+`score` bounds the error of a score; the 3 stands for the scale and the argument of the exponential.
+The relative error w of a weight contains 0.6 of it, because the common part of the keys' errors
+cancels, plus the higher-order terms of the worst case, where two scores err in opposite directions.
+`total` bounds the error of sums over keys. `floor` allows flushing subnormal numbers to zero: each
+weight and product, the input and the output may lose up to `tiny`, the smallest normal number.
 
-The errors of equal numbers add up instead of cancelling: where a column of V is the same for all
-keys, n replaces sqrt(n) in O. Scores that are equal for hundreds of keys but not for all are not
-covered: a correct kernel that sums term after term may then exceed the bound of lse.
+Errors of equal numbers add up instead of cancelling: where a column of V is constant over all keys,
+n replaces sqrt(n) in the bound of O. Scores that are equal for hundreds of keys, but not for all,
+are not covered: a correct kernel that sums term after term may then exceed the bound of lse.
 
-**Modified scores.** An expression (numpy_evaluation.py) that follows the scale is computed in
-float32, float64 for float64, whatever the operands are. Its walk gives each modified score x an
-error e from that of the scaled score, sqrt(d + 3) * size of the pair, and from its own nodes; the
-exponential adds |x|. These differ from key to key, so e takes the place of `score`, but weighted by
-P: O has
+**Modified scores.** Kernels evaluate expressions in float32 (in float64 for float64), whatever the
+operands are. `numpy_evaluation` computes an error e of each modified score x, from the error of the
+scaled score, sqrt(d + 3) * size of the pair, and from the nodes of the expression; the exponential
+adds |x|. Because e differs from key to key, it replaces `score` weighted by P: the bound of O has
 
     eps * 0.6 * min(max(e) * (P @ |V|), (P * e) @ |V| + (P @ e) * (P @ |V|))
 
-and lse has eps * min(max(e), P @ e). Where eps * e is above 0.01, as it is where rounding may turn
-a comparison in the expression, exp(eps * e) - 1 replaces 0.6 * eps * e. A pair of which that
-decides whether it is seen leaves its row without bounds. Rounding by design moves x as far as it
-moves with the scaled score.
+and the bound of lse has eps * min(max(e), P @ e). Where eps * e exceeds 0.01, for example because
+rounding may flip a comparison in the expression, exp(eps * e) - 1 replaces 0.6 * eps * e. If
+rounding may flip a mask, its row has no bounds. Rounding by design is evaluated by moving the
+scaled score.
 
-**Sinks.** One more term of the sums: n + 1 replaces n, and the error of its weight is
+**Sinks** add a term to the sums: n + 1 replaces n, and the error of the sink's weight is
 exp(sink - lse) * eps * (1.5 * |sink| + 3).
 
-**Dropout** sets weights to 0 and multiplies the others by r after lse has them. So r * Z * P takes
-the place of P in the errors of O and dV, and |dO| @ |V|.T in g is multiplied by r * Z; lse, and the
-errors of a row that all its weights share, are those of P.
+**Dropout** sets weights to 0 and multiplies the other weights by r, after lse has been computed.
+Therefore r * Z * P replaces P in the errors of O and dV, and |dO| @ |V|.T in g is multiplied by
+r * Z; lse, and errors that all weights of a row share, still use P.
 
-**The largest score of a row** has the error of a score, eps * score or the most that e of its pairs
-moves it, and 2 * eps of itself and eps for the unit. It is not rounded to a narrow format.
+**Row maxima** have the error of a score, eps * score or the largest change that e causes, plus
+2 * eps of their own size, plus eps for the unit. They are not rounded to narrow formats.
 
-**Narrow formats.** A kernel on float16 or bfloat16 rounds P and O, by half of their eps each; O in
-float32 (out_dtype) is not rounded, nor in the plain computation. As in FlashAttention's own tests,
-it may also have an error of 2 * e + a in all of a head. e is the largest error in the head of the
-same attention computed plainly in that format (`reference.attention`, with K scaled and with S
-scaled). a = 2 * max|((reference + s) - s) - reference|, evaluated in the format, is two roundings
-of numbers of the head's size, s = 0.3 * max(P @ |V|); it keeps the sum from being 0 by chance. lse
-is kept in float32 and may have 2 * e. A kernel that rounds its operands by design, to float16 for
-tensor cores for example, has the bound of that format, and O that of the coarser one; it may also
-have the error r of rounding q and k in a score, r = half an eps * size * min(2, 4 / sqrt(d)): r in
-lse and exp(r) - 1 of each weight.
+**Narrow formats.** A kernel on float16 or bfloat16 rounds P and O by half of their eps each; O in
+float32 (out_dtype) is not rounded, neither by the kernel nor in the plain computation. As in the
+tests of FlashAttention, each head may also have an error of 2 * e + a. e is the head's largest
+error in a plain computation in that format (`reference.attention`, with scaled K and with scaled
+S). a = 2 * max|((reference + s) - s) - reference|, evaluated in the format, allows two roundings of
+numbers of the head's size, s = 0.3 * max(P @ |V|), so that 2 * e + a is not 0 by chance. lse stays
+in float32 and may have an error of 2 * e. For a kernel that rounds its operands by design, such as
+to float16 for tensor cores, the bounds are those of that format, and for O those of the coarser
+format. Rounding q and k also adds r to the error of lse, and exp(r) - 1 to the relative error of
+each weight, where r = eps / 2 * size * min(2, 4 / sqrt(d)).
 
-Half an eps of float8_e4m3 is 2**-4. Its plain computation rounds Q, K, V and P, each matrix scaled
-so that its largest number is in the last binade; scores and O stay float32, and O is rounded only
-to the dtype of results. Tensor cores keep about 14 bits of a sum of such products, so the eps of
-the sums is 2**-13. What NaN reaches in the plain computation may hold anything: the format has no
-infinity. Inputs in that format, times their descales, are exact: r is 0, and the plain computation
-rounds P alone. Then `score` is what tensor cores cut off 32 products and the sum before, step by
-step, and off their sum: each time half a unit on average, towards 0, and six standard deviations. A
-unit is eps of the largest product or sum, and s the sum of the signs of products:
+For float8_e4m3, eps / 2 is 2**-4. The plain computation rounds Q, K, V and P, each matrix scaled so
+that its largest number is in the last binade; scores and O stay float32, and O is only rounded to
+the dtype of results. Tensor cores keep about 14 bits of a sum of such products, so eps of sums is
+2**-13. Elements that NaN reaches in the plain computation have no bounds, because the format has no
+infinity. Inputs in float8_e4m3 times their descales are exact: r is 0, and the plain computation
+only rounds P. `score` is then the truncation error of tensor cores. They truncate 32 products and
+the previous sum, step by step, and the new sum, each time towards 0 by half a unit on average; six
+standard deviations are added. A unit is eps of the largest product or sum, and s is the sum of the
+signs of products:
 
     score = |scale| * (sum of (|s| / 2 + 1) * top + 10 * sqrt(sum of top**2)) over the steps,
     top = max(max|q| * max|k|, |sum before|, |sum after|)
 
-Sums of O are cut off in the same way: n values of one sign lose n * 2**-15 of themselves, for
-which O has n / 4 more in `total`.
+Sums of O are truncated in the same way: n values of one sign lose a fraction n * 2**-15, for which
+`total` of O grows by n / 4.
 
-Infinity and NaN must be where the reference has them; fully masked rows are exactly 0 and -inf, or
-0 and about the sink. If a partial sum of q * k may exceed the range of the kernel's sums, with the
-scale or without, the order of the sum decides whether the score is finite, infinite or NaN. Where
-q and k are finite, a row that sees such a score has no bounds, nor has its key in gradients.
+Infinity and NaN must match the reference; fully masked rows are exactly 0 and -inf, or 0 and about
+the sink. If a partial sum of q * k may overflow the accumulation format, with the scale or without,
+the order of summation decides whether the score is finite, infinite or NaN. Where q and k are
+finite, rows that see such a score have no bounds, and neither do the gradients of its key.
 
-**Gradients.** The same eps, roots and constants for each pair of query and key; O and lse are
-inputs and have no error. P has a relative error, dS the errors of P and of dP - delta:
+**Gradients.** The same eps, roots and constants apply to each (query, key) pair; O and lse are
+inputs and count as exact. P has a relative error; dS has the errors of P and of dP - delta:
 
     p  = exp(eps * (sqrt(d + 3) * size + |S| + |lse| + 2)) - 1         size = |scale| * |q| @ |k|.T
     g  = eps * sqrt(dv + 3) * (|dO| @ |V|.T + rowsum(|dO| * |O|))
@@ -91,26 +91,26 @@ inputs and have no error. P has a relative error, dS the errors of P and of dP -
     |dV - reference|  <=  (P * (p + 1.2 * eps * (sqrt(m) + 4))).T @ |dO|
     |dQ - reference|  <=  |scale| * (F + 1.2 * eps * (sqrt(n) + 4) * |dS|) @ |K|        dK likewise
 
-with dlse, rowsum(|dO| * |O|) has |dlse| more. A modification replaces sqrt(d + 3) * size by e of
-its walk, and its derivative x' has an error e' of that walk:
+With dlse, rowsum(|dO| * |O|) grows by |dlse|. An expression replaces sqrt(d + 3) * size by e, and
+its derivative x' has an error e':
 
     F  = |x'| * F + eps * (|x'| + e') * (P + P * p) * (|dP - delta| + g)
 
 |dsink - reference| <= sum(exp(sink - lse) * (w * (|D| + h) + h + 1.2 * eps * (sqrt(m) + 4) * |D|)),
 where h is g of D, and w = exp(eps * (1.5 * |sink| + |lse| + 3)) - 1.
 
-The gradient of an element a of an array is a sum over the pairs that read it, whatever others are,
-with x'_a the derivative by a, e_a its error, and F that of a score without a modification:
+The gradient of an array element a is a sum over the pairs that read a, where x'_a is the derivative
+with respect to a, e_a the error of x'_a, and F as for unmodified scores:
 
     |da - reference|  <=  sum(|x'_a| * F + ((2 * eps + t) * |x'_a| + eps * e_a) * size)
     size = (P + P * p) * (|dP - delta| + g),    t = 1.2 * 2**-52 * (sqrt(n) + 4)
 
-where t is the error of the sum along a row, in float64. All this with m rows in a sum over rows (of
-all heads that share the key), and 2 eps of the result. A kernel on float16 or bfloat16 may round P
-and dS before it multiplies with them, by half of their eps and half of their smallest number, and
-rounds its results, unless they are in float32. Where a result is infinite or beyond its dtype's
-largest number, anything may stand; NaN must be NaN. A key that no query sees and a query that sees
-no key have gradients of exactly 0.
+where t is the error of the sum along a row, in float64. m is the number of rows in a sum over rows
+(of all heads that share the key), and every bound includes 2 eps of the result. A kernel on float16
+or bfloat16 may round P and dS before matrix products, by half of their eps and half of their
+smallest number, and rounds its results unless they are float32. Where a result is infinite or
+exceeds its dtype's largest number, any value passes; NaN must match. Keys that no query sees, and
+queries that see no key, have gradients of exactly 0.
 """
 
 import math
@@ -135,24 +135,24 @@ Array = np.ndarray[Any, Any]
 _NARROW = ("float16", "bfloat16", "tf32", "float8_e4m3")
 _FLOAT8 = "float8_e4m3"
 _FLOAT8_SUMS = 2.0**-13
-_DEPTH = 32  # products of e4m3 that tensor cores add at a time
-_SPREAD = 10.0  # six standard deviations of the truncation of these products and the sum before
+_DEPTH = 32  # number of e4m3 products that tensor cores add at a time
+_SPREAD = 10.0  # six standard deviations of the truncation of 32 products and the previous sum
 _LARGEST_E4M3 = 448.0
-_FEWEST_BETWEEN = 16  # the fewest elements from which rounding of results is detected
-_SMALL = 0.01  # up to this relative error, weights count as merely rounded
-_ANY_WEIGHT = 600.0  # from this error of scores on, a weight that vanishes may be decisive
+_FEWEST_BETWEEN = 16  # minimum number of elements for detecting rounded results
+_SMALL = 0.01  # up to this error of a score, the weight's error is about proportional to it
+_ANY_WEIGHT = 600.0  # score error from which even a vanishing weight may become the largest one
 _DOUBLE_EPS = float(np.finfo(np.float64).eps)
 _BLOCK = 1 << 18  # elements per step, which fit in a core's cache
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The comparison of one array with the reference.
+    """Result of comparing an array with the reference.
 
     error: the largest absolute error; infinite for a wrong NaN or infinity.
-    ratio: the largest error / bound of an element; at most 1 in a correct result. index, bound,
-        actual and expected are of this element.
-    unwritten: the number of elements that are NaN but should not be; often never written.
+    ratio: the largest error / bound of any element; at most 1 in a correct result. index, bound,
+        actual and expected describe this element.
+    unwritten: number of wrong NaNs, often elements that the kernel never wrote.
     """
 
     name: str
@@ -178,9 +178,9 @@ class Verdict:
 
 
 class Expected(NamedTuple):
-    """The correct elements of an array and the largest error of each, float64.
+    """Correct values of an array with error bounds, both float64.
 
-    An element with an infinite bound may hold anything.
+    Elements with an infinite bound may have any value.
     """
 
     value: Array
@@ -191,11 +191,11 @@ class Expected(NamedTuple):
 
 
 Roundings = Sequence[str | None]
-ExpectedOfEach = dict[str | None, dict[str, Expected]]  # by rounding and array
+ExpectedOfEach = dict[str | None, dict[str, Expected]]  # indexed by rounding and array name
 
 
 def require(verdicts: Iterable[Verdict], context: str) -> None:
-    """Raises WrongResult with all failed verdicts; `context` is kernel, shape, dtype and seed."""
+    """Raises WrongResult if any verdict failed; `context` names kernel, shape, dtype and seed."""
     failed = [str(verdict) for verdict in verdicts if not verdict.passed]
     if failed:
         raise WrongResult("\n  ".join([f"wrong result of {context}", *failed]))
@@ -205,11 +205,12 @@ def require(verdicts: Iterable[Verdict], context: str) -> None:
 def require_unrounded(
     results: Mapping[str, Array], expected: Mapping[str, Expected], dtype: str, context: str
 ) -> None:
-    """Raises WrongResult for float32 results that were rounded to a 16-bit dtype before.
+    """Raises WrongResult for float32 results that were rounded to a 16-bit dtype before the store.
 
-    Their bound allows for operands of that dtype, and so does not show it. Counted are elements
-    whose correct value is a quarter of a step from each number of the dtype: by chance a correct
-    kernel stores one of these numbers there for one element in thousands.
+    Error bounds cannot detect this, because they allow for operands of that dtype. The test counts
+    16-bit numbers among elements whose correct value is at least a quarter of a step away from any
+    16-bit number. A correct kernel stores a 16-bit number there by chance only, for one element in
+    thousands.
     """
     info = _finfo(dtype)
     for name, actual in results.items():
@@ -227,13 +228,16 @@ def require_unrounded(
 
 
 def compare(results: Mapping[str, Array], expected: Mapping[str, Expected]) -> list[Verdict]:
-    """Compares arrays with the `Expected` of the same name and shape, else raises ValueError."""
+    """Compares each array with the `Expected` of the same name.
+
+    Raises ValueError for unknown names and wrong shapes.
+    """
     for name, actual in results.items():
         if name not in expected:
             raise ValueError(f"result {name!r} is unknown; use one of {', '.join(expected)}")
         shape = expected[name].value.shape
         if actual.shape != shape:
-            raise ValueError(f"{name} has shape {actual.shape}; the inputs make it {shape}")
+            raise ValueError(f"{name} has shape {actual.shape}; its shape must be {shape}")
     return [_verdict(name, actual, expected[name]) for name, actual in results.items()]
 
 
@@ -249,15 +253,14 @@ def expected_attention(
     row_max: bool = False,
     **score: Any,
 ) -> ExpectedOfEach:
-    """The attention "O" and "lse", with the bounds that this module's docstring describes.
+    """Computes "O" and "lse" of attention, with the bounds described in the module's docstring.
 
-    With row_max also the largest score of each row, "row_max".
-
-    q, k, v and `score` (scale, masks, mods, sink): as for `reference.attention`. dtype: of the
-    inputs. out_dtype: of O, by default the same.
-    roundings: for each kernel the precision of `reference.PRECISIONS` to which it rounds operands
-    by design, or None; kernels share most of the work. Where that rounding overflows in the plain
-    computation, an element may hold anything.
+    q, k, v and `score` (scale, masks, mods, sink): see `reference.attention`.
+    dtype: the dtype of the inputs. out_dtype: the dtype of O; None for the default of `dtype`.
+    roundings: for each kernel, the precision from `reference.PRECISIONS` to which it rounds
+        operands by design, or None. Kernels share most of the work. Elements have no bounds where
+        this rounding overflows in the plain computation.
+    row_max: whether to include the row maxima, "row_max".
     """
     kernels = {rounding: Arithmetic(dtype, rounding, out_dtype) for rounding in roundings}
     value = {"O": np.zeros((*q.shape[:3], v.shape[-1])), "lse": np.zeros(q.shape[:3])}
@@ -307,14 +310,13 @@ def expected_gradients(
     wrt: Mapping[str, Array] | None = None,
     **score: Any,
 ) -> ExpectedOfEach:
-    """The gradients "dQ", "dK" and "dV" with their bounds, and "dsink" if there is a sink.
-
-    Also those of the arrays ``wrt`` that expressions read, by their names.
+    """Computes the gradients "dQ", "dK" and "dV" with bounds, "dsink" with a sink, and those of
+    the captured arrays in ``wrt``, by name.
 
     out [batch, heads, M, dv] and lse [batch, heads, M] are the results of a forward pass, dout and
-    dlse are their gradients; out_dtype is that of out, dQ, dK and dV, and the others are those of
-    `expected_attention`. dK and dV are sums over
-    the query heads that share a key head, dsink has the shape and dtype of sink.
+    dlse their gradients. out_dtype is the dtype of out, dQ, dK and dV; for the other arguments see
+    `expected_attention`. dK and dV are sums over the query heads that share a key head; dsink has
+    the shape and dtype of sink.
     """
     kernels = {rounding: Arithmetic(dtype, rounding, out_dtype) for rounding in roundings}
     value = {"dQ": np.zeros(q.shape), "dK": np.zeros(k.shape), "dV": np.zeros(v.shape)}
@@ -343,7 +345,7 @@ def expected_gradients(
         arrays.add(work)
     dtypes = {name: str(x.dtype) for name, x in arrays.given.items()}
     if sink is not None:
-        over = tuple(range(2 - sink.ndim))  # a sink of a head alone is that of all batch elements
+        over = tuple(range(2 - sink.ndim))  # a sink [heads] applies to all batch elements
         dtypes["dsink"] = str(sink.dtype)
         for found in (value, *bounds.values()):
             found["dsink"] = found["dsink"].sum(over)
@@ -357,12 +359,12 @@ def expected_gradients(
 
 @np.errstate(all="ignore")
 def expected_softmax(x: Array, *, dtype: str) -> dict[str, Expected]:
-    """The softmax "P" of x [..., N] and its "lse", with a bound for each element.
+    """Computes the softmax "P" of x [..., N] and its "lse", with a bound for each element.
 
     In 2**(x * log2(e) - max * log2(e)) the exponent has an error of half an eps of each number in
-    it, the power one of 2 eps, and the sum, as in attention, one of 1.2 eps * (sqrt(N) + 4). A
-    narrow dtype rounds P once or twice; `tiny` and the smallest number of the dtype allow flushing
-    to zero and underflow.
+    it, and the power an error of 2 eps. The sum has an error of 1.2 eps * (sqrt(N) + 4), as in
+    attention. A narrow dtype rounds P once or twice; `tiny` and the smallest number of the dtype
+    allow flushing to zero and underflow.
     """
     kernel = Arithmetic(dtype)
     count, N = math.prod(x.shape[:-1]), x.shape[-1]
@@ -380,11 +382,12 @@ def expected_softmax(x: Array, *, dtype: str) -> dict[str, Expected]:
 def expected_rotation(
     x: Array, cos: Array, sin: Array, *, interleaved: bool, dtype: str
 ) -> Expected:
-    """Rows x [..., rows, d], whose columns are turned in pairs by angles [..., rows, angles].
+    """Rotates pairs of columns of x [..., rows, d] (RoPE), with a bound for each element.
 
-    Pairs are (i, i + angles), or (2 i, 2 i + 1). Two products and their sum are rounded, each by at
-    most half an eps of the products' sizes; what is below `tiny` may be flushed to zero. A narrow
-    dtype rounds the result. Columns after the pairs stay exactly as they are.
+    cos, sin [..., rows, angles]. Pairs of columns are (i, i + angles), or (2 i, 2 i + 1) if
+    interleaved; columns after the pairs are copied exactly. Two products and their sum round by at
+    most half an eps of the products' sizes, and numbers below `tiny` may be flushed to zero. A
+    narrow dtype rounds the result.
     """
     kernel, angles = Arithmetic(dtype), cos.shape[-1]
     cos, sin, value = (np.asarray(a, np.float64) for a in (cos, sin, x))
@@ -401,10 +404,10 @@ def expected_rotation(
 
 
 def expected_e4m3(rows: Expected, scale: Array) -> Expected:
-    """Rows divided by a scale and rounded to float8_e4m3, to 448 at most.
+    """Divides rows by a scale and rounds them to float8_e4m3, clipped to ±448.
 
-    The quotient is rounded, and so is its rounding to three bits of mantissa, or to a multiple of
-    2**-9; the error of a row before moves both.
+    The bound includes the error of the rows, the rounding of the quotient, and the rounding to
+    three mantissa bits, or to a multiple of 2**-9.
     """
     kernel = Arithmetic("float32")
     factor = np.asarray(scale, np.float64)
@@ -416,14 +419,15 @@ def expected_e4m3(rows: Expected, scale: Array) -> Expected:
 
 
 class Arithmetic:
-    """The dtype of a kernel's arrays, and the precision of the operands of its products.
+    """The formats that a kernel computes in.
 
-    rounds_by_design: whether it may round more than its arrays and P to that precision.
-    result: the dtype of O and of gradients, by default the arrays'.
-    e4m3_inputs: whether Q, K and V have 8 bits, the operands', and are not rounded.
-    coarsest: the precision of O, the coarser one of the arrays' and the operands'; or that of
-        results which are finer than the arrays.
-    accumulator: np.finfo of the sums; eps: the spacing at 1 of sums of products.
+    dtype: the dtype of its arrays. operands: the precision of the operands of matrix products.
+    rounds_by_design: whether the kernel rounds its inputs to `operands`.
+    result: the dtype of O and of gradients.
+    e4m3_inputs: whether Q, K and V are float8_e4m3fn and need no rounding.
+    coarsest: the precision of O: `result` where it differs from `dtype`, else the coarser of
+        `dtype` and `operands`.
+    accumulator: np.finfo of the accumulation type. eps: the spacing at 1 of sums of products.
     operand_unit, output_unit: the relative errors of rounding operands and results.
     """
 
@@ -437,7 +441,7 @@ class Arithmetic:
         self.result = result or INPUTS[dtype].usual_result
         self.e4m3_inputs = INPUTS[dtype].result is not None
         self.rounds_by_design = rounding is not None and not self.e4m3_inputs
-        is_float8 = self.operands == _FLOAT8  # which no result has
+        is_float8 = self.operands == _FLOAT8  # never a dtype of results
         given = {name: float(_finfo(name).eps) for name in (dtype, self.operands)}
         self.coarsest = dtype if is_float8 else max(given, key=lambda name: given[name])
         if self.result != dtype:
@@ -450,19 +454,19 @@ class Arithmetic:
         self.output_unit = float(_finfo(self.coarsest).eps) / 2 if self.is_narrow else 0.0
 
     def rounded_product(self, size: Any, count: int) -> Any:
-        """The error of a product of `count` terms whose operands are rounded by design."""
+        """Bounds the error of a dot product of `count` terms caused by rounding by design."""
         if not self.rounds_by_design:
             return 0.0
         return self.operand_unit * size * min(2.0, 4.0 / np.sqrt(max(count, 1)))
 
 
 def _score_errors(size: Array, tile: reference.Tile, kernel: Arithmetic) -> tuple[Array, Array]:
-    """The errors of scaled scores whose terms add up to `size`: in eps, and by design."""
+    """Bounds errors of scores whose terms add up to `size`: accumulation, in eps; by design."""
     d = tile.q.shape[-1]
     by_design = kernel.rounded_product(size, d)
     if kernel.e4m3_inputs:
         cut = _cut_off(tile)
-        if size.shape != cut.shape:  # of rows
+        if size.shape != cut.shape:  # one size per row
             cut = np.where(False if tile.masked is None else tile.masked, 0.0, cut)
             cut = cut.max(-1, keepdims=True, initial=0.0)
         return np.where(np.isinf(size), np.inf, cut), by_design
@@ -470,7 +474,7 @@ def _score_errors(size: Array, tile: reference.Tile, kernel: Arithmetic) -> tupl
 
 
 def _cut_off(tile: reference.Tile) -> Array:
-    """The truncation error of each scaled score in e4m3 sums, in eps, [n, rows, keys]."""
+    """Bounds the truncation errors of e4m3 scores by tensor cores, in eps, [n, rows, keys]."""
     q, k = finite(tile.q), finite(tile.k)
     total, mean, spread = np.zeros((3, *q.shape[:-1], k.shape[-2]))
     for first in range(0, q.shape[-1], _DEPTH):
@@ -486,7 +490,7 @@ def _cut_off(tile: reference.Tile) -> Array:
 
 
 class _Work:
-    """The reference on one tile; kernels of several roundings share each result."""
+    """Cached reference results of one tile, shared by kernels with different roundings."""
 
     def __init__(self, tile: reference.Tile) -> None:
         self.tile = tile
@@ -500,30 +504,31 @@ class _Work:
         )
 
     def largest_difference(self) -> Array:
-        """The largest difference between two means of the values in a column, [n, 1, dv]."""
+        """Bounds the difference of any two weighted means of a value column, [n, 1, dv]."""
         dropout = self.tile.mods.dropout
         kept = 1.0 if dropout is None else dropout.factor
         return 2 * kept * self.values.max(-2, keepdims=True, initial=0.0)
 
     def result(self, name: str) -> Array:
-        """The "O", "lse" or "row_max" of the tile."""
+        """Returns "O", "lse" or "row_max" of the tile."""
         return self.row_max() if name == ROW_MAX else self.attend()[name == "lse"]
 
     def empty(self, name: str) -> Array:
-        """The rows [n, rows] whose out is exactly 0, or whose lse or largest score is -inf."""
+        """Returns the rows [n, rows] whose O is exactly 0, or whose lse or row maximum is -inf."""
         if name == "O" and self.tile.sink is not None:
             return np.asarray(~self.attend()[2].any(-1))
         return np.isneginf(self.result("lse" if name == "O" else name))
 
 
 class _ModifiedScores:
-    """The errors of modified scores on one tile for one kernel.
+    """Error bounds of modified scores on one tile for one kernel.
 
-    size [n, rows, keys]: that of each pair's score; infinite for a score that may be anything,
-        which makes the shift infinite unless the modified score is the same for all.
-    shift: the error of a modified score, absolute. by_design: how far rounded operands move it.
-    exponent: the error of the exponential. overflows: where the kernel's format has infinity.
-    slope, slope_error: of the derivative, the error absolute; if `differentiated`.
+    size [n, rows, keys]: the sum of |scale * q * k| of each pair; infinite for scores that may have
+        any value. Their shift is infinite, too, unless the expression ignores the score.
+    shift: absolute error of a modified score. by_design: its change by rounding operands by design.
+    exponent: error of the exponential. overflows: where the modified score overflows the
+        accumulation format.
+    slope, slope_error: magnitude and absolute error of the derivative, if `differentiated`.
     """
 
     def __init__(
@@ -561,13 +566,13 @@ class _ModifiedScores:
 
     @staticmethod
     def _distance(here: Any, there: list[Any]) -> Any:
-        """The largest one from here; 0 for equal infinite numbers."""
+        """Returns the largest distance from `here` to `there`; 0 for equal infinities."""
         apart = [np.where(here == x, 0.0, np.abs(x - here)) for x in there]
         return np.maximum(*apart) if apart else 0.0
 
 
 def _error_of_softcap(mods: Modifications, kernel: Arithmetic) -> float:
-    """The absolute error of a usual softcap, which kernels on 16-bit inputs approximate."""
+    """Bounds the absolute error of the softcap approximation that kernels on 16-bit inputs use."""
     for step in mods.score_steps:
         if step.option == SOFTCAP and kernel.is_narrow:
             cap = float(mods.names[SOFTCAP])
@@ -576,7 +581,7 @@ def _error_of_softcap(mods: Modifications, kernel: Arithmetic) -> float:
 
 
 def _errors_of_modified(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
-    """The terms that errors of modified scores add to the bounds of out and lse [n, rows, 1]."""
+    """Returns what modified scores add to the bounds of out [n, rows, dv] and lse [n, rows, 1]."""
     errors = _ModifiedScores(work.tile, kernel, work.pair_sizes(kernel.accumulator.dtype))
     P, magnitude = work.attend()[2], work.magnitude(np.float64)
     lost = (errors.overflows & (P > 0)).any(-1, keepdims=True)
@@ -602,8 +607,9 @@ def _errors_of_modified(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
 def _bounds_on_tile(
     work: _Work, kernel: Arithmetic, row_max: bool
 ) -> dict[str, tuple[Array, Array]]:
-    """For "O", "lse" and "row_max" of a tile: the bound of accumulation, errors of a plain
-    computation.
+    """Returns the accumulation bound and the plain computation's errors of each result of a tile.
+
+    The keys are "O", "lse" and, if requested, "row_max".
     """
     exact, bounds = work.attend()[:2], _bounds(work, kernel)
     found = {}
@@ -611,8 +617,8 @@ def _bounds_on_tile(
         bound = _bound_of_row_max(work, kernel, np.isinf(bounds[1]))
         found[ROW_MAX] = bound, _plain_errors_of_row_max(work, kernel, bound)
     errors = [np.zeros_like(x) for x in exact]
-    # A plain computation scales K or S. Their errors sometimes differ by more than a factor of two,
-    # unless the scale is a power of two.
+    # Errors of scaling K and of scaling S may differ by more than a factor of two, unless the scale
+    # is a power of two.
     is_power = bool(np.all(np.abs(np.frexp(work.tile.scale)[0]) == 0.5))
     orders = "K" if is_power else "KS"
     if kernel.operands == _FLOAT8:
@@ -629,7 +635,7 @@ def _bounds_on_tile(
 
 
 def _bound_of_row_max(work: _Work, kernel: Arithmetic, lost: Array) -> Array:
-    """The bound of accumulation of the largest scores [n, rows]; ``lost`` rows have none."""
+    """Bounds accumulation errors of row maxima [n, rows]; infinite for ``lost`` rows."""
     tile, largest, own = work.tile, work.row_max(), float(kernel.accumulator.eps)
     if tile.mods.score_steps:
         errors = _ModifiedScores(tile, kernel, work.pair_sizes(kernel.accumulator.dtype))
@@ -645,7 +651,7 @@ def _bound_of_row_max(work: _Work, kernel: Arithmetic, lost: Array) -> Array:
 
 
 def _plain_errors_of_row_max(work: _Work, kernel: Arithmetic, bound: Array) -> Array:
-    """The errors of the largest scores of a plain computation, if a kernel rounds by design."""
+    """Returns the plain computation's errors of row maxima; its overflows make bounds infinite."""
     largest = work.row_max()
     if not kernel.rounds_by_design:
         return np.zeros_like(largest)
@@ -656,7 +662,7 @@ def _plain_errors_of_row_max(work: _Work, kernel: Arithmetic, bound: Array) -> A
 
 
 def _bounds(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
-    """The bounds of accumulation, of out [n, rows, dv] and lse [n, rows]."""
+    """Bounds accumulation errors of out [n, rows, dv] and lse [n, rows]."""
     tile, (out, lse, P) = work.tile, work.attend()
     n, eps, tiny = tile.visible_keys, kernel.eps, kernel.tiny
     of_out: Any = 0.0
@@ -687,7 +693,7 @@ def _bounds(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
     out_bound = out_bound + kernel.output_unit * np.abs(finite(out))
     smallest = max(tiny, float(_finfo(kernel.operands).smallest_subnormal))
     out_bound[_vanished_infinities(tile, P, smallest)] = np.inf
-    own = float(kernel.accumulator.eps)  # the eps of sums that are not products
+    own = float(kernel.accumulator.eps)  # eps of sums other than matrix products
     lse_bound = (eps * score + own * 1.2 * total + by_design + of_lse)[..., 0]
     lse_bound = lse_bound + own * 2 * np.abs(finite(lse))
     lost = np.isinf(score + of_lse)[..., 0]
@@ -698,16 +704,15 @@ def _bounds(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
 
 
 def _error_of_weights(score: Any) -> Any:
-    """The relative error of a row's weights if each score has an absolute error of `score`."""
     worst = 2 * np.minimum(score, _ANY_WEIGHT / 2)
     return np.where(2 * score < _ANY_WEIGHT, 0.6 * score + np.expm1(worst) - worst, np.inf)
 
 
 def _error_of_probabilities(P: Array, scores: Array, lse: Array, error: Array) -> Array:
-    """How far P = exp(scores - lse) moves if each score has an absolute error.
+    """Bounds the change of P = exp(scores - lse) by the absolute errors of scores.
 
-    If the error of a score is large, P may be 1 where it is 0 in float64. Beside a huge lse,
-    kernels know that P is at most 1; elsewhere it grows with the error, and may overflow.
+    If the error of a score is large, P may be 1 where it is 0 in float64. For a huge lse, kernels
+    clamp P to 1; otherwise P grows with the error and may overflow.
     """
     moved = P * np.expm1(np.minimum(error, _ANY_WEIGHT))
     largest = np.exp(np.minimum(or_0(scores - lse) + error, _ANY_WEIGHT))
@@ -716,9 +721,9 @@ def _error_of_probabilities(P: Array, scores: Array, lse: Array, error: Array) -
 
 
 class _BackwardWork:
-    """The gradients on one tile, and sizes of finite numbers for their bounds.
+    """One tile's gradients, and the magnitudes that their bounds need.
 
-    rows: the number of rows in a sum. equal: whether a column of dO is constant, [n, 1, dv].
+    rows: number of rows in a sum over rows. equal: whether a column of dO is constant, [n, 1, dv].
     """
 
     def __init__(
@@ -745,7 +750,7 @@ class _BackwardWork:
 def _gradient_bounds(
     work: _BackwardWork, kernel: Arithmetic
 ) -> tuple[Array, Array, Array, Array | None]:
-    """The terms of a tile in the bounds of dQ, dK, dV and dsink, without rounding of results."""
+    """Returns a tile's terms in the bounds of dQ, dK, dV and dsink, before rounding of results."""
     scale, eps, tiny = abs(work.tile.scale), float(kernel.accumulator.eps), kernel.tiny
     unit = kernel.operand_unit * (2 if kernel.rounds_by_design else 1)
     least = tiny + (float(_finfo(kernel.operands).smallest_subnormal) / 2 if unit else 0.0)
@@ -784,7 +789,7 @@ def _gradient_bounds(
 def _errors_before_slopes(
     work: _BackwardWork, kernel: Arithmetic
 ) -> tuple[Array, Array, Array, _ModifiedScores | None]:
-    """The errors of P, of dP - D and of their product, and those of modified scores."""
+    """Bounds the errors of P, of dP - D, of their product, and of modified scores if any."""
     eps, tiny, dv = float(kernel.accumulator.eps), kernel.tiny, work.tile.v.shape[-1]
     P, dP = (np.abs(finite(x)) for x in (work.step.P, work.step.dP_delta))
     size, modified = work.pair_sizes(kernel.accumulator.dtype), None
@@ -801,9 +806,9 @@ def _errors_before_slopes(
 
 
 class _ArrayGradients:
-    """The gradients of arrays that expressions read, and their bounds.
+    """Gradients of captured arrays, with bounds.
 
-    given: the arrays by name. Each pair adds its error only to the bound of the element it reads.
+    given: the arrays by name. Each pair adds its error to the bound of the element that it reads.
     """
 
     def __init__(self, given: Mapping[str, Array], kernels: Mapping[Any, Arithmetic]) -> None:
@@ -812,7 +817,7 @@ class _ArrayGradients:
         self.bounds = {r: {name: np.zeros(x.shape) for name, x in given.items()} for r in kernels}
 
     def add(self, work: _BackwardWork) -> None:
-        """Adds the terms of a tile."""
+        """Adds a tile's terms to the gradients and bounds."""
         if not self.given:
             return
         tile, step = work.tile, work.step
@@ -848,11 +853,11 @@ class _ArrayGradients:
 
 
 def _lost_pairs(work: _BackwardWork, modified: _ModifiedScores | None, kernel: Arithmetic) -> Any:
-    """The pairs whose terms may be anything, [n, rows, keys]; None if there are none.
+    """Returns the pairs [n, rows, keys] whose terms have no bounds; None if there are none.
 
-    The sums of their scores overflow, rounding decides whether they are seen or whether they are
-    infinite, or their weight is 0 in the kernel, which makes dS of a modified score 0, while dP is
-    infinite or NaN.
+    A pair has no bounds if its score may overflow, if rounding decides whether it is visible or
+    infinite, or if dP is infinite or NaN while P may be 0 in the kernel, which sets dS of a
+    modified score to 0.
     """
     lost = np.isinf(work.pair_sizes(kernel.accumulator.dtype))
     if modified is not None:
@@ -866,7 +871,6 @@ def _lost_pairs(work: _BackwardWork, modified: _ModifiedScores | None, kernel: A
 
 
 def _sink_bounds(work: _BackwardWork, kernel: Arithmetic) -> Array | None:
-    """The terms of rows [n, rows] in the bound of dsink; None without sinks."""
     eps, dv = float(kernel.accumulator.eps), work.tile.v.shape[-1]
     sink, size = work.tile.sink, work.delta_size[..., 0]
     if sink is None or work.step.dsink is None:
@@ -881,7 +885,7 @@ def _sink_bounds(work: _BackwardWork, kernel: Arithmetic) -> Array | None:
 
 
 def add_rounding_of_results(value: Array, bound: Array, kernel: Arithmetic, name: str) -> None:
-    """Adds the error of rounding the results to a dtype, where the bound is not exactly 0."""
+    """Adds the error of rounding results to the dtype called ``name``, except to bounds of 0."""
     dtype = _finfo(name)
     narrow = float(dtype.eps) > float(kernel.accumulator.eps)
     unit = 2 * float(kernel.accumulator.eps) + (float(dtype.eps) / 2 if narrow else 0.0)
@@ -892,7 +896,7 @@ def add_rounding_of_results(value: Array, bound: Array, kernel: Arithmetic, name
 
 
 def _vanished_infinities(tile: reference.Tile, P: Array, smallest: float) -> Array:
-    """Where an infinite value has weight 0 in the kernel's format: 0 * infinity is NaN."""
+    """Returns where the weight of an infinite value may be 0, so that 0 * infinity gives NaN."""
     infinite = np.isinf(tile.v)
     if not infinite.any():
         return np.zeros((*P.shape[:-1], tile.v.shape[-1]), bool)
@@ -903,10 +907,10 @@ def _vanished_infinities(tile: reference.Tile, P: Array, smallest: float) -> Arr
 
 
 def _pair_sizes(tile: reference.Tile, dtype: Any) -> Array:
-    """|scale| * sum(|q| * |k|) of each pair, [n, rows, keys], without terms that are not finite.
+    """Computes |scale| * sum(|q| * |k|) of each pair [n, rows, keys] over finite terms.
 
-    Infinite where q and k are finite and a partial sum in ``dtype`` may overflow, with the scale or
-    before. The largest partial sum has all terms of one sign and none of the other.
+    The result is infinite where q and k are finite but a partial sum in ``dtype`` may overflow,
+    scaled or not. The largest partial sum consists of all terms of one sign.
     """
     scale, q, k = np.abs(tile.scale), finite(tile.q), finite(tile.k)
     size = np.abs(q) @ np.abs(k).mT
@@ -920,7 +924,7 @@ def _pair_sizes(tile: reference.Tile, dtype: Any) -> Array:
 
 
 def _score_size(tile: reference.Tile, dtype: Any) -> Array:
-    """The largest of _pair_sizes over the keys that a row sees, [n, rows, 1]."""
+    """Computes the maximum of _pair_sizes over the keys that a row sees, [n, rows, 1]."""
     size = np.abs(tile.q).astype(dtype) @ np.abs(tile.k).astype(dtype).mT
     if tile.masked is not None:
         np.copyto(size, 0.0, where=tile.masked)
@@ -934,9 +938,9 @@ def _score_size(tile: reference.Tile, dtype: Any) -> Array:
 
 
 def _two_roundings(value: Array, size: Array, precision: str) -> Array:
-    """Of each head 2 * max|((x + s) - s) - x| in `precision`, for its finite x and 0.3 of its size.
+    """Computes 2 * max|((x + s) - s) - x| for each head in `precision`, over finite x.
 
-    value [heads, rows, dv], size [heads].
+    value: x [heads, rows, dv]. size [heads]: s is 0.3 of it.
     """
     found = np.zeros(len(value))
     some_rows = max(1, _BLOCK // max(value.shape[-1], 1))
@@ -950,7 +954,7 @@ def _two_roundings(value: Array, size: Array, precision: str) -> Array:
 
 
 def _keep_larger(of_heads: Array, tile: reference.Tile, found: Array) -> None:
-    """Updates the maxima of heads by the finite numbers of a tile, [n, rows] or [n, rows, dv]."""
+    """Updates maxima of heads with a tile's finite numbers, [n, rows] or [n, rows, dv]."""
     some = of_heads[tile.where[0]]
     largest = found.max(tuple(range(1, found.ndim)), initial=0.0, where=np.isfinite(found))
     np.maximum(some, largest, out=some)
@@ -997,10 +1001,10 @@ def _verdict(name: str, actual: Array, expected: Expected) -> Verdict:
 
 
 def _errors(actual: Array, value: Array, bound: Array) -> tuple[Array, Array, int]:
-    """The error of each element, error / bound, and how many elements are NaN but should not be."""
+    """Returns each element's error and error / bound, and the number of wrong NaNs."""
     error = np.abs(actual - value)
     if np.isfinite(error.max()) and bound.min() > 0 and bound.max() < np.inf:
-        return error, error / bound, 0  # a shortcut: the rest has the same result
+        return error, error / bound, 0  # fast path; the code below gives the same result
     error[(actual == value) | (np.isnan(actual) & np.isnan(value)) | np.isposinf(bound)] = 0.0
     error[np.isnan(error)] = np.inf
     ratio = np.where(error == 0.0, 0.0, np.where(np.isfinite(error), error / bound, np.inf))
@@ -1008,7 +1012,7 @@ def _errors(actual: Array, value: Array, bound: Array) -> tuple[Array, Array, in
 
 
 def _finfo(precision: str) -> Any:
-    """The limits of a precision; tf32 has as many mantissa bits as float16."""
+    """Returns the finfo of a precision; for tf32 that of float16, with as many mantissa bits."""
     names = {"tf32": "float16", "float8_e4m3": "float8_e4m3fn"}
     return ml_dtypes.finfo(names.get(precision, precision))
 
@@ -1018,6 +1022,5 @@ def finite(x: Array) -> Array:
 
 
 def _largest(x: Array) -> float:
-    """The largest finite |x|."""
     size = np.abs(x)
     return float(size.max(initial=0.0, where=np.isfinite(size)))

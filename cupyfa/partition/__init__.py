@@ -1,1 +1,1 @@
-"""Functions that all calls on parts of a problem share, wherever the parts are computed."""
+"""Helpers for calls on parts of a problem, shared by dask and distributed."""

@@ -1,4 +1,4 @@
-"""A call on some rows and keys of a problem: its options, its offset and its kernel."""
+"""Derives the options, offset and kernel of a call on some rows and keys of a problem."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cupyfa.problem.problem import Problem, can_give
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments besides arrays that all calls on parts of one problem share.
+    """The non-array arguments that all calls on parts of one problem share.
 
     options: the options of the whole problem, without an offset. captured: the numbers that
     expressions read. how: kernel, tiles, backend and check.
@@ -29,27 +29,28 @@ class Call:
     how: Mapping[str, Any]
 
     def arguments(self, offset: int | None) -> dict[str, Any]:
-        """The non-array arguments of ``backward`` for a part whose query 0 is at this offset."""
+        """Returns the non-array arguments of ``backward`` for a part at this query offset."""
         keywords = replace(self.options, offset=offset).keywords()
         return {**keywords, "captured": self.captured, **self.how}
 
     def forward_arguments(self, offset: int | None) -> dict[str, Any]:
-        """The non-array arguments of ``attention`` for a part whose query 0 is at this offset."""
+        """Returns the non-array arguments of ``attention`` for a part at this query offset."""
         return {**self.arguments(offset), "out": self.options.out_dtype, "return_lse": True}
 
 
 def options_of_parts(p: Problem) -> AttentionOptions:
-    """The options that all parts share; each part adds its offset.
+    """Returns the options that all parts share; each part adds its offset.
 
-    A "top-left" mask becomes a "bottom-right" one, since its position is part of the offset.
+    A "top-left" mask becomes a "bottom-right" one, because offsets account for the difference.
     """
     given = p.options
     return replace(given, causal="bottom-right" if given.causal else None, offset=None)
 
 
 def unrounded(options: AttentionOptions, p: Problem, kernel: str | Kernel) -> AttentionOptions:
-    """The options with float32 results of 16-bit inputs, for parts that are merged or added, if
-    the kernel can give them.
+    """Requests float32 results of 16-bit inputs, if the kernel supports that.
+
+    The parts' results are then rounded only once, after they are merged or added.
     """
     record = kernel if isinstance(kernel, Kernel) else lookup.kernel(kernel)
     is_able = can_give("float32", p.dtype) and "out_dtype" in record.features
@@ -57,7 +58,7 @@ def unrounded(options: AttentionOptions, p: Problem, kernel: str | Kernel) -> At
 
 
 def offset_of_part(p: Problem, first_row: int, first_key: int) -> int | None:
-    """The position of a part's first query among its keys; None if it has no effect."""
+    """Returns the position of a part's first query among its keys; None if it has no effect."""
     if not (p.is_masked or p.reads_position):
         return None
     return p.first_position + first_row - first_key
@@ -66,7 +67,7 @@ def offset_of_part(p: Problem, first_row: int, first_key: int) -> int | None:
 def split_passes(
     given: Mapping[str, Any],
 ) -> tuple[bool, dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Splits arguments: whether to return lse, the kernel choice of each pass, and all others."""
+    """Splits arguments into return_lse, each pass's kernel choice, and the other arguments."""
     others = dict(given)
     return_lse = read_flag("return_lse", others.pop("return_lse", False))
     forward = {"kernel": others.pop("kernel", "auto"), "tiles": others.pop("tiles", None)}
@@ -86,9 +87,9 @@ def planned(
     tiles: Tiles | None,
     **which: bool,
 ) -> dict[str, Any]:
-    """The kernel and its constants for the whole problem, as arguments of every part's call.
+    """Selects the kernel and its constants for the whole problem, as arguments for every part.
 
-    which: ``deterministic`` and ``persistent`` of ``select``.
+    which: the arguments ``deterministic`` and ``persistent`` of ``select``.
     """
     record = planning.select(kernel, operation, p, limits, **which)
     plan = planning.plan(record, p, limits, **read_tiles(tiles))

@@ -8,13 +8,14 @@ from cupyfa.problem.options import AttentionOptions
 from cupyfa.problem.problem import TEXTS
 from cupyfa.score.expressions import POSITIONS
 
-_DISTANCE = {"position", "key"}  # their difference is the same in a part as in the whole problem
+_DISTANCE = {"position", "key"}  # position - key does not depend on where a part begins
 
 
 def places(options: AttentionOptions) -> dict[str, str]:
-    """The names in expressions that every part counts from 0, each with the option that uses it.
+    """Returns the names that every part counts from 0, each with the option that uses it.
 
-    ``position - key`` is the same in every part, and so is a comparison of the two.
+    ``position - key``, or a comparison of the two, has the same value in the part and in the whole
+    problem, so it does not count as a use.
     """
     texts = {name: getattr(options, name) for name in TEXTS}
     found = {x: name for name, text in texts.items() if text for x in _named(text.tree)}

@@ -1,4 +1,4 @@
-"""Finds the keys that given rows see, the rows that see given keys, and the chunks of both."""
+"""Finds the keys that rows attend to, the rows that attend to keys, and the chunks of both."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from cupyfa.problem.problem import Problem
 
 @dataclass(frozen=True)
 class Strip:
-    """Consecutive chunks, by index, without the first rows of the first chunk.
+    """A range of rows or keys that begins anywhere in a chunk and ends at the end of a chunk.
 
-    start: the index of the first row or key taken, in the whole array. skipped: the number of rows
-    or keys of the first chunk that are not taken.
+    chunks: the indices of its chunks. start: the index of its first row or key in the whole array.
+    skipped: the number of rows or keys of the first chunk before ``start``.
     """
 
     chunks: Sequence[int]
@@ -24,38 +24,39 @@ class Strip:
     skipped: int = 0
 
     def apart(self, others: Sequence[range]) -> list[Strip]:
-        """Splits it into strips of one whole chunk each."""
+        """Splits the strip into strips of one whole chunk each."""
         return [Strip([n], others[n].start) for n in self.chunks]
 
 
 def ranges(chunks: Sequence[int]) -> list[range]:
-    """The rows or keys of each chunk."""
+    """Returns the rows or keys of each chunk."""
     return [range(*ends) for ends in pairwise(accumulate(chunks, initial=0))]
 
 
 def tile_of(constants: Mapping[str, int]) -> int:
-    """A number of rows, or of keys, that is a multiple of all tile sizes of a kernel."""
+    """Returns the least common multiple of a kernel's tile sizes, in rows and in keys."""
     return lcm(*(n for name, n in constants.items() if name in TILE_ROWS + TILE_KEYS))
 
 
 def visible_keys(p: Problem, rows: range, tile: int = 1) -> range:
-    """The keys between the first and the last one that any of these rows sees.
+    """Returns the range from the first to the last key that any of these rows attends to.
 
-    The range begins at a tile boundary, which keeps the order of sums.
+    The range begins at a tile boundary, which preserves the order of summation.
     """
     return visible(rows, p.N, p.first_position, p.left, p.right, tile)
 
 
 def visible_rows(p: Problem, keys: range, tile: int = 1) -> range:
-    """The rows between the first and the last one that see any of these keys."""
+    """Returns the range from the first to the last row that attends to any of these keys."""
     return visible(keys, p.M, -p.first_position, p.right, p.left, tile)
 
 
 def visible(
     own: range, total: int, shift: int, before: int | None, after: int | None, tile: int
 ) -> range:
-    """The range of indices below ``total`` that ``own`` sees, if i sees i + shift - before to
-    i + shift + after; None is no limit.
+    """Returns the range of indices below ``total`` that are visible to any index in ``own``.
+
+    Index i sees i + shift - before to i + shift + after; None means no limit.
     """
     low = 0 if before is None else max(own.start + shift - before, 0) // tile * tile
     high = total if after is None else min(own.stop + shift + after, total)
@@ -67,9 +68,9 @@ def overlap(a: range, b: range) -> bool:
 
 
 def strip_of(visible: range, chunks: Sequence[range]) -> Strip:
-    """The chunks that overlap the visible range.
+    """Returns the strip of chunks that overlap the visible range.
 
-    If there are none, the first chunk, with all pairs masked, because a task needs an array.
+    If no chunk overlaps, it is the first chunk, fully masked, because a task needs an array.
     """
     met = [n for n, x in enumerate(chunks) if overlap(x, visible)]
     if not met:

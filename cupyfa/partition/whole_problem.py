@@ -1,4 +1,4 @@
-"""Reads the whole problem of a call on parts, and refuses arguments that parts cannot have."""
+"""Reads the whole problem of a call on parts, and rejects arguments that parts do not support."""
 
 from __future__ import annotations
 
@@ -26,43 +26,42 @@ def read_problem(
     keywords: Mapping[str, Any],
     out: Any = None,
 ) -> Problem:
-    """The problem of whole arrays q, k and v. Raises for arguments that parts cannot have.
+    """Returns the problem of whole arrays q, k and v. Raises if parts do not support an argument.
 
-    keywords: arguments of the function besides kernels. out: the dtype of the output, if it is
-    given.
+    keywords: the function's arguments without its kernel choice. out: the output's dtype or None.
     """
     for name, remedy in _REMEDIES.items():
         if keywords.get(name) is not None:
             raise Unsupported(
-                f"{name} is {described(keywords[name])}, which calls on parts do not take; {remedy}"
+                f"{name} is {described(keywords[name])}, which partitioned calls reject; {remedy}"
             )
     if out is not None and not isinstance(out, DTYPES):
-        raise Unsupported(f"out is {described(out)}, and results are new arrays; give its dtype")
+        raise Unsupported(f"out is {described(out)}, but results are new arrays; give its dtype")
     given, asked = split_keywords(function, keywords)
     for name in optional_inputs.KEYWORDS:
         if name in given:
             raise Unsupported(
-                f"{name} is {described(given[name])}, and parts read no arrays besides q, k and v; "
+                f"{name} is {described(given[name])}, but parts read only the arrays q, k and v; "
                 f"{optional_inputs.OPTIONAL_INPUTS[name].in_parts}"
             )
     options = AttentionOptions.of(None, read_out(out, None, asked)[1])
     if options.dropout:
         raise Unsupported(
-            f"dropout is {options.dropout}, and the numbers of queries and keys in the whole "
-            "problem decide which weights it drops, but parts count from 0; leave it out"
+            f"dropout is {options.dropout}, which depends on query and key indices in the whole "
+            "problem, but parts count from 0; leave it out"
         )
     operands = _captured_numbers(keywords.get("captured"))
     problem = Problem.of(*arrays, options=options, operands=operands)
     if problem.dtype.result:
         raise Unsupported(
-            f"q, k and v are {problem.dtype.name}, which calls on parts do not take; convert them "
+            f"q, k and v are {problem.dtype.name}, which partitioned calls reject; convert them "
             "to float16 or bfloat16"
         )
     return problem
 
 
 def _captured_numbers(captured: Any) -> tuple[optional_inputs.Operand, ...]:
-    """The numbers that expressions read. Raises Unsupported for arrays."""
+    """Returns the numbers that expressions read. Raises Unsupported for arrays."""
     if captured is None:
         return ()
     if not isinstance(captured, Mapping):
@@ -71,8 +70,8 @@ def _captured_numbers(captured: Any) -> tuple[optional_inputs.Operand, ...]:
     for x in found:
         if x.is_array:
             raise Unsupported(
-                f"captured {x.name} is an array of shape {x.shape}, and parts read no arrays "
-                "besides q, k and v; give numbers, or a formula in the text"
+                f"captured {x.name} is an array of shape {x.shape}, but parts read only the arrays "
+                "q, k and v; give numbers, or a formula in the expression"
             )
     return tuple(sorted(found, key=lambda x: x.name))
 
@@ -82,5 +81,5 @@ def require_four_axes(name: str, array: Any) -> None:
     if len(array.shape) != 4:
         raise ValueError(
             f"{name} has shape {tuple(array.shape)}; give [batch, heads, rows, d]: {name}[None] "
-            "has one more axis"
+            "adds an axis"
         )

@@ -1,1 +1,1 @@
-"""From a problem and a kernel's record to a plan: numbers and source text."""
+"""Planning: turns a problem and a kernel's record into launch parameters and source text."""

@@ -1,4 +1,4 @@
-"""Chooses a kernel and its constants for a problem and a device, or reports why none fits."""
+"""Selection of a kernel and its constants for a problem and a device."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,9 +22,9 @@ from cupyfa.problem.optional_inputs import DLSE
 from cupyfa.problem.problem import Problem
 from cupyfa.score.expressions import Expression
 
-_ALIKE = 0.98  # speeds with a ratio above this count as equal: repeated measurements differ as much
-# Limits for "auto" to take a baseline: the most bytes of scratch, and the fewest scores, below
-# which its launches take longer than its products.
+_ALIKE = 0.98  # speeds with a ratio above this count as equal, within the noise of measurements
+# "auto" selects a baseline only up to this much scratch memory, and from this number of scores on,
+# below which launch overhead dominates.
 _MOST_SCRATCH, _LEAST_SCORES = 1 << 30, 1 << 23
 
 
@@ -37,10 +37,10 @@ def select(
     deterministic: bool = False,
     persistent: bool = True,
 ) -> Kernel:
-    """The record of a kernel given by name, as a record, or as "auto".
+    """Returns a kernel's record; ``kernel`` is a name, a record, or "auto".
 
-    With ``deterministic``, raises Unsupported if its results may differ from run to run. Without
-    ``persistent``, "auto" takes no kernel with persistent blocks.
+    With ``deterministic``, raises Unsupported if results may differ from run to run. Without
+    ``persistent``, "auto" skips kernels with persistent blocks.
     """
     ladder = LADDER[operation]
     if deterministic:
@@ -53,7 +53,7 @@ def select(
     if deterministic and record.unordered:
         able = [name for name, x in ladder.items() if can(x, problem, limits)]
         raise Unsupported(
-            f"{record.name} sums {', '.join(record.unordered)} in any order, so their last bits "
+            f"{record.name} sums {', '.join(record.unordered)} in arbitrary order, so that results "
             f"differ from run to run; deterministic kernels: {', '.join(able) or 'none'}",
             "it is not deterministic",
         )
@@ -83,16 +83,17 @@ def _given(kernel: str | Kernel, operation: str) -> Kernel:
 
 
 def check_named(kernel: str | Kernel, operation: str, given: Mapping[str, int]) -> None:
-    """Raises for a kernel, or for tile sizes, that are invalid for every problem."""
+    """Raises TypeError or ValueError for an unknown kernel, and for tile sizes that it lacks."""
     if kernel != "auto":
         _check_given(_given(kernel, operation), given)
 
 
 def plan(kernel: Kernel, problem: Problem, limits: Limits, **given: int) -> Plan:
-    """The plan of a kernel for a problem on a device; the caller may fix constants.
+    """Makes the plan of a kernel for a problem on a device; the caller may fix constants.
 
-    Zero columns are planned as one column of zeros. Raises ValueError for constants that the kernel
-    does not have or that break its rules, Unsupported if kernel or device cannot do the problem.
+    Plans zero columns as one column of zeros. Raises ValueError for constants that the kernel does
+    not have or that break its rules, and Unsupported if the kernel or device does not support the
+    problem.
     """
     _check_arrays(kernel)
     problem.check_offset()
@@ -105,7 +106,7 @@ def plan(kernel: Kernel, problem: Problem, limits: Limits, **given: int) -> Plan
 
 
 def with_maps(made: Plan, limits: Limits, expressions: Iterable[Expression]) -> Plan:
-    """Adds maps to a plan, so that its launches skip the tiles that the expressions hide."""
+    """Adds tile maps to a plan, so that its launches skip tiles that the expressions mask."""
     if not (found := cuda_source.maps(made, expressions)):
         return made
     problem = replace(made.problem, operands=(*made.problem.operands, *found))
@@ -113,12 +114,11 @@ def with_maps(made: Plan, limits: Limits, expressions: Iterable[Expression]) -> 
 
 
 def can(kernel: Kernel, problem: Problem, limits: Limits) -> bool:
-    """Whether the kernel can do the problem on the device with constants of its own choice."""
+    """Returns whether the kernel supports the problem on the device with any constants."""
     return _refusal(kernel, problem, limits) is None
 
 
 def _refusal(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
-    """Why the kernel cannot do the problem with constants of its own choice; None if it can."""
     try:
         _first_fit(kernel, _with_columns(kernel, problem), limits, {})
     except Unsupported as refused:
@@ -127,9 +127,9 @@ def _refusal(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
 
 
 def candidates(kernel: Kernel, problem: Problem, limits: Limits) -> list[Plan]:
-    """The plans to measure: the default plan, then all others that fit, most similar first.
+    """Returns the plans to measure: the default plan, then all others that fit, similar ones first.
 
-    Raises Unsupported if the kernel cannot do the problem.
+    Raises Unsupported if the kernel does not support the problem.
     """
     own = plan(kernel, problem, replace(limits, tuned=()))
     tiles = kernel.tiles_for(own.problem, limits.arch, limits.multiprocessors)
@@ -147,17 +147,17 @@ def candidates(kernel: Kernel, problem: Problem, limits: Limits) -> list[Plan]:
 
 
 def largest_d(kernel: Kernel, dtype: str, limits: Limits) -> int | None:
-    """The largest head dimension that fits the device: 0 if none fits, None if all do."""
+    """Returns the largest head dimension that fits the device: 0 if none fits, None if all fit."""
 
     def too_large(d: int) -> bool:
         return not can(kernel, Problem.of_sizes(M=1, d=d, dtype=dtype), limits)
 
-    unbounded = limits.shared_bytes + 1  # even one byte per column would be too much
+    unbounded = limits.shared_bytes + 1  # a d that exceeds shared memory at one byte per column
     return bisect_left(range(1, unbounded), True, key=too_large) if too_large(unbounded) else None
 
 
 def passed_over(chosen: Kernel, problem: Problem, limits: Limits) -> dict[str, str]:
-    """The kernels measured faster than the one "auto" chose, each with the reason against it."""
+    """Maps kernels that were measured faster than the chosen one to why "auto" skipped them."""
     problem = _accurate(problem)
     suiting = _suiting(LADDER[chosen.operation].values(), problem)
     able = [k for k in suiting if not _other_device(k, problem.dtype.name, limits)]
@@ -176,15 +176,15 @@ def passed_over(chosen: Kernel, problem: Problem, limits: Limits) -> dict[str, s
 
 
 def folder_of(kernel: Kernel) -> str | None:
-    """The folder of a user's kernel; None for a kernel of the ladder."""
+    """Returns the folder of a user's kernel; None for kernels of the ladder."""
     return None if kernel.folder is None else str(Path(kernel.folder).resolve())
 
 
 def _fastest(kernels: Sequence[Kernel], problem: Problem, limits: Limits) -> Kernel:
-    """The kernel that "auto" takes: one made for such problems, else the fastest of those measured,
-    else the best of the others.
+    """Returns the kernel that "auto" selects.
 
-    Kernels whose records exclude the problem are not planned; mostly one or two kernels are.
+    Prefers a kernel made for such problems, then the fastest measured kernel, then the best
+    unmeasured one. Plans only kernels whose records allow the problem, mostly one or two.
     """
     problem = _accurate(problem)
     general = [k for k in _suiting(kernels, problem) if k.made_for is None]
@@ -218,7 +218,7 @@ def _is_made_for(kernel: Kernel, problem: Problem, limits: Limits) -> bool:
     p = kernel.resolved(_with_columns(kernel, problem))
     tiles = kernel.tiles_for(p, limits.arch, limits.multiprocessors)
     if not suits(p, next(chain(_tuned_for(kernel, p, limits), tiles))):
-        return False  # a plan may need smaller tiles, which make even more blocks
+        return False  # smaller tiles, which the plan might need, would make even more blocks
     try:
         its = plan(kernel, problem, limits)
     except Unsupported:
@@ -227,10 +227,10 @@ def _is_made_for(kernel: Kernel, problem: Problem, limits: Limits) -> bool:
 
 
 def _fastest_measured(general: Sequence[Kernel], problem: Problem, limits: Limits) -> Kernel | None:
-    """The fastest measured kernel that can do the problem; of equally fast ones the ladder's last.
+    """Returns the fastest measured kernel for the problem; of equally fast ones, the ladder's last.
 
-    Speeds measured on this device come first. Those of an H100 are scaled by the ratio of the two
-    devices, where kernels were measured on both.
+    Speeds measured on this device take precedence. Speeds measured on an H100 are scaled by the
+    ratio of the two devices, where kernels were measured on both.
     """
     speeds = _speeds(general, problem, limits)
     left = [k for k in general if k.name in speeds and not _lack(k, problem, limits)]
@@ -247,12 +247,11 @@ def _fastest_measured(general: Sequence[Kernel], problem: Problem, limits: Limit
 
 
 def _speeds(kernels: Sequence[Kernel], problem: Problem, limits: Limits) -> dict[str, float]:
-    """The TFLOP/s of the kernels that were measured, by name."""
     recorded = {k.name: k.tflops.get(problem.arithmetic) for k in kernels}
     measured = {name: speeds for name, speeds in recorded.items() if speeds is not None}
     here = {name: _measured_here(name, problem, limits) for name in measured}
     both = [x / _nearest(measured[name], d) for name in here for d, x in here[name].items()]
-    scale = exp(fsum(map(log, both)) / len(both)) if both else 1.0  # their geometric mean
+    scale = exp(fsum(map(log, both)) / len(both)) if both else 1.0  # geometric mean
     return {
         name: _nearest({d: scale * x for d, x in found.items()} | here[name], problem.d)
         for name, found in measured.items()
@@ -260,9 +259,9 @@ def _speeds(kernels: Sequence[Kernel], problem: Problem, limits: Limits) -> dict
 
 
 def _drawback(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
-    """Why a measured kernel would be slower here than measured, or need too much memory; else None.
+    """Returns why a measured kernel would run slower than measured or need too much memory.
 
-    A baseline computes and stores all scores, including hidden ones.
+    Returns None if neither applies. A baseline computes and stores all scores, even masked ones.
     """
     is_baseline = any(isinstance(x, Matmul) for x in kernel.launches)
     scores = problem.batch * problem.heads * problem.M * problem.N
@@ -280,14 +279,14 @@ def _drawback(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
 
 
 def _best_unmeasured(general: Sequence[Kernel], problem: Problem, limits: Limits) -> Kernel | None:
-    """A kernel for a problem that no measured kernel can do.
+    """Selects a kernel for a problem that no measured kernel supports.
 
-    For a precision: the kernel measured fastest for inputs of that dtype, else the ladder's last.
-    For a dtype without measurements: the ladder's last deterministic kernel.
+    For a precision, it is the fastest kernel for inputs of that dtype, else the ladder's last. For
+    a dtype without measurements, it is the ladder's last deterministic kernel.
     """
 
     def speed(kernel: Kernel) -> float:
-        """TFLOP/s for inputs that need no rounding to the precision; 0 if not measured."""
+        """Returns TFLOP/s for inputs that already have the precision; 0 if not measured."""
         speeds = kernel.tflops.get(problem.precision or "")
         return _nearest(speeds, problem.d) if speeds else 0.0
 
@@ -303,17 +302,17 @@ def _best_unmeasured(general: Sequence[Kernel], problem: Problem, limits: Limits
 
 
 def _measured_here(name: str, problem: Problem, limits: Limits) -> dict[int, float]:
-    """The TFLOP/s of a ladder kernel on this device, by d, for dv = d or the problem's dv."""
+    """Returns a ladder kernel's TFLOP/s on this device by d, for dv = d or the problem's dv."""
     mine = [t for t in limits.tuned if (t.kernel, t.folder) == (name, None)]
     here = {t.d: t.tflops for t in mine if t.dtype == problem.arithmetic and t.d == t.dv}
     return here | {t.d: t.tflops for t in mine if _is_for(t, problem)}
 
 
 def _nearest(speeds: Mapping[int, float], d: int) -> float:
-    """The speed at the nearest head dimension.
+    """Returns the speed at the nearest measured head dimension.
 
-    Below the smallest one measured, the geometric mean of its speed and of a speed proportional to
-    d: the products shrink with d, but the softmax does not.
+    Below the smallest measured d, the speed is the geometric mean of the speed there and a speed
+    proportional to d, because matrix products shrink with d but the softmax does not.
     """
     near = nearest_d(speeds, d)
     share = max(d, 1) / max(near, 1) if near == min(speeds) else 1.0
@@ -332,7 +331,7 @@ def _remedy(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[str
 
 
 def _no_other(kernel: Kernel, problem: Problem, limits: Limits) -> str:
-    """The remedy if no other kernel of the same operation can do the problem."""
+    """Returns the remedy if no other kernel of the same operation supports the problem."""
     if problem.dtype.result:
         return _converted(kernel, problem, limits)
     if kernel.operation == "backward" or not (problem.wrt or DLSE in problem.modifiers.features):
@@ -344,7 +343,7 @@ def _no_other(kernel: Kernel, problem: Problem, limits: Limits) -> str:
 
 
 def _reasons(kernel: Kernel, problem: Problem, limits: Limits) -> str:
-    """The reasons why the other kernels for this dtype and precision cannot do the problem."""
+    """Returns why other kernels for this dtype and precision do not support the problem."""
     own, precision = problem.dtype.name, problem.precision
     found: dict[str, list[str]] = {}
     for x in LADDER[kernel.operation].values():
@@ -356,7 +355,7 @@ def _reasons(kernel: Kernel, problem: Problem, limits: Limits) -> str:
 
 
 def _converted(kernel: Kernel, problem: Problem, limits: Limits) -> str:
-    """The remedy for inputs of a dtype that few kernels take."""
+    """Returns the remedy for inputs of a dtype that few kernels support."""
     own = problem.dtype.name
     others = [x for x in LADDER[kernel.operation].values() if x.takes(own) and x is not kernel]
     why = [f"{x.name} takes {own}, and {y}" for x in others if (y := _lack(x, problem, limits))]
@@ -364,19 +363,18 @@ def _converted(kernel: Kernel, problem: Problem, limits: Limits) -> str:
 
 
 def _suiting(kernels: Iterable[Kernel], problem: Problem) -> list[Kernel]:
-    """The kernels that "auto" may take for inputs of this dtype and precision."""
     return [k for k in kernels if k.suits(problem.dtype.name, problem.precision)]
 
 
 def _accurate(problem: Problem) -> Problem:
-    """The problem for "auto": float32 is rounded only if a precision is given."""
+    """Returns the problem for "auto", which rounds float32 only if a precision is given."""
     if problem.dtype.name != "float32" or problem.precision or not problem.d:
         return problem
     return problem.with_options(precision="float32")
 
 
 def _with_columns(kernel: Kernel, problem: Problem) -> Problem:
-    """The problem with one column if d or dv is 0; softmax has neither d nor dv."""
+    """Replaces d = 0 and dv = 0 by 1, except for softmax, which has neither d nor dv."""
     if any(
         "d" in x.axes_for(problem).split() for x in OPERATIONS[kernel.operation].inputs.values()
     ):
@@ -385,7 +383,7 @@ def _with_columns(kernel: Kernel, problem: Problem) -> Problem:
 
 
 def _first_fit(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[str, int]) -> Plan:
-    """The plan with the constants tuned for the problem, or with the first tile that fits."""
+    """Returns the plan with tuned constants, or else with the first tile that fits."""
     if reason := _lack(kernel, problem, limits):
         raise Unsupported(f"{kernel.name} cannot do {problem}: {reason}", reason)
     problem = kernel.resolved(problem)
@@ -394,7 +392,7 @@ def _first_fit(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[
     for constants in _tuned_for(kernel, problem, limits):
         with suppress(Exception):  # the record may have changed since it was tuned
             return _made(kernel, problem, limits, {**constants, **given})
-    refused: list[Exception] = []  # the last error; in a list, so that no frame refers to it later
+    refused: list[Exception] = []  # last error; ``pop`` leaves no reference to it in this frame
     for tile in kernel.tiles_for(problem, limits.arch, limits.multiprocessors):
         try:
             return _made(kernel, problem, limits, {**tile, **given})
@@ -433,7 +431,7 @@ _MEANING = {
 
 
 def _lack(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
-    """Why no constants let the kernel do the problem on the device; None if some may."""
+    """Returns why no constants make the kernel support the problem; None if some may."""
     problem = _with_columns(kernel, problem)
     needed = [
         *dict.fromkeys((*problem.options.features, *problem.modifiers.features)),
@@ -447,7 +445,7 @@ def _lack(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
         return f"its dtypes are {', '.join(kernel.dtypes)}"
     if problem.precision and problem.precision not in can_do:
         return f"it computes {own} in {' or '.join(can_do or (own,))}"
-    if problem.pages and own not in kernel.dtypes:  # an earlier launch would have to round them
+    if problem.pages and own not in kernel.dtypes:  # rounding launches do not read pages
         return f"it does not round {own} in pages"
     if lacking:
         return f"it does not support {', '.join(_MEANING.get(x, x) for x in lacking)}"
@@ -459,7 +457,7 @@ def _lack(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
 
 
 def _other_device(kernel: Kernel, dtype: str, limits: Limits) -> str | None:
-    """Why devices of this kind cannot run the kernel; None if they can."""
+    """Returns why the device's architecture cannot run the kernel; None if it can."""
     arch = kernel.dtype_arch.get(dtype, kernel.arch)
     here = "this" if limits.device == f"sm_{limits.arch}" else limits.device
     if kernel.target and limits.arch not in (None, kernel.target.removesuffix("a")):
@@ -470,7 +468,7 @@ def _other_device(kernel: Kernel, dtype: str, limits: Limits) -> str | None:
 
 
 def _check_arrays(kernel: Kernel) -> None:
-    """Refuses records whose arrays are neither those of the operation nor declared scratch."""
+    """Raises ValueError if array names of a record are unknown or used twice."""
     if kernel.operation not in OPERATIONS:
         known = ", ".join(OPERATIONS)
         raise ValueError(f"{kernel.name} computes {kernel.operation!r}; operations are {known}")

@@ -1,4 +1,4 @@
-"""Writes the expressions of a problem in C++, and struct Mods, which they and dropout read."""
+"""C++ source of a problem's expressions, and struct Mods with the values that they read."""
 
 import ast
 from collections.abc import Callable, Iterable, Mapping
@@ -37,25 +37,23 @@ _ELEMENTS = {
     **{name: x.scalar for name, x in DTYPES.items()},
 }
 _NUMBERS = {"bool": ("bool", "?"), "int": ("long long", "i8")}  # types in C++ and in NumPy
-_EMPTY = np.zeros((), "V1")  # a struct without members takes a byte
-_FIRST = "first_position"  # a member: the position of query 0
-_PAGES = "page_count"  # a member: the number of pages
-_UNIT = "unit"  # a member: 1 / scale
-_MOST_INLINE = 100  # the most operations of expressions that are inlined for every pair
-_MOST_SLOPES = (
-    20_000  # derivatives that the expressions of a problem may have by elements of arrays
-)
-# The parameters of every function of an expression.
+_EMPTY = np.zeros((), "V1")  # sizeof of an empty C++ struct is 1
+_FIRST = "first_position"  # member: position of query 0
+_PAGES = "page_count"  # member: number of pages
+_UNIT = "unit"  # member: 1 / scale
+_MOST_INLINE = 100  # maximum number of operations to inline for every pair
+_MOST_SLOPES = 20_000  # maximum number of derivatives with respect to elements of captured arrays
+# Parameters of every C++ function that evaluates expressions.
 _PLACE = "int batch, int head, Index query, Key key, int queries, int keys"
 
 
 @lru_cache(maxsize=64)
 def header(p: Problem, *, taped: bool = False, copies: bool = False) -> str:
-    """The declarations above a kernel's file for the expressions of a problem.
+    """Returns the declarations above a kernel's file for a problem's expressions.
 
-    taped: also declares the function that records the derivatives of a modified score by elements
-    of arrays. copies: also declares the function by which kernels copy the tiles of an array to
-    shared memory.
+    taped: whether to declare the function that records derivatives of a modified score with respect
+    to array elements. copies: whether to declare the function that kernels use for copying tiles of
+    a bias or mask to shared memory.
     """
     found = p.modifiers
     if found == NONE:
@@ -73,8 +71,8 @@ def header(p: Problem, *, taped: bool = False, copies: bool = False) -> str:
             ),
             *(["#include <attention/dropout.cuh>"] if found.dropout else []),
             f"struct Mods {{{''.join(f' {x};' for x in _members(p))} }};",
-            _function(p, "score_mod", found.score),  # always both: compilers look up names even
-            _function(p, "mask_mod", found.mask),  # in branches that they discard
+            _function(p, "score_mod", found.score),  # both are always declared, because compilers
+            _function(p, "mask_mod", found.mask),  # look up names even in discarded branches
             *([_dropout_function(found)] if found.dropout else []),
             *([_held(found.held)] if found.held else []),
             *([_tape(p)] if taped else []),
@@ -83,9 +81,9 @@ def header(p: Problem, *, taped: bool = False, copies: bool = False) -> str:
 
 
 def maps(plan: Plan, expressions: Iterable[Expression]) -> tuple[Operand, ...]:
-    """The maps of tiles that these expressions hide, which the plan's kernel reads to skip them.
+    """Returns the tile maps that the plan's kernel reads to skip tiles hidden by the expressions.
 
-    The batch or head axis has size 1 where no expression names the batch element or the head.
+    The batch or head axis has size 1 if no expression uses ``batch`` or ``head``.
     """
     p, names = plan.problem, {name for expression in expressions for name in expression.positions}
     if 0 in (p.batch, p.heads, p.M, p.N):
@@ -101,7 +99,7 @@ def maps(plan: Plan, expressions: Iterable[Expression]) -> tuple[Operand, ...]:
 
 
 def value(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:
-    """The value of struct Mods with its numbers, and the name and offset of each array in it."""
+    """Returns struct Mods with its numbers filled in, and the name and offset of each array."""
     found, sums = p.modifiers, p.dtype.sums
     members = [(x.name, *_stored(x, sums)) for x in found.operands]
     if found.reads_position and not p.is_ragged:
@@ -120,14 +118,13 @@ def value(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:
 
 
 def gradients(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:
-    """The value of struct Gradients, with the arrays of the gradients to return; see ``value``."""
+    """Returns struct Gradients and the offsets of the gradient arrays in it; see ``value``."""
     found = p.modifiers.differentiated
     record, places = _struct({gradient_of(x.name): array_type(len(x.shape)) for x in found})
     return record, tuple(places.items())
 
 
 def _struct(members: Mapping[str, Any]) -> tuple[Any, dict[str, int]]:
-    """A struct of zeros with members of these types, and the offset of each member."""
     if not members:
         return _EMPTY, {}
     of = np.dtype([*members.items()], align=True)
@@ -135,10 +132,10 @@ def _struct(members: Mapping[str, Any]) -> tuple[Any, dict[str, int]]:
 
 
 def _stored(x: Operand, sums: np.dtype) -> tuple[Any, Any]:
-    """The type of an array or a number in struct Mods, and the number's value.
+    """Returns the dtype of an operand's member of struct Mods, and the value of a number.
 
-    A softcap is clamped to numbers whose reciprocal float32 can represent: larger ones leave scores
-    unchanged, as 2^126 does, and smaller ones make them 0, as 2^-100 does.
+    Clamps a softcap to a range whose reciprocals float32 can represent. Larger softcaps leave
+    scores unchanged, as 2^126 does; smaller ones make scores 0, as 2^-100 does.
     """
     if x.value is None:
         return array_type(len(x.shape)), None
@@ -149,10 +146,10 @@ def _stored(x: Operand, sums: np.dtype) -> tuple[Any, Any]:
 
 
 def of_products(p: Problem) -> bool:
-    """Whether expressions map q·k to score / scale: for ALiBi alone, with slopes / scale.
+    """Returns whether expressions map q·k to score / scale: only for ALiBi, with slopes / scale.
 
-    score / scale may be -infinity though the score is finite, which kernels detect in rows that no
-    mask expression hides.
+    score / scale may overflow to -infinity where the score is finite, which kernels can detect only
+    if no mask expression hides pairs.
     """
     expressions = p.modifiers.score
     is_alibi = [x.option for x in expressions] == [ALIBI] and not p.modifiers.mask
@@ -160,13 +157,12 @@ def of_products(p: Problem) -> bool:
 
 
 def array_type(rank: int) -> np.dtype:
-    """The NumPy type of struct Array in expression.cuh."""
+    """Returns the NumPy dtype of struct Array in expression.cuh."""
     members = [("data", "u8"), ("stride", "i8", (rank,)), ("size", "i4", (rank,))]
     return np.dtype(members, align=True)
 
 
 def _dropout_type(p: Problem) -> np.dtype:
-    """The NumPy type of struct Dropout in dropout.cuh."""
     numbers = [("offset", "u4"), ("least", "u4"), ("heads", "i4"), ("factor", p.dtype.sums)]
     return np.dtype([("round_keys", "u4", (2 * ROUNDS,)), *numbers], align=True)
 
@@ -178,7 +174,7 @@ def _dropout(p: Problem) -> tuple[Any, ...]:
 
 
 def _dropout_function(found: Modifiers) -> str:
-    """The C++ function that returns struct Dropout and reads its seed or offset from memory."""
+    """Prints the C++ function that returns struct Dropout, with a seed or offset from memory."""
     read = {
         SEED: f"made.take_seed(*mods.{cpp_name(SEED)}.data);",
         OFFSET: f"made.offset = unsigned(*mods.{cpp_name(OFFSET)}.data);",
@@ -198,7 +194,7 @@ def _dropout_function(found: Modifiers) -> str:
 
 def _members(p: Problem) -> list[str]:
     found = p.modifiers
-    names = dict(zip(PADDED, USED))  # ragged.cuh has the same ones for lengths of either kind
+    names = dict(zip(PADDED, USED))  # ragged.cuh uses the same names for both kinds of lengths
     made = [
         f"{_member(x, x is found.held)} {cpp_name(names.get(x.name, x.name))}"
         for x in found.operands
@@ -210,7 +206,7 @@ def _members(p: Problem) -> list[str]:
 
 
 def _of_lengths(p: Problem) -> list[str]:
-    """The declarations that batch.cuh needs besides offsets and lengths."""
+    """Returns the constants that batch.cuh needs besides offsets and lengths."""
     if not p.is_ragged:
         return []
     known = {f"has_{name}": is_given for name, is_given in zip(USED, p.modifiers.used)}
@@ -227,7 +223,7 @@ def _member(x: Operand, is_held: bool = False) -> str:
 
 
 def _held(x: Operand) -> str:
-    """The C++ function that returns a row of the array whose tiles kernels may copy."""
+    """Prints the C++ function that returns a row of the array whose tiles kernels may copy."""
     return (
         "__device__ __forceinline__ auto held_row(const Mods& mods, [[maybe_unused]] int batch,\n"
         "    [[maybe_unused]] int head, [[maybe_unused]] Index query) {\n"
@@ -236,7 +232,7 @@ def _held(x: Operand) -> str:
 
 
 def _tape(p: Problem) -> str:
-    """The declarations that expression_gradients.cu needs of the expressions of a problem."""
+    """Prints the declarations that expression_gradients.cu needs for a problem's expressions."""
     found, of = p.modifiers.differentiated, [x.name for x in p.modifiers.differentiated]
     accesses: list[str] = []
 
@@ -273,9 +269,9 @@ def _refuse_slopes(p: Problem, accesses: int) -> None:
     if work * accesses > _MOST_SLOPES:
         names = ", ".join(x.name for x in p.modifiers.differentiated)
         raise ValueError(
-            f"wrt: the texts read elements of {names} in {accesses} places and have about {work} "
-            f"operations, each with a derivative for every place: {work * accesses:,}, at most "
-            f"{_MOST_SLOPES:,} are compiled; name fewer arrays in wrt, or read fewer elements"
+            f"wrt: the expressions read elements of {names} in {accesses} places and have about "
+            f"{work} operations, which makes {work * accesses:,} derivatives; the limit is "
+            f"{_MOST_SLOPES:,}: name fewer arrays in wrt, or read fewer elements"
         )
 
 
@@ -285,7 +281,9 @@ def _function(
     expressions: tuple[Expression, ...],
     slot: Callable[[str], int | None] | None = None,
 ) -> str:
-    """The C++ function that applies expressions in order; with ``slot``, it records derivatives."""
+    """Prints a C++ function that applies expressions in order and, with ``slot``, records
+    derivatives.
+    """
     found = p.modifiers
     kinds = {x.name: x.captured for x in found.operands}
     is_score = name == "score_mod"
@@ -325,29 +323,27 @@ def _function(
 
 
 def _inlining(expressions: tuple[Expression, ...], p: Problem) -> str:
-    """The C++ qualifier that inlines the expressions for every pair of a tile, or prevents it.
+    """Returns the C++ qualifier that forces or prevents inlining of the expressions.
 
-    Compilers take minutes to inline hundreds of operations for each pair.
+    Compilers take minutes to inline hundreds of operations for every pair of a tile.
     """
     work = sum(x.work for x in expressions) * (1 if p.dtype.sums.itemsize == 4 else 2)
     return "__forceinline__" if work <= _MOST_INLINE else "__noinline__"
 
 
 def _farthest(p: Problem) -> int:
-    """A bound on the magnitude of positions: mostly the same number, so that sources are equal."""
+    """Bounds the magnitude of positions, mostly by the same number, so that sources are reused."""
     first = p.N if p.is_ragged else abs(p.first_position)
     return max(2**24, first + p.M, p.N, p.batch, p.heads)
 
 
 def _first(p: Problem) -> str:
-    """The C++ code for the position of query 0."""
     if not p.is_ragged:
         return f"mods.{_FIRST}"
     return "0" if p.causal == "top-left" else "keys - queries"
 
 
 def _taken(x: Operand) -> str:
-    """The C++ declaration of a captured array or number as a variable."""
     if x.is_array:
         return f"auto& {cpp_name(x.name)} = mods.{cpp_name(x.name)}"
     made = f"mods.{cpp_name(x.name)}"
@@ -357,7 +353,6 @@ def _taken(x: Operand) -> str:
 
 
 def _fits(p: Problem, index: ast.expr, size: int) -> bool:
-    """Whether an index is known to be inside an axis."""
     if isinstance(index, ast.Constant):
         return isinstance(index.value, int) and 0 <= index.value < size
     ends: Mapping[str, int] = {

@@ -1,4 +1,4 @@
-"""Evaluates the formulas of a record: launches, scratch and outputs, as plain integers."""
+"""Evaluation of a record's formulas: launches, scratch and outputs as plain integers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -29,17 +29,17 @@ from cupyfa.problem.optional_inputs import MAPS, STARTS
 from cupyfa.problem.problem import MOST_ELEMENTS, Problem
 
 _LARGEST_GRID = (2**31 - 1, 65535, 65535)
-# The NumPy type of struct Sizes in extent.cuh.
+# NumPy dtype of struct Sizes in extent.cuh.
 SIZES = np.dtype([(name, "i4") for name in ("M", "N", "causal_offset", "window_offset")])
-_BYTES = {"": "V32", "data": "V8", "map": "V128"}  # types of array arguments, by form
-_FIRST_WITH_EARLY_LAUNCHES = 90  # compute capability
-_MOST_ROUNDS = 65536  # a limit, because the launches of each round are planned one by one
+_BYTES = {"": "V32", "data": "V8", "map": "V128"}  # dtypes of array arguments, by form
+_FIRST_WITH_EARLY_LAUNCHES = 90  # first compute capability with programmatic dependent launch
+_MOST_ROUNDS = 65536  # every launch of every round is planned separately
 
 
 def plan_of(kernel: Kernel, problem: Problem, limits: Limits, constants: Mapping[str, int]) -> Plan:
-    """Returns the plan with exactly these constants.
+    """Makes the plan with exactly these constants.
 
-    Raises ValueError for constants that break a rule and formulas with invalid results,
+    Raises ValueError for constants that break a rule and for formulas with invalid results, and
     Unsupported for launches that are too large for the device.
     """
     c = SimpleNamespace(**constants, d=problem.d, dv=problem.dv)
@@ -47,16 +47,15 @@ def plan_of(kernel: Kernel, problem: Problem, limits: Limits, constants: Mapping
         if not kernel.evaluated(f"rule {rule!r}", holds, c):
             raise ValueError(
                 f"{kernel.name} with {_listed(constants)} breaks its rule: {rule}; "
-                "choose others, or leave them to the plan"
+                "choose other constants, or leave them to the plan"
             )
     return _Planner(kernel, problem, limits, constants).plan()
 
 
 def with_numbers(plan: Plan, problem: Problem) -> Plan:
-    """Adapts a plan to a problem of the same ``form`` that has other numbers in its expressions and
-    dropout.
+    """Adapts a plan to a problem of the same ``form`` with other captured or dropout numbers.
 
-    No formula of the ladder depends on these numbers: only struct Mods holds them.
+    Only struct Mods holds these numbers; no formula of the ladder depends on them.
     """
     value = cuda_source.value(problem)[0]
 
@@ -70,9 +69,9 @@ def with_numbers(plan: Plan, problem: Problem) -> Plan:
 
 
 def source_path(kernel: Kernel, launch: Launch) -> Path:
-    """The file of a launch: in the folder of a user's kernel, else relative to kernels/.
+    """Returns the path of a launch's file, relative to kernels/ unless a user's kernel has it.
 
-    If the folder holds at least one file of the kernel, missing ones are taken from the project.
+    If a user's folder holds at least one file of the kernel, missing files come from the project.
     """
     file = Path(launch.file or f"{launch.entry}.cu")
     ours = _project_file(file if launch.file else Path(kernel.operation, file))
@@ -86,19 +85,17 @@ def source_path(kernel: Kernel, launch: Launch) -> Path:
 
 
 def _project_file(file: Path) -> Path:
-    """The path of a file in kernels/: in its folder, or in ``steps`` there for helper launches."""
+    """Returns a file's path in kernels/; files of helper launches are in the folder ``steps``."""
     step = file.parent / "steps" / file.name
     return step if (KERNELS / step).is_file() else file
 
 
 class _Planner:
-    """Evaluates the formulas of a record for one problem, device and set of constants."""
-
     def __init__(
         self, kernel: Kernel, problem: Problem, limits: Limits, constants: Mapping[str, int]
     ) -> None:
         self.kernel, self.problem, self.limits, self.constants = kernel, problem, limits, constants
-        self.modifiers = problem.modifiers  # looked up once, as each launch reads it many times
+        self.modifiers = problem.modifiers  # looked up once, because each launch reads it often
         self.c = SimpleNamespace(**constants)
         self.floats = kernel.floats_of(problem, constants)
         self.operation = kernel.computes()
@@ -112,7 +109,7 @@ class _Planner:
             "byte": np.dtype(np.uint8),
             "int": np.dtype(np.int32),
         }
-        # lse is not an output if the kernel does not compute it.
+        # Kernels without the feature "lse" do not output it.
         has_lse = "lse" in kernel.features
         self.outputs = {
             name: (x.shape(problem), x.dtype(problem))
@@ -136,18 +133,18 @@ class _Planner:
         )
 
     def on_device(self, **more: int) -> SimpleNamespace:
-        """The constants for formulas that may depend on the device."""
+        """Returns the namespace for formulas that may depend on the device."""
         more["multiprocessors"] = self.limits.multiprocessors
         return SimpleNamespace(**self.constants, **more)
 
     def in_rounds(self, steps: Sequence[Launch | Matmul]) -> list[tuple[Launch | Matmul, int]]:
-        """All steps in order, each with the number of its round."""
+        """Returns all steps in order, each with its round number."""
         repeated = [x for x in steps if isinstance(x, Launch) and x.in_rounds]
         if not repeated:
             return [(step, 0) for step in steps]
         rounds = self.whole("rounds", self.kernel.rounds, self.on_device(), least=1)
         if rounds > _MOST_ROUNDS:
-            raise self.unsupported(f"it would take {rounds:,} rounds, of {_MOST_ROUNDS:,} at most")
+            raise self.unsupported(f"it needs {rounds:,} rounds; the limit is {_MOST_ROUNDS:,}")
         first = steps.index(repeated[0])
         others = [(step, 0) for step in steps if step not in repeated]
         every = [(step, number) for number in range(rounds) for step in repeated]
@@ -186,7 +183,8 @@ class _Planner:
                 "ragged": self.is_ragged(launch),
                 "page_size": p.page_size,
                 "packed": self.is_packed(launch),
-                **({"has_sink": False} if kernel.operation == "backward" else {}),  # in lse
+                # Backward kernels need no sink, because lse includes it.
+                **({"has_sink": False} if kernel.operation == "backward" else {}),
                 **self.maps(launch),
                 "threads": threads,
                 "shared_bytes": shared_bytes,
@@ -210,7 +208,7 @@ class _Planner:
         )
 
     def softcap(self) -> dict[str, bool]:
-        """Constants: whether float32 tiles of scores pass a softcap, and whether approximately."""
+        """Returns constants: whether kernels apply a softcap to tiles, and may approximate it."""
         caps = self.modifiers.has_softcap and self.problem.dtype.sums == np.float32
         is_narrow = self.problem.dtype.itemsize < 4
         roughly = caps and is_narrow and self.problem.options.has_usual_softcap
@@ -218,7 +216,7 @@ class _Planner:
         return {"caps_tiles": caps, "approximates_softcap": roughly}
 
     def maps(self, launch: Launch) -> dict[str, bool]:
-        """Constants: whether a launch reads the maps of a block mask."""
+        """Returns constants: whether a launch reads each tile map of a block mask."""
         given = self.modifiers.constants
         return {
             f"has_{name}": given[f"has_{name}"]
@@ -230,7 +228,7 @@ class _Planner:
         }
 
     def arguments(self, launch: Launch, c: SimpleNamespace) -> tuple[Argument, ...]:
-        """The arguments of a launch; zeros stand for an optional input that the problem lacks."""
+        """Returns a launch's arguments; absent optional inputs are passed as zeros."""
         inputs = self.operation.inputs
         arrays = [*inputs, *self.outputs, *self.kernel.scratch]
         real, values = self.problem.dtype.sums.type, _values(self.problem)
@@ -246,7 +244,7 @@ class _Planner:
                 raise ValueError(
                     f"{launch.entry}: argument {name!r} is unknown; arrays are "
                     f"{', '.join(arrays)}; numbers and structs are {', '.join(values)}"
-                    + f"; to have {name}, add {name!r} to features= of the record"
+                    + f"; to output {name}, add {name!r} to features= of the record"
                     * by_feature
                 )
             value = None if name in arrays else values[name]
@@ -261,16 +259,16 @@ class _Planner:
         return tuple(made)
 
     def is_ragged(self, launch: Launch) -> bool:
-        """Whether a launch uses the lengths of batch elements; others process all rows."""
+        """Returns whether a launch reads batch lengths; other launches process all rows."""
         named = (*launch.args.split(), *launch.constants)
         return self.problem.is_ragged and bool({"sizes", "ragged"} & set(named))
 
     def is_packed(self, launch: Launch) -> bool:
-        """Whether a launch distinguishes sequences; others see all packed rows as one."""
+        """Returns whether a launch distinguishes packed sequences, rather than one long one."""
         return self.modifiers.is_packed and self.is_ragged(launch)
 
     def starts(self, name: str) -> tuple[tuple[str, int], ...]:
-        """The array with the sequences' first rows, which replaces the batch stride of a Tensor."""
+        """Returns the offsets array that replaces a Tensor's batch stride in a packed batch."""
         known = {**self.operation.inputs, **self.operation.outputs_of(self.problem)}
         axes = known[name].axes if name in known else self.kernel.scratch.get(name, ("",))[0]
         if name == "mods" or not isinstance(axes, str):
@@ -279,12 +277,12 @@ class _Planner:
         return tuple((f"mods.{x}", TENSOR.fields["batch"][1]) for x in found)  # type: ignore[index]
 
     def inside(self, name: str) -> tuple[tuple[str, int], ...]:
-        """The arrays in an argument that is a struct."""
+        """Returns names and offsets of the arrays inside a struct argument."""
         structs = {"mods": cuda_source.value, "gradients": cuda_source.gradients}
         return structs[name](self.problem)[1] if name in structs else ()
 
     def strides(self, name: str, form: str) -> tuple[int | None, ...]:
-        """The axes of an array that give the strides of a Tensor for batch, head and row."""
+        """Returns the array axes whose strides a Tensor holds for batch, head and row."""
         if form or name not in {**self.kernel.inputs, **self.kernel.outputs}:
             return FIRST_AXES
         of = {**self.operation.inputs, **{x: Input(*y) for x, y in self.kernel.outputs.items()}}
@@ -297,15 +295,15 @@ class _Planner:
         fits = len(axes) <= 4 and len(set(places)) == len(places) and max(places) < 4
         if not fits or (3 in places and places[-1] != 3):
             raise ValueError(
-                f"{self.kernel.name}: {name} has the axes {' '.join(axes)}, which a Tensor of "
-                f"batch, heads, rows and columns cannot have; pass it as {name}.data"
+                f"{self.kernel.name}: {name} has the axes {' '.join(axes)}, which do not fit a "
+                f"Tensor of batch, heads, rows and columns; pass it as {name}.data"
             )
         return tuple(places.index(x) if x in places else None for x in range(3))
 
     def scratch(
         self, steps: Sequence[Launch | Matmul]
     ) -> Iterator[tuple[str, tuple[tuple[int, ...], np.dtype]]]:
-        """The scratch that the steps name, with shape and dtype."""
+        """Yields name, shape and dtype of each scratch array that the steps use."""
         taken = (f"{x.a} {x.b} {x.out}" if isinstance(x, Matmul) else x.args for x in steps)
         named = {name.partition(".")[0] for name in " ".join(taken).split()}
         for name, (axes, kind) in self.kernel.scratch.items():
@@ -317,7 +315,7 @@ class _Planner:
                 shape = (self.whole(f"scratch {name}", axes, self.on_device(), least=0),)
             if prod(shape) >= MOST_ELEMENTS:
                 raise self.unsupported(
-                    f"its scratch would have {prod(shape):,} elements, and an array has fewer than "
+                    f"its scratch array {name} would have {prod(shape):,} elements; the limit is "
                     "2**59"
                 )
             yield name, (shape, self.kinds[kind])
@@ -334,18 +332,18 @@ class _Planner:
         least: int,
         most: float = float("inf"),
     ) -> int:
-        """Evaluates a formula of a record. Raises ValueError unless it gives a whole number."""
+        """Evaluates a record's formula. Raises ValueError for non-integers and invalid numbers."""
         number = self.kernel.evaluated(what, formula, self.problem, c)
         if not (isinstance(number, int | np.integer) and least <= number <= most):
             to = f" to {most}" if isfinite(most) else ""
             raise ValueError(
-                f"{self.kernel.name}: the record's formula for {what} gives {number!r} for "
-                f"{self.problem}; it must give a whole number from {least}{to}"
+                f"{self.kernel.name}: the record's formula for {what} returned {number!r} for "
+                f"{self.problem}; it must return a whole number from {least}{to}"
             )
         return int(number)
 
     def constant(self, what: str, formula: Constant) -> int | float:
-        """A constant to declare above a kernel's file: a bool, an int or a float, as float32."""
+        """Evaluates a constant of a kernel's source: a bool, an int, or a float of float32."""
         value = self.kernel.evaluated(what, formula, self.problem, self.on_device())
         if isinstance(value, bool | np.bool_):
             return bool(value)
@@ -369,9 +367,10 @@ class _Planner:
         empty = 0 in self.problem.shape("batch heads M")
         if not whole or threads < 1 or not 1 <= len(grid) <= 3 or (0 in grid and not empty):
             raise ValueError(
-                f"{self.kernel.name}: the record's formulas for {launch.entry} give grid={grid}, "
-                f"threads={threads!r}, shared={shared_bytes!r} for {self.problem}; they must give "
-                "whole numbers, one to three for the grid, and at least one block and thread"
+                f"{self.kernel.name}: the record's formulas for {launch.entry} returned "
+                f"grid={grid}, threads={threads!r}, shared={shared_bytes!r} for {self.problem}; "
+                "they must return whole numbers, one to three for the grid, and at least one "
+                "block and thread"
             )
 
     def check_limits(self, grid: tuple[int, int, int], threads: int, shared_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Follows the includes of a source: lists the files it reaches, hashes them, inlines them."""
+"""Includes of a source text: finds, hashes and inlines all included files."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:<([^>\n]+)>|"([^"\n]+)")', re.MULTILINE)
-# Matches a comment, string or character literal, whichever begins first.
+# Matches the next comment, string or character literal.
 NO_CODE = re.compile(r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])'""", re.DOTALL)
 _LINE = re.compile(rf"{_INCLUDE.pattern}[^\n]*\n?|{NO_CODE.pattern}", re.MULTILINE | re.DOTALL)
 _ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once\b[^\n]*\n?", re.MULTILINE)
@@ -16,7 +16,7 @@ _LEFT_AT_ONCE = re.compile(r"^// ---- [^\n]*, continued\n\s*(?=// ---- )", re.MU
 
 
 def hashed(*parts: str | bytes) -> str:
-    """sha256 over all parts and their lengths."""
+    """Returns the SHA-256 of all parts and their lengths."""
     import hashlib
 
     total = hashlib.sha256()
@@ -28,18 +28,18 @@ def hashed(*parts: str | bytes) -> str:
 
 
 def digest(files: Mapping[Path, bytes]) -> str:
-    """sha256 over the names and the content of files."""
+    """Returns the SHA-256 of names and contents of files."""
     return hashed(*(part for path, content in files.items() for part in (path.name, content)))
 
 
 def reached(text: str, folders: Sequence[Path]) -> dict[Path, bytes]:
-    """Every file that the text includes, directly or indirectly, in order, with its content.
+    """Returns path and content of every file that the text includes, directly or indirectly.
 
-    Folders are searched in their order, as a compiler does; for a name in quotes first the folder
-    of the file that includes it. Missing files and names made by macros are left to the compiler.
+    Folders are searched in order, as by a compiler. For a name in quotes, the including file's
+    folder comes first. Missing files and names formed by macros are left to the compiler.
     """
     found: dict[Path, bytes] = {}
-    met: set[str] = set()  # paths as strings: a Path for each candidate would take most of the time
+    met: set[str] = set()  # strings, because Path objects would dominate the run time
     searched = [str(x) for x in folders]
 
     def follow(text: str, own: Sequence[str]) -> None:
@@ -58,10 +58,10 @@ def reached(text: str, folders: Sequence[Path]) -> dict[Path, bytes]:
 def inlined(
     texts: Mapping[str, str], folders: Sequence[Path], title_of: Callable[[Path], str]
 ) -> str:
-    """Joins titled texts into one, with each file of ``reached`` in place of its first include.
+    """Joins titled texts and replaces the first include of each file by its content.
 
-    A line with the title marks where each file begins, and where the including file continues.
-    ``#pragma once`` is left out: compilers warn about it in a main file.
+    Title lines mark where a file begins and where the including file continues. ``#pragma once`` is
+    removed, because compilers warn about it in a main file.
     """
     met: set[str] = set()
     searched = [str(x) for x in folders]
@@ -71,7 +71,7 @@ def inlined(
             if not (line[1] or line[2]):  # not an include
                 return line[0]
             path, content = _first_file(_candidates(line[1], line[2], own, searched), met)
-            if content is None:  # left to the compiler, or met before
+            if content is None:  # not found, or inlined before
                 return "" if path else line[0]
             met.add(path)
             header = _ONCE.sub("", content.decode(errors="replace"))
@@ -84,7 +84,7 @@ def inlined(
     return _LEFT_AT_ONCE.sub("", together).rstrip("\n") + "\n"
 
 
-@lru_cache(maxsize=256)  # more than all files of the project
+@lru_cache(maxsize=256)  # exceeds the number of files in kernels/
 def _included(text: str) -> list[tuple[str, str]]:
     return _INCLUDE.findall(text)
 
@@ -92,18 +92,18 @@ def _included(text: str) -> list[tuple[str, str]]:
 def _candidates(
     bracketed: str, quoted: str, own: Sequence[str], searched: Sequence[str]
 ) -> Iterable[str]:
-    """The paths to try for an include; for a name in quotes first the including file's folder."""
+    """Yields the paths to try for an include; for a quoted name, the own folder comes first."""
     folders = [*own, *searched] if quoted else searched
     return (os.path.join(folder, bracketed or quoted) for folder in folders)
 
 
 def _first_file(candidates: Iterable[str], met: Set[str]) -> tuple[str, bytes | None]:
-    """The first candidate that exists, and its content unless it was met before."""
+    """Returns the first existing candidate, and its content unless it is in ``met``."""
     for path in candidates:
-        if "./" in path:  # files that include each other are met only once
+        if "./" in path:  # normalize, so that ``met`` recognizes files that include each other
             path = str(Path(path).resolve() if "../" in path else Path(path))
         if path in met:
             return path, None
-        with suppress(OSError, ValueError), open(path, "rb") as file:  # a folder, not a name, …
+        with suppress(OSError, ValueError), open(path, "rb") as file:  # not a file, invalid name
             return path, file.read()
     return "", None

@@ -1,4 +1,4 @@
-"""The types of planning: devices, launches and plans."""
+"""Planning types: device limits, planned launches and plans."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,18 +18,18 @@ from cupyfa.problem.problem import Problem, round_up
 
 BOX_ALIGNMENT = 16  # bytes
 FIRST_AXES = (0, 1, 2)
-# The struct Tensor of tensor.cuh, strides in elements.
+# struct Tensor of tensor.cuh; strides count elements.
 TENSOR = np.dtype([("data", "u8"), ("batch", "i8"), ("head", "i8"), ("row", "i8")])
-NO_MODS = "struct Mods {};"  # of scores that are not modified
+NO_MODS = "struct Mods {};"  # for unmodified scores
 Allocations = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """The constants of a kernel that were measured fastest on a device, and their TFLOP/s."""
+    """A kernel's fastest constants on a device, with the measured TFLOP/s."""
 
     kernel: str
-    folder: str | None  # of a user's kernel
+    folder: str | None  # folder of a user's kernel; None for the ladder
     dtype: str  # the problem's ``arithmetic``
     d: int
     dv: int
@@ -39,60 +39,60 @@ class Tuned:
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a device for one block, its name in messages, and the constants tuned on it."""
+    """What planning needs to know about a device: limits per block, name, tuned constants."""
 
-    device: str
+    device: str  # name in messages
     shared_bytes: int
     threads: int = 1024
-    arch: str | None = None  # the compute capability; None where anything runs (the simulator)
-    no_matmul: str | None = None  # why matrix products are missing, if they are
-    multiprocessors: int = 132  # of an H100 SXM
-    clock: float | None = None  # the highest one, in GHz, where known
+    arch: str | None = None  # compute capability; None for the simulator, which runs any kernel
+    no_matmul: str | None = None  # why cuBLAS products are unavailable; None if they are available
+    multiprocessors: int = 132  # an H100 SXM has 132
+    clock: float | None = None  # maximum clock in GHz, if known
     tuned: tuple[Tuned, ...] = field(default=(), hash=False, repr=False)
 
 
 @dataclass(frozen=True, repr=False)
 class Argument(Shown):
-    """One argument of a kernel: an array of the call, or a value that the plan decides."""
+    """An argument of a kernel: an array of the call, or a value that the plan computes."""
 
     name: str
-    form: str = ""  # how an array is passed: "" a Tensor, "data" a pointer, "map" a TMA tensor map
+    form: str = ""  # array arguments: "" for a Tensor, "data" for a pointer, "map" for a TMA map
     value: Any = None  # a number or a NumPy record; None for an array
-    # For a Tensor: the axes that give its strides of batch, head and row; None for stride 0.
+    # For a Tensor: the array axes that provide its batch, head and row stride; None for stride 0.
     strides: tuple[int | None, ...] = FIRST_AXES
-    arrays: tuple[tuple[str, int], ...] = ()  # of a struct: name and offset of each
+    arrays: tuple[tuple[str, int], ...] = ()  # names and offsets of the arrays inside a struct
 
 
 @dataclass(frozen=True)
 class Recording:
-    """The blocks and events that a launch records: see kernels/timeline/timeline.cuh."""
+    """Which blocks and events a launch records; see kernels/timeline/timeline.cuh."""
 
-    first: int  # the first block that is recorded
-    blocks: int  # the number of recorded blocks
-    capacity: int  # the most entries per warp
-    detailed: bool = True  # records every phase; else only begin, end and results of blocks
+    first: int  # index of the first recorded block
+    blocks: int  # number of recorded blocks
+    capacity: int  # maximum number of entries per warp
+    detailed: bool = True  # whether to record every phase, or only begin, end and results of blocks
 
 
 @dataclass(frozen=True, repr=False)
 class PlannedLaunch(Shown):
-    """One launch with every number decided; its file, constants and dtypes make the source text."""
+    """A launch with all numbers computed; file, constants and dtypes determine its source text."""
 
     launch: Launch
     path: Path
     dtype: DType
-    operand: DType  # the dtype that inputs are rounded to for products
-    result: DType  # the dtype of O, dQ, dK and dV
+    operand: DType  # dtype to which inputs are rounded for matrix products
+    result: DType  # dtype of O, dQ, dK and dV
     constants: Mapping[str, int | float]
     grid: tuple[int, int, int]
     threads: int
     shared_bytes: int
-    boxes: Mapping[str, int] = field(default_factory=dict)  # the rows per box, by array
+    boxes: Mapping[str, int] = field(default_factory=dict)  # rows per TMA box, by array name
     arguments: tuple[Argument, ...] = ()
-    mods: str = NO_MODS  # C++ source of struct Mods and the expressions' functions
-    target: str | None = None  # the architecture to compile for, as "90a", if not the device's
-    recording: Recording | None = None  # what it records of its run, if anything
-    begins_early: bool = False  # whether the device can begin it while the launch before it ends
-    keeps: frozenset[str] = frozenset()  # arrays that the next launch reads without waiting
+    mods: str = NO_MODS  # C++ source of struct Mods and of the expressions
+    target: str | None = None  # architecture to compile for, such as "90a"; None for the device's
+    recording: Recording | None = None
+    begins_early: bool = False  # whether it uses programmatic dependent launch
+    keeps: frozenset[str] = frozenset()  # arrays that the next launch may read without waiting
 
     @classmethod
     def of_helper(
@@ -104,7 +104,7 @@ class PlannedLaunch(Shown):
         *arguments: Argument,
         **more: Any,
     ) -> Self:
-        """A launch outside the ladder: a one-dimensional grid, constants["threads"] per block."""
+        """Makes a launch outside the ladder, with a 1-D grid of constants["threads"] per block."""
         return cls(
             launch=launch,
             path=Path(str(launch.file)),
@@ -125,23 +125,22 @@ class PlannedLaunch(Shown):
 
     @property
     def warps(self) -> int:
-        """The warps of a block."""
         return cdiv(self.threads, 32)
 
     @property
     def numbers(self) -> Mapping[str, int]:
-        """The arguments that only this launch has, by name."""
+        """Values of the numbers that the launch's record declares, by name."""
         return {x.name: int(x.value) for x in self.arguments if x.name in self.launch.numbers}
 
 
 def nearest_d(measured: Iterable[int], d: int) -> int:
-    """Of measured head dimensions the one with the nearest ratio to d."""
+    """Returns the measured head dimension whose ratio to d is closest to 1."""
     return min(measured, key=lambda x: abs(log(max(x, 1) / max(d, 1))))
 
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """Everything one call does, decided before it is done."""
+    """The launches, buffers and arguments of one call, computed before it runs."""
 
     kernel: Kernel
     problem: Problem
@@ -149,7 +148,7 @@ class Plan:
     steps: tuple[PlannedLaunch | Matmul, ...]
     scratch: Allocations
     outputs: Allocations
-    floats: Mapping[str, float] = field(default_factory=dict)  # arguments that the kernel declares
+    floats: Mapping[str, float] = field(default_factory=dict)  # float arguments of the record
 
     def __repr__(self) -> str:
         tiles = "".join(f" {name}={value}" for name, value in self.constants.items())
@@ -166,19 +165,19 @@ class Plan:
 
     @cached_property
     def operation(self) -> Operation:
-        """What it computes."""
+        """The operation that the kernel computes with these constants."""
         return self.kernel.computes({**self.constants, **self.floats})
 
     @property
     def rounding(self) -> str | None:
-        """The precision that operands are rounded to by design, if to any."""
+        """The precision to which the kernel rounds operands by design, if any."""
         return rounding_of(self.kernel, self.problem)
 
     @property
     def tflops(self) -> tuple[int, float] | None:
-        """The TFLOP/s of its kernel in the record, measured on an H100 with this d; None if not.
+        """The nearest measured d and the kernel's TFLOP/s there on an H100; None if not measured.
 
-        "auto" compares these where nothing was measured on the device itself.
+        "auto" compares these speeds on devices without measurements of their own.
         """
         measured = self.kernel.tflops.get(self.problem.arithmetic)
         if not measured:
@@ -188,7 +187,7 @@ class Plan:
 
     @property
     def speed(self) -> str:
-        """The same in words; empty if not measured."""
+        """``tflops`` as text for messages; empty if not measured."""
         if self.tflops is None:
             return ""
         (d, tflops), kind = self.tflops, self.problem.arithmetic
@@ -200,7 +199,7 @@ class Plan:
 
     @property
     def programs(self) -> tuple[PlannedLaunch, ...]:
-        """The launches that have to be compiled: the first of those that rounds repeat."""
+        """The launches to compile; rounds share the first one's program."""
         first: dict[int, PlannedLaunch] = {}
         for x in self.launches:
             first.setdefault(id(x.launch), x)
@@ -223,12 +222,12 @@ class Plan:
 
     @cached_property
     def boxed(self) -> set[str]:
-        """The arrays that are copied by boxes: their rows begin at multiples of BOX_ALIGNMENT."""
+        """Arrays that TMA copies box by box, and whose rows are aligned to BOX_ALIGNMENT."""
         return {name for launch in self.launches for name in launch.boxes}
 
     @cached_property
     def paired(self) -> dict[str, int]:
-        """Arrays that kernels read several elements at a time, and the bytes of each such read."""
+        """Arrays that kernels load with vector loads, and the bytes of each load."""
         found = self.problem.modifiers
         copied = found.held if any(x.constants.get("bias_bytes") for x in self.programs) else None
         return {
@@ -239,7 +238,7 @@ class Plan:
 
     @cached_property
     def pointed(self) -> set[str]:
-        """The arrays that are passed as bare pointers, and therefore must be contiguous."""
+        """Arrays that are passed as bare pointers and therefore must be contiguous."""
         passed = {x.name for launch in self.launches for x in launch.arguments if x.form == "data"}
         return passed | {x.input for x in self.problem.modifiers.arrays if x.name in LENGTHS}
 
@@ -251,7 +250,7 @@ class Plan:
         return {**own, **self.outputs, **self.scratch}
 
     def stored_shape(self, name: str) -> tuple[int, ...]:
-        """The shape of an array's memory, whose rows may be padded."""
+        """Returns the shape of an array in memory, including padding of rows."""
         shape, dtype = self.arrays[name]
         if name not in self.boxed and name not in self.paired:
             return shape
@@ -262,7 +261,7 @@ class Plan:
 
 
 def aligned_width(columns: int, itemsize: int) -> int:
-    """Rounds a number of columns up until they fill a multiple of BOX_ALIGNMENT bytes."""
+    """Rounds a number of columns up to a multiple of BOX_ALIGNMENT bytes."""
     return round_up(columns, max(BOX_ALIGNMENT // itemsize, 1))
 
 

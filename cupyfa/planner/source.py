@@ -1,4 +1,4 @@
-"""Finds kernels/, and writes a launch's source text: typed constants above an unchanged file."""
+"""Source text of launches: typed constants above an unchanged file from kernels/."""
 
 import re
 from functools import lru_cache
@@ -8,18 +8,18 @@ from cupyfa.planner import includes
 from cupyfa.planner.plan import NO_MODS, PlannedLaunch
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-# kernels/ and cli.py lie in the package when installed, next to it in a checkout.
+# An installed package contains kernels/ and cli.py; in a checkout they lie next to the package.
 ROOT = _PACKAGE if (_PACKAGE / "kernels").is_dir() else _PACKAGE.parent
 KERNELS = ROOT / "kernels"
 INCLUDE = KERNELS / "include"
-# Folders of headers that replace some of INCLUDE: RECORDING for recorded launches, WITH for lengths
-# or pages, modified scores, or scales that may be negative.
+# Folders whose headers override headers of INCLUDE: RECORDING for recorded launches, WITH for
+# lengths, pages, modified scores and scales that may be negative.
 RECORDING = KERNELS / "timeline"
 WITH = KERNELS / "with"
-# Matches code in which macros may form names: ## and includes of a macro.
+# Matches code in which macros may form names: ## and #include of a macro.
 _MADE = re.compile(r"##|^[ \t]*#[ \t]*include\s+\w", re.MULTILINE)
 _ALIGNED = r"\b(?:alignas|__align__)\s*\((?:[^()]|\([^()]*\))*\)"
-# Matches a type and names, without extents and template arguments. _BESIDE: optional other words.
+# Matches a type and names, without extents and template arguments. _BESIDE: optional keywords.
 _BESIDE = r"(?:(?:const|volatile|typename|unsigned|signed|long|short|int|char|double)[\s*]+)*"
 _DECLARED = re.compile(
     r"(?!(?:struct|class|union|enum|friend|typedef|template|extern)\b)"
@@ -29,11 +29,11 @@ _DECLARED = re.compile(
 
 
 def text(launch: PlannedLaunch) -> str:
-    """The exact text that is compiled: header, types, constants, the .cu file, a digest.
+    """Returns the exact text that is compiled: includes, types, constants, the .cu file, a digest.
 
-    Only constants that the file or its headers name are declared, so that other constants do not
-    cause another compilation; where macros may form names, all are. The digest changes the text,
-    and every cache key, when a header changes.
+    Declares only constants whose names occur in the file or its headers, so that other constants do
+    not cause another compilation. If macros may form names, it declares all constants. The digest
+    changes the text, and thereby every cache key, when a header changes.
     """
     above, file, reached = _above_and_file(launch)
     return "\n".join(
@@ -48,7 +48,7 @@ def text(launch: PlannedLaunch) -> str:
 
 
 def inlined(launch: PlannedLaunch) -> str:
-    """``text`` as one file for a reader, with the project's headers inlined."""
+    """Returns ``text`` as a single file for readers, with the project's headers inlined."""
     above, file, _ = _above_and_file(launch)
 
     def title(header: Path) -> str:
@@ -59,7 +59,7 @@ def inlined(launch: PlannedLaunch) -> str:
 
 
 def _above_and_file(launch: PlannedLaunch) -> tuple[list[str], str, dict[Path, bytes]]:
-    """The lines above a launch's file, the file, and the headers that both reach."""
+    """Returns the lines above a launch's file, the file, and all headers that they include."""
     types = launch.dtype, launch.operand, launch.result
     headers = dict.fromkeys(filter(None, (x.header for x in types)))
     header = [*_recording(launch), *(f"#include <{name}>" for name in headers)]
@@ -84,51 +84,49 @@ def _above_and_file(launch: PlannedLaunch) -> tuple[list[str], str, dict[Path, b
 
 
 def _shown(path: Path) -> str:
-    """The name of a file in #line directives and titles; paths in kernels/ are relative."""
     return (path if path.is_absolute() else Path("kernels") / path).as_posix()
 
 
 def file_of(launch: PlannedLaunch) -> str:
-    """The text of a launch's own file."""
+    """Returns the text of a launch's .cu file."""
     return _read(KERNELS / launch.path, launch.entry)
 
 
 def texts(launch: PlannedLaunch) -> list[str]:
-    """The text of a launch's own file, and of all headers that it includes."""
+    """Returns the text of a launch's .cu file, and of all headers that it includes."""
     file = file_of(launch)
     reached = includes.reached(file, include_folders(launch))
     return [file, *(x.decode(errors="replace") for x in reached.values())]
 
 
 def headers(launch: PlannedLaunch) -> set[str]:
-    """The names of the headers that a launch's file includes, directly or not."""
+    """Returns the names of the headers that a launch's file includes, directly or indirectly."""
     return {path.name for path in includes.reached(file_of(launch), include_folders(launch))}
 
 
 def without_entry(launch: PlannedLaunch) -> ValueError:
-    """The error for a file in which the compiler did not find the launch's entry point."""
+    """Makes the error for a file in which the compiler did not find the launch's entry point."""
     return ValueError(
         f"{KERNELS / launch.path} has no kernel {launch.entry}; write there "
-        f'extern "C" __global__ void {launch.entry}(...), or give its Launch another entry'
+        f'extern "C" __global__ void {launch.entry}(...), or set entry= of its Launch'
     )
 
 
 def _read(path: Path, entry: str) -> str:
-    """The text of a kernel's file. Raises OSError or ValueError that say whose file it is."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise type(error)(
             f"{path}, the file of kernel {entry}, cannot be read ({error.strerror}); put it there, "
-            "or say where it is: folder= in its Kernel, file= in its Launch"
+            "or set folder= of its Kernel or file= of its Launch"
         ) from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not text in UTF-8 ({error}); save it as that") from None
+        raise ValueError(f"{path} is not valid UTF-8 ({error}); save it as UTF-8") from None
 
 
-@lru_cache(maxsize=128)  # more than all files of the project
+@lru_cache(maxsize=128)  # exceeds the number of kernel files
 def _words(code: str) -> frozenset[str] | None:
-    """The words of a text without comments and strings; None if macros may make others."""
+    """Returns the words in code, without comments and strings; None if macros may form names."""
     bare = includes.NO_CODE.sub(" ", code)
     return None if _MADE.search(bare) else frozenset(re.findall(r"\w+", bare))
 
@@ -136,13 +134,13 @@ def _words(code: str) -> frozenset[str] | None:
 def _constant(name: str, value: int | float) -> str:
     if isinstance(value, bool):
         return f"constexpr bool {name} = {str(value).lower()};"
-    if isinstance(value, float):  # in hexadecimal, which is exact
+    if isinstance(value, float):  # hexadecimal literals are exact
         return f"constexpr float {name} = {value.hex()}f;"
     return f"constexpr int {name} = {value};"
 
 
 def include_folders(launch: PlannedLaunch) -> tuple[Path, ...]:
-    """The folders to search for a launch's includes: that of a user's file, then the project's."""
+    """Returns the folders to search for includes: a user's folder, then the project's."""
     own = (launch.path.parent,) if launch.path.is_absolute() else ()
     recording = (RECORDING,) if launch.recording else ()
     extended = () if _is_plain(launch) else (WITH,)
@@ -150,8 +148,9 @@ def include_folders(launch: PlannedLaunch) -> tuple[Path, ...]:
 
 
 def _is_plain(launch: PlannedLaunch) -> bool:
-    """Whether a launch needs no header of WITH: scores are q·k times a positive scale, and keys
-    are neither e4m3 nor in pages.
+    """Returns whether a launch can do without the headers in WITH.
+
+    Scores are then q·k times a positive scale, and keys are neither e4m3 nor paged.
     """
     of = launch.constants.get
     is_stored_alike = not (of("page_size") or of("has_e4m3"))
@@ -159,7 +158,7 @@ def _is_plain(launch: PlannedLaunch) -> bool:
 
 
 def _recording(launch: PlannedLaunch) -> list[str]:
-    """The lines above a recorded launch's file, which also record waits in __syncthreads."""
+    """Returns the lines above a recorded launch's file; they also record waits in __syncthreads."""
     if launch.recording is None:
         return []
     numbers = {
@@ -178,14 +177,14 @@ def _recording(launch: PlannedLaunch) -> list[str]:
 
 
 def _recorded(file: str, entry: str, path: Path) -> str:
-    """Inserts recording into a kernel's file, and a table of the members of its struct Shared."""
+    """Inserts recording calls into a kernel's file and appends a table of its struct Shared."""
     code = _bare(file)
     ends = (_closing(code, x.end() - 1) + 1 for x in re.finditer(rf"\b{entry}\s*\(", code))
     bodies = [x.end() for x in (re.compile(r"\s*\{").match(code, end) for end in ends) if x]
     if not bodies:
         raise ValueError(
-            f"{path} has no body of {entry}, in which a recording begins and ends; put the body of "
-            f"{entry} into its .cu file"
+            f"{path} does not define the body of {entry}, where a recording begins and ends; move "
+            f"the body of {entry} into its .cu file"
         )
     for at in reversed(bodies):
         file = f"{file[:at]} timeline::Block timeline_block;{file[at:]}"
@@ -200,9 +199,9 @@ def _recorded(file: str, entry: str, path: Path) -> str:
 
 
 def members(file: str) -> list[str]:
-    """The names of the members of a file's struct Shared, which are objects and arrays of them.
+    """Returns the member names of a file's struct Shared.
 
-    Empty if a declaration cannot be parsed: without its size, no other offset is known.
+    Returns an empty list if a declaration cannot be parsed, because its size determines offsets.
     """
     code = _bare(file)
     heads = [*re.finditer(r"^struct[ \t]+Shared\b(?!\s*;)\s*(\{?)", code, re.MULTILINE)]
@@ -217,18 +216,16 @@ def members(file: str) -> list[str]:
 
 
 def _bare(code: str) -> str:
-    """The code with comments, strings and character literals replaced by spaces."""
     return includes.NO_CODE.sub(lambda x: " " * len(x[0]), code)
 
 
 def _is_global(above: str) -> bool:
-    """Whether the code after ``above`` is at global scope and not a template."""
+    """Returns whether the code after ``above`` is at global scope and not a template."""
     is_template = re.search(r"\btemplate\b[^;{}]*$", above)
     return above.count("{") == above.count("}") and not is_template
 
 
 def _declared(declaration: str) -> list[str] | None:
-    """The names of the members that a declaration declares; None if it cannot be parsed."""
     if re.match(r"\s*(?:static|using|static_assert)\b", declaration):
         return []
     for brackets in (r"\[[^][]*\]", "<[^<>]*>", _ALIGNED, "=[^,]*"):
@@ -240,7 +237,6 @@ def _declared(declaration: str) -> list[str] | None:
 
 
 def _closing(text: str, start: int) -> int:
-    """The index of the parenthesis that closes the one at ``start``."""
     depth = 0
     for at in range(start, len(text)):
         depth += {"(": 1, ")": -1}.get(text[at], 0)

@@ -1,4 +1,4 @@
-"""The constants that ``tune`` measured fastest on each device, kept on disk for later plans."""
+"""Tuned constants: the fastest ones that ``tune`` measured on each device, stored on disk."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -26,7 +26,7 @@ def on(device: str) -> tuple[Tuned, ...]:
 
 
 def remember(device: str, tuned: Tuned, about: Mapping[str, Any]) -> None:
-    """Keeps an entry, with facts ``about`` it for a person to read."""
+    """Stores an entry on disk; ``about`` holds additional facts for human readers."""
     file = cache_folder.facts_file("tuned", device)
     name = f"{tuned.kernel} {tuned.dtype} d={tuned.d} dv={tuned.dv}"
     name = f"{name} {tuned.folder}" if tuned.folder else name
@@ -35,7 +35,7 @@ def remember(device: str, tuned: Tuned, about: Mapping[str, Any]) -> None:
 
 
 def _parsed(fact: Any) -> Tuned | None:
-    """The entry of a file that a user may have changed; None if it is not valid."""
+    """Parses an entry of a file that users may have edited; returns None if it is invalid."""
     try:
         given = _ENTRY(fact)
     except ValueError:

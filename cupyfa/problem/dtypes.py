@@ -1,4 +1,4 @@
-"""The element types; every fact about a type is in its row."""
+"""Supported element types, one table row per type."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from cupyfa.errors import described
 
 @dataclass(frozen=True)
 class DType:
-    """An element type of inputs and outputs, and the type of its sums."""
+    """An element type of inputs and outputs, with its accumulation type."""
 
     name: str
     numpy: np.dtype
-    scalar: str  # its C++ name
-    real: str  # the C++ name of the type that sums, maxima and lse are kept in
-    sums: np.dtype  # that type in NumPy
-    header: str | None = None  # what declares `scalar`
-    result: str | None = None  # the default dtype of results, if it differs from that of inputs
+    scalar: str  # C++ name of the element type
+    real: str  # C++ name of the type of sums, row maxima and lse
+    sums: np.dtype  # NumPy dtype of `real`
+    header: str | None = None  # C++ header that declares `scalar`
+    result: str | None = None  # default dtype of results where it differs from the input dtype
 
     @property
     def itemsize(self) -> int:
@@ -28,12 +28,11 @@ class DType:
 
     @property
     def usual_result(self) -> str:
-        """The name of the default dtype of results."""
         return self.result or self.name
 
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)  # also of keys and values in a cache
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)  # for inputs, and for cached keys and values
 _SINGLE, _DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 DTYPES = {
     row.name: row
@@ -44,26 +43,26 @@ DTYPES = {
         DType("float64", _DOUBLE, "double", "double", _DOUBLE),
     )
 }
-# A dtype of attention inputs only: no result, gradient or sum has it.
+# Supported for attention inputs only, not for results, gradients or sums.
 E4M3_INPUTS = DType(
     "float8_e4m3fn", E4M3, "E4m3", "float", _SINGLE, "ptx/e4m3.cuh", result="bfloat16"
 )
 INPUTS = {**DTYPES, E4M3_INPUTS.name: E4M3_INPUTS}
 
-DTypeLike = str | np.dtype | type  # a name, as "float16", or NumPy's dtype, as np.float16
+DTypeLike = str | np.dtype | type  # for example "float16" or np.float16
 
 
 def name_of(dtype: object) -> Any:
-    """The name of a NumPy dtype or scalar type; any other object is returned unchanged."""
+    """Returns the name of a NumPy dtype or scalar type, and any other object unchanged."""
     if isinstance(dtype, np.dtype | type):
-        with suppress(TypeError):  # the type is not a scalar type
+        with suppress(TypeError):  # raised for types that are not scalar types
             found = np.dtype(dtype)
             return found.name if found.isnative else str(found)
     return dtype
 
 
 def dtype_named(given: DTypeLike) -> DType:
-    """The DType with this name or NumPy dtype. Raises TypeError for unsupported ones."""
+    """Returns the DType for a name or NumPy dtype. Raises TypeError for unsupported dtypes."""
     name = name_of(given)
     if not isinstance(name, str) or name not in INPUTS:
         raise TypeError(f"dtype {described(name)} is not supported; use one of {', '.join(INPUTS)}")

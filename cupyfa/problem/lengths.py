@@ -1,4 +1,4 @@
-"""The sequence lengths of a ragged batch, and their text form: "349,263,0,115", "5,0:7,3"."""
+"""Sequence lengths of a ragged batch, and their text form: "349,263,0,115", "5,0:7,3"."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import numpy as np
 
 from cupyfa.errors import described
 
-MOST_ROWS = 2**31 - 2**16  # the limit for the rows of all sequences together
-_SHOWN = 8  # lines and tables abbreviate longer lists
+MOST_ROWS = 2**31 - 2**16  # limit on the total number of rows
+_SHOWN = 8  # longer lists are abbreviated in output
 _OF_LENGTHS = (
-    "give whole numbers, as 349,263,0,115; 7/9 where 7 of a sequence's 9 rows count, _3 at an end "
-    "for 3 rows of no sequence, and 5,0:7,3 where keys are not as many as queries"
+    "give whole numbers, such as 349,263,0,115; 7/9 for a sequence of 9 rows of which 7 are valid, "
+    "_3 at an end for 3 rows outside of sequences, and 5,0:7,3 if queries and keys differ"
 )
 _LENGTHS = re.compile(r"(?:_(\d+),)?((?:\d+(?:/\d+)?,)+)(?:_(\d+),)?")
 
@@ -26,10 +26,11 @@ _LENGTHS = re.compile(r"(?:_(\d+),)?((?:\d+(?:/\d+)?,)+)(?:_(\d+),)?")
 class Lengths:
     """The lengths of the sequences in packed queries, or in packed keys and values.
 
-    rows: the rows of each sequence, from one offset to the next. used: how many of these count,
-    from the first on; None if all count. before, after: rows at the beginning and at the end that
-    belong to no sequence. The text "_2,5,3/9,_4" means 2 rows of no sequence, a sequence of 5
-    rows, one of 9 rows of which 3 count, and 4 rows of no sequence.
+    rows: the number of rows of each sequence, from one offset to the next. used: the number of
+    valid rows at the start of each sequence; None if all rows are valid. before, after: the number
+    of rows before the first sequence and after the last one. For example "_2,5,3/9,_4" means 2 rows
+    before the first sequence, a sequence of 5 rows, a sequence of 9 rows of which 3 are valid, and
+    4 rows after it.
     """
 
     rows: tuple[int, ...]
@@ -39,22 +40,24 @@ class Lengths:
 
     def __post_init__(self) -> None:
         if not self.rows:
-            raise ValueError(f"there is no sequence; {_OF_LENGTHS}")
+            raise ValueError(f"the list of lengths is empty; {_OF_LENGTHS}")
         if self.total > MOST_ROWS:
             raise ValueError(f"the sequences have {self.total:,} rows; the limit is {MOST_ROWS:,}")
         for i, (count, rows) in enumerate(zip(self.counts, self.rows)):
             if count > rows:
-                raise ValueError(f"{count} of the {rows} rows of sequence {i} count; give fewer")
+                raise ValueError(
+                    f"sequence {i} has {count} valid rows of {rows}; give at most {rows}"
+                )
 
     @classmethod
     def of(cls, given: Any) -> Lengths:
-        """Reads lengths from a text or from whole numbers. Raises ValueError for anything else."""
+        """Reads lengths from a string or from integers. Raises ValueError for anything else."""
         if isinstance(given, Lengths):
             return given
         is_list = isinstance(given, list | tuple | np.ndarray)
         text = ",".join(map(str, given)) if is_list else given
         if not isinstance(text, str) or not (found := _LENGTHS.fullmatch(f"{text},")):
-            raise ValueError(f"{described(given)} is no list of lengths; {_OF_LENGTHS}")
+            raise ValueError(f"{described(given)} is not a list of lengths; {_OF_LENGTHS}")
         before, middle, after = found.groups()
         each = [x.split("/") for x in middle.rstrip(",").split(",")]
         used = tuple(int(x[0]) for x in each) if any(len(x) > 1 for x in each) else None
@@ -70,7 +73,7 @@ class Lengths:
 
     @property
     def short(self) -> str:
-        """The text; for many sequences only their number and their range of used rows."""
+        """The text form; for more than 8 sequences only their number and range of valid rows."""
         if len(self.rows) <= _SHOWN:
             return str(self)
         least, most = min(self.counts), max(self.counts)
@@ -78,36 +81,35 @@ class Lengths:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """The number of rows of each sequence that count."""
+        """Number of valid rows of each sequence."""
         return self.rows if self.used is None else self.used
 
     @cached_property
     def total(self) -> int:
-        """The rows of the packed array."""
+        """Number of rows of the packed array."""
         return self.before + sum(self.rows) + self.after
 
     @property
     def offsets(self) -> np.ndarray:
-        """The first row of each sequence, and the end of the last one."""
+        """First row of each sequence, followed by the end of the last sequence."""
         return np.array([*accumulate(self.rows, initial=self.before)], np.int32)
 
     def is_in_a_sequence(self) -> np.ndarray:
-        """For each row of the packed array, whether it counts in a sequence."""
+        """Returns, for each row of the packed array, whether it is a valid row of a sequence."""
         found = np.zeros(self.total, bool)
         for start, count in zip(self.offsets, self.counts):
             found[start : start + count] = True
         return found
 
     def _changed(self, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Lengths:
-        """Applies a change to `rows` and to `used`."""
         return replace(self, rows=change(self.rows), used=self.used and change(self.used))
 
     def only(self, numbers: Collection[int]) -> Lengths:
-        """The lengths of only these sequences, by index."""
+        """Keeps only the sequences with these indices."""
         return self._changed(lambda x: tuple(n for i, n in enumerate(x) if i in numbers))
 
     def with_rows(self, number: int, rows: int) -> Lengths:
-        """Sets the rows of one sequence; all of them count."""
+        """Sets the number of rows of one sequence, all of them valid."""
         return self._changed(lambda x: (*x[:number], rows, *x[number + 1 :]))
 
     @property
@@ -116,33 +118,33 @@ class Lengths:
         return self._changed(lambda x: 2 * x)
 
     def first(self, count: int | None) -> Lengths:
-        """The first ``count`` sequences, or all; the rows of the others are of no sequence."""
+        """Keeps the first ``count`` sequences, or all of them if ``count`` is None."""
         return self._changed(lambda x: x[:count])
 
     def limited(self, most: int) -> Lengths:
-        """Shortens every sequence, and the rows of no sequence, to at most ``most`` rows."""
+        """Limits every sequence, ``before`` and ``after`` to at most ``most`` rows each."""
         fewer = self._changed(lambda x: tuple(min(n, most) for n in x))
         return replace(fewer, before=min(self.before, most), after=min(self.after, most))
 
     def cut(self, total: int) -> Lengths:
-        """Keeps the first ``total`` rows and the number of sequences; the last may become empty."""
+        """Truncates the packed array to ``total`` rows; sequences past the end become empty."""
         ends = [min(int(x), total) for x in self.offsets]
         rows = tuple(b - a for a, b in pairwise(ends))
         used = self.used and tuple(map(min, self.used, rows))
         return Lengths(rows, used, ends[0], max(min(total, self.total) - ends[-1], 0))
 
 
-Packed = tuple[Lengths, Lengths]  # of queries and of keys
+Packed = tuple[Lengths, Lengths]  # lengths of queries and of keys
 
 
 @dataclass(frozen=True)
 class Rows:
-    """How the rows of a problem's arrays are stored; by default each batch element uses all rows.
+    """Describes how rows are stored in a problem's arrays; the default is a dense batch.
 
-    lengths: the lengths of queries and keys in a ragged batch, if known. cached: the number of keys
-    of each batch element in a cache, if known. Compiled code does not depend on either, but work
-    and random inputs do. pages: the number of pages of k [pages, kv_heads, page_size, d] and v, or
-    0 if keys are not in pages.
+    lengths: the lengths of queries and keys in a ragged batch, if known. cached: the number of
+    cached keys of each batch element, if known. Both affect the amount of work and random inputs,
+    but not compiled code. pages: the number of pages in k [pages, kv_heads, page_size, d] and v; 0
+    without a paged cache.
     """
 
     lengths: Packed | None = None
@@ -151,7 +153,7 @@ class Rows:
 
     @property
     def known_lengths(self) -> Packed | None:
-        """The known lengths of sequences in packed arrays, or of keys in a cache; else None."""
+        """Lengths of packed sequences or of cached keys; None if unknown."""
         return self.lengths if self.cached is None else (self.cached, self.cached)
 
 
@@ -159,14 +161,14 @@ DENSE = Rows()
 
 
 def pairs_of(q: Lengths, k: Lengths) -> Iterable[tuple[int, int]]:
-    """The number of queries and keys of each sequence that count."""
+    """Returns the number of valid queries and keys of each sequence."""
     return zip(q.counts, k.counts)
 
 
 def lengths_of(given: Any) -> Packed:
     """Reads the lengths of queries and keys: one list for both, a tuple of two, or "5,0:7,3".
 
-    Raises ValueError for invalid lengths, and if their numbers of sequences differ.
+    Raises ValueError for invalid lengths and for different numbers of sequences.
     """
     parts = given.split(":") if isinstance(given, str) else [given]
     if isinstance(given, tuple) and any(isinstance(x, str | list | tuple | Lengths) for x in given):
@@ -177,13 +179,13 @@ def lengths_of(given: Any) -> Packed:
     k = others[0] if others else q
     if len(q.rows) != len(k.rows):
         raise ValueError(
-            f"there are lengths of {len(q.rows)} sequences for queries and of {len(k.rows)} for "
-            "keys; give as many"
+            f"lengths has {len(q.rows)} sequences for queries and {len(k.rows)} for keys; give as "
+            "many for both"
         )
     return q, k
 
 
 def shown_lengths(lengths: Packed, *, short: bool = False) -> str:
-    """The text of both lengths, or a short form of it."""
+    """Formats both lengths as text, abbreviated with ``short``."""
     q, k = (x.short if short else str(x) for x in lengths)
     return q if lengths[0] == lengths[1] else f"{q}:{k}"

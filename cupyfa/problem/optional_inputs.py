@@ -1,7 +1,7 @@
-"""Inputs that change or hide scores: expressions, and the arrays and numbers that they read.
+"""Inputs that modify or mask scores: expressions, and the arrays and numbers that they read.
 
-Softcap, ALiBi slopes, a bias and a mask are turned into expressions here, so kernels, the reference
-and its bounds handle only expressions.
+Softcap, ALiBi slopes, a bias and a mask become expressions here, so that kernels, the reference and
+its error bounds only handle expressions.
 """
 
 from __future__ import annotations
@@ -22,30 +22,31 @@ from cupyfa.score.expressions import TAKEN, Captured, Expression
 
 ALIBI, BIAS, MASK, SINK, DLSE = "alibi_slopes", "bias", "mask", "sink", "dlse"
 SOFTCAP = "softcap"
-ROW_MAX = "row_max"  # an output that a call may ask for: the largest score of each row
+ROW_MAX = "row_max"  # an optional output: the row maxima of the scores
 SEED, OFFSET = "dropout_seed", "dropout_offset"
 PAGE_TABLE = "page_table"
 KEY_TILES, ROW_TILES = "key_tiles", "row_tiles"
-OF_BLOCKS = "block_mask_"  # the prefix of names of a block mask's arrays and numbers
+OF_BLOCKS = "block_mask_"  # name prefix of a block mask's arrays and numbers
 
 
 @dataclass(frozen=True)
 class OptionalInput:
-    """One array that a problem may have besides Q, K and V; docs/options.md says how to add one.
+    """An optional array of a problem besides Q, K and V; docs/options.md explains how to add one.
 
-    group: arrays that are given and read together.
-    axes: the sizes of a problem that its last axes have, by name; "-" for another one.
-    broadcast: which axes may be broadcast: "axes" may have size 1, or a "lead" may be left out.
-    dtype: a dtype by name, or the kind "float" or "int"; any, if it is empty.
-    usual_dtype: the dtype if only a shape is given; None: that of results.
-    shape_rule: the shape that messages ask for; without one, callers cannot give a wrong shape.
-    in_expressions: whether an expression reads it.
-    is_keyword: whether it is an argument of calls by this name.
-    feature: the feature that kernels need. constant: above their source, whether it is given.
-    usual_axes, axes_examples: on the command line, its shape if none is given, and others.
-    help: the text of the command line.
-    in_parts: the remedy in calls on parts of a problem, which do not take it.
-    written: its name in messages, if callers do not pass it by ``name``.
+    group: the group of arrays that are passed and read together.
+    axes: the names of the problem sizes that its trailing axes must match; "-" for other sizes.
+    broadcast: "axes" if any axis may have size 1, "lead" if the first axis may be omitted.
+    dtype: a dtype name, or the kind "float" or "int"; empty if any dtype is allowed.
+    usual_dtype: the dtype where only a shape is given; None for the dtype of results.
+    shape_rule: the required shape, for messages; empty if callers do not choose the shape.
+    in_expressions: whether an expression reads the array.
+    is_keyword: whether calls accept the array as a keyword argument of this name.
+    feature: the feature that a kernel must declare.
+    constant: the C++ constant that tells the kernel whether the array is given.
+    usual_axes, axes_examples: its default shape on the command line, and alternatives.
+    help: the help text of its command-line option.
+    in_parts: the remedy that messages suggest in calls on parts of a problem, which reject it.
+    written: its name in messages where callers do not pass it as ``name``.
     """
 
     name: str
@@ -66,7 +67,7 @@ class OptionalInput:
     written: str = ""
 
     def fits(self, shape: tuple[int, ...], sizes: Mapping[str, int]) -> bool:
-        """Whether it may have a shape in a problem of these sizes."""
+        """Returns whether ``shape`` is valid for these problem sizes."""
         full = tuple(sizes[x] for x in self.axes)
         if self.broadcast == "axes":
             return len(shape) == len(full) and all(n in (1, x) for n, x in zip(shape, full))
@@ -98,7 +99,7 @@ _SEED: dict[str, Any] = {
     "dtype": "int",
     "shape_rule": "() or (1,)",
 }
-# In the order in which the features of kernels are checked.
+# In the order in which kernel features are checked.
 _ROWS = (
     OptionalInput(
         ALIBI,
@@ -154,13 +155,13 @@ _ROWS = (
         feature="row_max",
         constant="has_row_max",
     ),
-    # For keys and values in pages: the page numbers of each batch element.
+    # The page table of a paged cache: page numbers for each batch element.
     OptionalInput(PAGE_TABLE, group="pages", feature="paged"),
-    # Scales of e4m3 keys and values: [batch or 1, kv_heads], or [pages, 1, kv_heads] with pages.
+    # Scales of e4m3 keys and values: [batch or 1, kv_heads], or [pages, 1, kv_heads] if paged.
     OptionalInput("k_scale", group="scales", feature="e4m3", constant="has_e4m3"),
     OptionalInput("v_scale", group="scales"),
     *(
-        OptionalInput(  # scales of e4m3 q, k and v; a missing one is 1
+        OptionalInput(  # scales of e4m3 q, k and v; 1 where omitted
             name,
             group="descales",
             axes=("batch", "kv_heads"),
@@ -174,7 +175,7 @@ _ROWS = (
         for name in ("q_descale", "k_descale", "v_descale")
     ),
     *(
-        OptionalInput(  # the first rows of the sequences of a ragged batch
+        OptionalInput(  # start offsets of the sequences in a ragged batch
             name,
             group="starts",
             axes=(name,),
@@ -188,7 +189,7 @@ _ROWS = (
         for name in ("cu_seqlens_q", "cu_seqlens_k")
     ),
     *(
-        OptionalInput(  # how many rows of each sequence count
+        OptionalInput(  # number of valid rows of each sequence
             name,
             group="used",
             axes=("batch",),
@@ -201,7 +202,7 @@ _ROWS = (
         for name in ("seqused_q", "seqused_k")
     ),
     *(
-        OptionalInput(  # how many rows of each batch element count in padded arrays
+        OptionalInput(  # number of valid rows of each batch element in padded arrays
             name,
             group="padded",
             axes=("batch",),
@@ -215,9 +216,9 @@ _ROWS = (
         )
         for name in ("lengths_q", "lengths_k")
     ),
-    OptionalInput(SEED, **_SEED),  # options that may be arrays of one element, which kernels read
+    OptionalInput(SEED, **_SEED),  # a dropout seed or offset stored in a one-element array
     OptionalInput(OFFSET, **_SEED),
-    # Maps of a block mask: the key tiles for each row tile, and the row tiles for each key tile.
+    # Tile maps of a block mask: K/V tiles for each Q tile, and Q tiles for each K/V tile.
     *(
         OptionalInput(name, group="maps", axes=("batch", "heads", "-", "-"), constant=f"has_{name}")
         for name in (KEY_TILES, ROW_TILES)
@@ -227,7 +228,7 @@ OPTIONAL_INPUTS = {x.name: x for x in _ROWS}
 
 
 def written(name: str) -> str:
-    """The name of a caller's array or number in messages."""
+    """Returns the name by which messages refer to a caller's array or number."""
     known = OPTIONAL_INPUTS.get(name)
     return known.written or name if known else name
 
@@ -236,29 +237,29 @@ def _group(name: str) -> tuple[str, ...]:
     return tuple(x.name for x in _ROWS if x.group == name)
 
 
-OWN_ARRAYS = _group("scores")  # arguments of calls that are arrays
+OWN_ARRAYS = _group("scores")  # array arguments that modify scores
 SEEDS, SCALES, DESCALES, MAPS = map(_group, ("seeds", "scales", "descales", "maps"))
 STARTS, USED, PADDED = map(_group, ("starts", "used", "padded"))
 LENGTHS = (*STARTS, *USED, *PADDED)
 KEYWORDS = tuple(x.name for x in _ROWS if x.is_keyword)
-RESERVED = (*OPTIONAL_INPUTS, SOFTCAP, "dropout")  # names that no captured array can have
-_CALLERS = ("score_mod", "mask_mod")  # options with expressions that a caller writes
+RESERVED = (*OPTIONAL_INPUTS, SOFTCAP, "dropout")  # names that captured arrays must not use
+_CALLERS = ("score_mod", "mask_mod")  # options whose expressions are written by the caller
 _AXES = ("batch", "head", "query", "key")
-MOST_AXES = 64  # of NumPy's arrays
+MOST_AXES = 64  # NumPy's limit on the number of axes
 _DTYPES = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
-# The kinds of Captured; all others are whole numbers.
+# Maps dtypes to kinds of Captured; all other dtypes are integers.
 _KINDS = {"bool": "bool", **dict.fromkeys(_FLOATS, "float")}
 
 
 @dataclass(frozen=True)
 class Operand:
-    """An array or a number that an expression reads; an array without its elements.
+    """Describes an array or a number that an expression reads; it does not hold array elements.
 
-    name: its name in expressions. dtype: a name, as "bfloat16". shape: of an array; a broadcast
-    axis of a bias or mask has size 1. value: the number; None for an array. gradient: whether the
-    backward operation computes its gradient. given: for messages, the caller's shape if it had
-    other axes.
+    name: its name in expressions. dtype: a dtype name such as "bfloat16". shape: the array's shape;
+    a broadcast axis of a bias or mask has size 1. value: the number; None for an array. gradient:
+    whether the backward operation computes its gradient. given: the caller's shape, for messages,
+    where it differs from ``shape``.
     """
 
     name: str
@@ -267,7 +268,7 @@ class Operand:
     value: float | int | bool | None = field(default=None, compare=False)
     gradient: bool = False
     given: tuple[int, ...] | None = field(default=None, compare=False, repr=False)
-    # Stands for the value in comparisons, since 0.0 == -0.0 and NaN != NaN.
+    # Compared in place of the value, because 0.0 == -0.0 and NaN != NaN.
     _written: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -275,12 +276,12 @@ class Operand:
 
     @property
     def record(self) -> OptionalInput | None:
-        """Its row in OPTIONAL_INPUTS; None for captured arrays and numbers."""
+        """The operand's row in OPTIONAL_INPUTS; None for captured arrays and numbers."""
         return OPTIONAL_INPUTS.get(self.name)
 
     @property
     def is_in_expressions(self) -> bool:
-        """Whether an expression reads it, as is true of all captured arrays and numbers."""
+        """Whether an expression reads the operand; always true for captured operands."""
         return self.record is None or self.record.in_expressions
 
     @property
@@ -300,20 +301,19 @@ class Operand:
 
     @property
     def is_differentiable(self) -> bool:
-        """Whether the backward operation can give its gradient."""
         is_other = self.name in (DLSE, ROW_MAX)
         return self.is_array and self.captured.kind == "float" and not is_other
 
     @property
     def in_pairs(self) -> bool:
-        """Whether kernels read two keys of a row at a time, from rows that are aligned."""
+        """Whether kernels load two adjacent keys of an aligned row at a time."""
         return self.name in (BIAS, MASK) and self.shape[-1] > 1 and self.numpy.itemsize <= 2
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The name of the problem's size along each axis.
+        """The name of the problem size along each axis; "-" for broadcast axes.
 
-        "-" stands for a broadcast axis, and for every axis of a captured array.
+        Every axis of a captured array is "-".
         """
         rank = len(self.shape)
         axes = self.record.axes if self.record else ()
@@ -321,22 +321,22 @@ class Operand:
         return tuple("-" if n == 1 else x for x, n in zip(known, self.shape))
 
     def part(self, sizes: Mapping[str, int]) -> Operand:
-        """Its form in a part of the problem with these sizes."""
+        """Returns the operand resized for a sub-problem of these sizes."""
         return replace(self, shape=tuple(sizes.get(x, n) for x, n in zip(self.axes, self.shape)))
 
     @property
     def input(self) -> str:
-        """Its name among the inputs or outputs of operations."""
+        """The operand's name among an operation's inputs or outputs."""
         return self.name if self.name == ROW_MAX else f"mods.{self.name}"
 
 
 def gradient_of(name: str) -> str:
-    """The name of an array's gradient among the outputs of operations."""
+    """Returns the name of an array's gradient among an operation's outputs."""
     return f"d_{name}"
 
 
 def name_of(name: str) -> str:
-    """The name of an input in messages."""
+    """Returns the name by which messages refer to an operation's input."""
     own = name.removeprefix("mods.")
     if own.startswith(OF_BLOCKS) or own in MAPS:
         return MASK
@@ -345,12 +345,12 @@ def name_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class Modifiers:
-    """The expressions of a problem, in the order in which they are applied.
+    """A problem's score and mask expressions, in the order in which they are applied.
 
-    score: each expression maps the previous score to a new one, beginning with the scaled product.
-    mask: a pair is visible if all of them are True. operands: the arrays and numbers that they
-    read, and sinks, the gradient of lse, and row_max, which is an output. dropout: whether weights
-    are dropped.
+    score: score expressions; the first one is applied to the scaled product, each other one to the
+    score before it. mask: mask expressions; a pair is visible if all of them are True. operands:
+    the arrays and numbers that expressions read, plus the sink, the gradient of lse, and the output
+    row_max. dropout: whether weights are dropped.
     """
 
     score: tuple[Expression, ...] = ()
@@ -360,12 +360,12 @@ class Modifiers:
 
     @property
     def arrays(self) -> tuple[Operand, ...]:
-        """The arrays that are read."""
+        """The operands that are input arrays."""
         return tuple(x for x in self.operands if x.is_array and x.name != ROW_MAX)
 
     @property
     def differentiated(self) -> tuple[Operand, ...]:
-        """The arrays of expressions whose gradients the call returns."""
+        """The arrays read by expressions whose gradients the call returns."""
         return tuple(x for x in self.arrays if x.gradient and x.is_in_expressions)
 
     @property
@@ -379,26 +379,26 @@ class Modifiers:
 
     @property
     def counts_heads(self) -> bool:
-        """Whether callers' expressions or dropout read the number of a batch element or head."""
+        """Whether the caller's expressions or dropout depend on the batch or head index."""
         return self.dropout or self._is_named("batch", "head")
 
     @property
     def counts_rows(self) -> bool:
-        """Whether callers' expressions, maps of tiles or lengths read the index of a row or key."""
+        """Whether the caller's expressions, tile maps or lengths depend on row or key indices."""
         has_maps = any(self._has(x) for x in MAPS)
         named = self._is_named("query", "key", "position", "queries", "keys")
         return has_maps or named or self.is_ragged
 
     @property
     def reads_position(self) -> bool:
-        """Whether an expression names the position of a query among the keys."""
+        """Whether an expression uses ``position``, a query's position among the keys."""
         return any("position" in x.positions for x in (*self.score, *self.mask))
 
     def _is_named(self, *places: str) -> bool:
-        """Whether score_mod or mask_mod names one of these.
+        """Returns whether score_mod or mask_mod uses one of these index names.
 
-        The expressions of bias, slopes and masks do not count: those arrays are cut with the
-        problem.
+        Built-in expressions of bias, slopes and masks are ignored, because their arrays are sliced
+        together with the problem.
         """
         own = (x for x in (*self.score, *self.mask) if x.option in _CALLERS)
         return any(not x.positions.isdisjoint(places) for x in own)
@@ -421,12 +421,12 @@ class Modifiers:
 
     @property
     def has_row_max(self) -> bool:
-        """Whether the call returns the largest score of each row."""
+        """Whether the call returns the row maxima of the scores."""
         return self._has(ROW_MAX)
 
     @property
     def is_e4m3(self) -> bool:
-        """Whether keys and values are e4m3 with scales."""
+        """Whether keys and values are stored as e4m3 with scales."""
         return self._has(SCALES[0])
 
     @property
@@ -441,7 +441,7 @@ class Modifiers:
 
     @property
     def used(self) -> tuple[bool, ...]:
-        """Whether an array gives the number of queries, and of keys, per element that count."""
+        """Whether arrays hold the number of valid queries, and of valid keys, per element."""
         return tuple(self._has(x) or self._has(y) for x, y in zip(USED, PADDED))
 
     def _has(self, name: str) -> bool:
@@ -449,14 +449,13 @@ class Modifiers:
 
     @property
     def held(self) -> Operand | None:
-        """The array whose tiles kernels may copy to shared memory, if any."""
+        """The bias or mask whose tiles kernels may copy to shared memory, if any."""
         if not (self.score or self.mask):  # no expression
             return None
         return next((x for x in self.operands if x.in_pairs), None)
 
     @property
     def has_softcap(self) -> bool:
-        """Whether the first expression is a softcap."""
         return any(x.option == SOFTCAP for x in self.score)
 
     @property
@@ -478,10 +477,10 @@ NONE = Modifiers()
 def modifiers(
     options: AttentionOptions, operands: tuple[Operand, ...], sizes: tuple[int, int, int, int]
 ) -> Modifiers:
-    """The expressions of options and arrays, checked; sizes are batch, heads, M and N.
+    """Builds and checks the expressions of options and arrays; sizes are batch, heads, M and N.
 
-    Raises ValueError for arrays that do not fit, for names that expressions do not know, and for
-    arrays that no expression reads.
+    Raises ValueError for arrays of wrong shape, unknown names in expressions, and arrays that no
+    expression reads.
     """
     plain = options.score_mod is options.mask_mod is options.softcap is None
     has_dropout = options.dropout > 0 and 0 not in sizes
@@ -492,7 +491,7 @@ def modifiers(
         by_name[SOFTCAP] = Operand(SOFTCAP, "float64", (), options.softcap)
     named = dict(zip(("batch", "heads", "M", "N"), sizes))
     for x in operands:
-        if x.name not in DESCALES:  # Problem checks these
+        if x.name not in DESCALES:  # Problem._check_descales checks descales
             check_input(x, named, is_packed=STARTS[0] in by_name)
     score, mask = list(_score_steps(options, by_name)), list(_mask_steps(options, by_name))
     read = {name for step in (*score, *mask) for name in step.captured}
@@ -502,15 +501,15 @@ def modifiers(
         step.check(kinds, reserved)
     if unread := [x for x, y in by_name.items() if y.is_in_expressions and x not in read]:
         raise ValueError(f"no expression reads {', '.join(unread)}; leave it out of captured")
-    if 0 in sizes:  # there is no score
+    if 0 in sizes:  # S is empty
         return Modifiers(operands=tuple(x for x in by_name.values() if x.is_array))
     return Modifiers(tuple(score), tuple(mask), tuple(by_name.values()), has_dropout)
 
 
 def refuse_short(found: Modifiers, sizes: tuple[int, int, int, int]) -> None:
-    """Raises ValueError for a captured array that is too short for an index such as `query` alone.
+    """Raises ValueError if a bare index such as `query` exceeds an axis of a captured array.
 
-    sizes: batch, heads, M and N; the last two are not checked for a batch with lengths.
+    sizes: batch, heads, M and N. M and N are not checked for batches with lengths.
     """
     shapes = {x.name: x.shape for x in found.operands}
     has_lengths = not shapes.keys().isdisjoint((*LENGTHS, PAGE_TABLE))
@@ -550,14 +549,14 @@ _expression = lru_cache(maxsize=64)(Expression.of)
 
 
 def alibi_expression(slopes: Operand, factor: str = "") -> Expression:
-    """The expression of ALiBi; with ``factor``, the name of a number that multiplies the slopes."""
+    """Returns the ALiBi expression; ``factor`` names a number that multiplies the slopes."""
     slope = f"{ALIBI}[{'head' if len(slopes.shape) == 1 else 'batch, head'}]"
     slope += f" * {factor}" * bool(factor)
     return _expression(ALIBI, f"score - {slope} * abs(position - key)")
 
 
 def indices(shape: Sequence[int]) -> str:
-    """The indices by which an expression reads a pair's element; 0 for a broadcast axis."""
+    """Returns the index expressions of a pair's element, "0" for each broadcast axis."""
     return ", ".join("0" if n == 1 else axis for axis, n in zip(_AXES, shape))
 
 
@@ -569,9 +568,9 @@ _DTYPE_RULES = {
 
 
 def check_input(x: Operand, sizes: Mapping[str, int], is_packed: bool = False) -> None:
-    """Raises ValueError for a shape, and TypeError for a dtype, that an optional input cannot have.
+    """Raises ValueError for a wrong shape of an optional input, and TypeError for a wrong dtype.
 
-    sizes: the problem's, by name; in a packed batch, "batch" is the number of sequences.
+    sizes: maps names to problem sizes; in a packed batch, "batch" is the number of sequences.
     """
     if x.record is None or not (rule := x.record.shape_rule):
         return
@@ -589,19 +588,16 @@ def check_input(x: Operand, sizes: Mapping[str, int], is_packed: bool = False) -
         raise TypeError(f"{written(x.name)} is {x.dtype}; it must be {wanted}: convert it{other}")
 
 
-# Arguments of callers
-
-
 def operand(name: str, given: Any) -> Operand:
-    """The operand for an array or a number that a caller passes under a name.
+    """Makes the operand for a captured array or number.
 
-    Raises TypeError for any other object, ValueError for a name that has a meaning in expressions.
+    Raises TypeError for any other object, and ValueError for a name that is reserved or invalid.
     """
     is_name = isinstance(name, str) and name.isidentifier() and name.isascii()
     if not is_name or iskeyword(name) or name.startswith("__"):
         raise ValueError(
-            f"captured has {name!r}; names are words of letters, digits and _, no keywords, and "
-            "do not begin with __"
+            f"captured has {name!r}; names consist of letters, digits and _, are not keywords, "
+            "and do not begin with __"
         )
     if name in (*TAKEN, *RESERVED) or name.startswith(OF_BLOCKS):
         raise ValueError(
@@ -638,22 +634,28 @@ def of_value(name: str, given: Any) -> Operand:
 def of_record(
     name: str, dtype: str, shape: Sequence[int], value: Any = None, gradient: bool = False
 ) -> Operand:
-    """Makes an operand from fields that may come from a file; checks names, which C++ will use."""
+    """Makes an operand from fields that may come from a file.
+
+    Checks the name, because generated C++ contains it.
+    """
     if name not in OPTIONAL_INPUTS and not name.startswith(OF_BLOCKS):
-        operand(name, 0)  # refuses names that no caller may give
+        operand(name, 0)  # raises for names that callers must not use
     elif not (name.isidentifier() and name.isascii()):
-        raise ValueError(f"{name!r} is no name of an array")
+        raise ValueError(f"{name!r} is not a valid array name")
     if value is not None:
         return of_value(name, value)
     if dtype not in (*_DTYPES, *_FLOATS) or not shape:
-        raise ValueError(f"{name} is an array of dtype {dtype!r} and shape {tuple(shape)}")
+        raise ValueError(
+            f"{name} is an array of dtype {dtype!r} and shape {tuple(shape)}; give a supported "
+            "dtype and at least one axis"
+        )
     return Operand(name, dtype, tuple(shape), None, gradient)
 
 
 def of_list(name: str, given: Any) -> Any:
-    """A list or a tuple of numbers as a NumPy array; lengths and anything else as they are.
+    """Converts a list or tuple of numbers to a NumPy array; returns lengths and others unchanged.
 
-    Raises TypeError for a list that is not an array of numbers.
+    Raises TypeError for a list that cannot be converted.
     """
     if not isinstance(given, list | tuple) or name in LENGTHS:
         return given
@@ -661,20 +663,20 @@ def of_list(name: str, given: Any) -> Any:
         return np.array(given, np.float32 if name in DESCALES else None)
     except (ValueError, TypeError, OverflowError) as error:
         raise TypeError(
-            f"{written(name)} is a {type(given).__name__} that is no array ({error}); give "
-            "numbers, in rows of one length"
+            f"{written(name)} is a {type(given).__name__} that NumPy cannot convert to an array "
+            f"({error}); give numbers, in rows of equal length"
         ) from None
 
 
 def is_array(given: Any) -> bool:
-    """Whether it is an array, even with one element; NumPy's scalars count as numbers."""
+    """Returns whether the argument is an array; NumPy scalars count as numbers."""
     return hasattr(given, "shape") and not isinstance(given, np.generic)
 
 
 def with_four_axes(name: str, array: Any, lead: Sequence[int]) -> Any:
     """Reshapes a bias or mask to [batch, heads, M, N]; axes of size 1 are broadcast.
 
-    ``lead`` are the axes of q before its heads, which become the batch.
+    ``lead`` holds the sizes of q's axes before heads, which are flattened into the batch axis.
     """
     shape = tuple(array.shape)
     if len(shape) < 4:
@@ -684,5 +686,5 @@ def with_four_axes(name: str, array: Any, lead: Sequence[int]) -> Any:
         return array.reshape(-1 if array.size else int(np.prod(own)), *shape[-3:])
     raise ValueError(
         f"{name} has shape {shape}, whose first axes must be those of q, {tuple(lead)}, or all 1; "
-        "broadcast them"
+        "broadcast the array"
     )

@@ -1,4 +1,4 @@
-"""The options of attention: everything besides shapes and dtypes that changes the result."""
+"""Attention options: everything besides shapes, dtypes and arrays that affects the result."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from cupyfa.score.dropout import Dropout
 from cupyfa.score.expressions import POSITIONS, Expression
 
 FLOAT8 = "float8_e4m3"
-PRECISIONS = ("float32", "tf32", "float16", "bfloat16", FLOAT8)  # in which inputs may be computed
+PRECISIONS = ("float32", "tf32", "float16", "bfloat16", FLOAT8)  # formats to round inputs to
 Precision = Literal["float32", "tf32", "float16", "bfloat16", "float8_e4m3"]
 Causal = Literal["bottom-right", "top-left"]
 OutDtype = Literal["float16", "bfloat16", "float32", "float64"] | np.dtype | type
 MASKS = ("bottom-right", "top-left")
-FARTHEST = 2**30  # the largest distance of query 0 from key 0
-DROPOUT = ("dropout", "dropout_seed", "dropout_offset")  # options that belong together
-Window = tuple[int | None, int | None]  # keys to the left and to the right of a query's position
-MOST_USUAL_SOFTCAP = 64.0  # models have 15 to 50
+FARTHEST = 2**30  # largest distance between query 0 and key 0
+DROPOUT = ("dropout", "dropout_seed", "dropout_offset")  # the fields of Dropout
+Window = tuple[int | None, int | None]  # number of keys left and right of a query's position
+MOST_USUAL_SOFTCAP = 64.0  # models use 15 to 50
 _PLACES = ", ".join(POSITIONS)
 NO_WINDOW: Window = (None, None)
-Text = Expression | str | Callable[..., Any] | None  # what callers may pass for an expression
+Text = Expression | str | Callable[..., Any] | None  # accepted types of an expression argument
 
 
 def _same(value: Any) -> Any:
@@ -36,17 +36,17 @@ def _same(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Option:
-    """The properties of one option; docs/options.md says what else an option takes.
+    """Describes one option; docs/options.md explains how to add one.
 
-    help: the text of the command line.
-    read: the normal form of an argument; raises TypeError or ValueError for a wrong one.
-    default: the default of the field in AttentionOptions, in normal form.
-    parse: reads the value from a command-line text; ``separator`` separates several values.
-    shown: formats the value for a result row, as a text that ``parse`` reads.
-    choices: all texts, if there are few. flag: the text that stands for the option without a value.
+    help: help text of the command-line option.
+    read: normalizes an argument; raises TypeError or ValueError for an invalid one.
+    default: the default in AttentionOptions, in normal form.
+    parse: parses a command-line value; ``separator`` separates several values.
+    shown: formats the value for a result row, so that ``parse`` can read it.
+    choices: all valid texts, for options with few values. flag: the value of a bare ``--option``.
     tried: values that checks combine with other options and sizes.
-    features: features that a kernel needs, each with the condition on the value.
-    constants: constants declared above a kernel's file, from all options of a problem.
+    features: maps features that a kernel must declare to the condition on the option's value.
+    constants: computes constants that are declared above a kernel's source.
     """
 
     help: str
@@ -76,7 +76,7 @@ class OptionKeywords(TypedDict, total=False):
     mask_mod: Text
     out_dtype: OutDtype | None
     dropout: float
-    dropout_seed: Any  # an int, or an array of one
+    dropout_seed: Any  # an int, or an array of one element
     dropout_offset: Any
 
 
@@ -122,8 +122,8 @@ def _read_window(value: Any) -> Window:
         return NO_WINDOW
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise ValueError(
-            f"window is {described(value)}; give a pair, the keys to the left and to the right of "
-            "a query's position, None for no limit"
+            f"window is {described(value)}; give a pair: how many keys to the left and right of "
+            "its position a query sees, or None for all"
         )
     left, right = (_read_side(side) for side in value)
     return left, right
@@ -140,7 +140,7 @@ def _read_side(side: Any) -> int | None:
     try:
         return read_size("a window's side", side, 2**31 - 1)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{error}, and None is no limit (- on the command line)") from None
+        raise type(error)(f"{error}; None means no limit (- on the command line)") from None
 
 
 def _read_offset(value: Any) -> int | None:
@@ -154,7 +154,10 @@ def _read_offset(value: Any) -> int | None:
 
 
 def read_size(name: str, size: Any, most: int) -> int:
-    """Returns a size as a Python int, because products of NumPy's integers overflow."""
+    """Returns a size as a Python int, because products of NumPy integers overflow.
+
+    Raises TypeError unless it is an integer, and ValueError if it is negative or above ``most``.
+    """
     size = without_axes(size)
     if isinstance(size, bool) or not isinstance(size, int | np.integer):
         raise TypeError(f"{name} is {described(size)}; sizes are whole numbers")
@@ -168,19 +171,19 @@ def _parse_window(text: str) -> Window:
         left, right = (None if x.strip() == "-" else int(x) for x in text.split(","))
     except ValueError:
         raise ValueError(
-            f"window {text!r} is not LEFT,RIGHT; give two numbers of keys, - for no limit: 128,-"
+            f"window {text!r} is not LEFT,RIGHT; give two numbers of keys, or - for no limit: 128,-"
         ) from None
     return _read_window((left, right))
 
 
 def without_axes(value: Any) -> Any:
-    """Returns the number in a NumPy scalar or 0-d array; other objects unchanged."""
+    """Converts NumPy scalars and 0-d arrays to Python numbers; returns other objects unchanged."""
     is_scalar = isinstance(value, np.generic | np.ndarray) and not value.shape
     return value.item() if is_scalar else value
 
 
 def read_flag(name: str, value: Any) -> bool:
-    """Returns True or False as Python's bool. Raises TypeError for anything else."""
+    """Returns a bool or NumPy bool as bool. Raises TypeError for anything else."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} is {described(value)}; give True or False")
     return bool(value)
@@ -194,12 +197,12 @@ def read_number(name: str, value: Any, default: str) -> float | None:
         raise TypeError(f"{name} is {described(value)}; give a number, or None for {default}")
     try:
         return float(value)
-    except OverflowError:  # a whole number of more than 308 digits
+    except OverflowError:  # an int of more than 308 digits
         return math.inf if value > 0 else -math.inf  # type: ignore[operator]  # of Real
 
 
 def parse_number(name: str, text: str, read: type[int] | type[float] = float) -> int | float | None:
-    """Reads a number, or None from the word "none". Raises ValueError for anything else."""
+    """Parses a number, or "none" as None. Raises ValueError for anything else."""
     try:
         return None if text.lower() == "none" else read(text)
     except ValueError:
@@ -218,21 +221,21 @@ def _read_dropout(value: Any) -> float:
     number = read_number("dropout", value, "none") or 0.0
     if not 0 <= number < 1 or round(number * 16384) == 16384:
         raise ValueError(
-            f"dropout is {value}; give the probability that a weight is dropped, from 0 to below "
-            "1: it is rounded to multiples of 1/16384"
+            f"dropout is {value}; give the probability of dropping a weight, from 0 to below 1, "
+            "which is rounded to multiples of 1/16384"
         )
     return number if round(number * 16384) else 0.0
 
 
 def _read_bits(name: str, bits: int) -> Callable[[Any], int | None]:
-    """Makes a reader of whole numbers of at most ``bits`` bits; it returns None for None."""
+    """Returns a function that checks integers of at most ``bits`` bits and passes None through."""
 
     def read(value: Any) -> int | None:
         if (value := without_axes(value)) is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int | np.integer):
             raise TypeError(
-                f"{name} is {described(value)}; give a whole number, or an array of one"
+                f"{name} is {described(value)}; give a whole number, or an array of one element"
             )
         if not 0 <= value < 2**bits:
             raise ValueError(f"{name} is {value}; give a whole number from 0 to 2**{bits} - 1")
@@ -243,20 +246,20 @@ def _read_bits(name: str, bits: int) -> Callable[[Any], int | None]:
 
 def _parse_bits(name: str) -> Callable[[str], int | str]:
     def parse(text: str) -> int | str:
-        if text.endswith("[1]"):  # the form of an array
+        if text.endswith("[1]"):  # an array form
             return text
         try:
             return int(text)
         except ValueError:
             raise ValueError(
-                f"{name}={text!r} is not a whole number, nor the form of an array, u64[1] or i32[1]"
+                f"{name}={text!r} is neither a whole number nor an array form; give u64[1] or "
+                "i32[1] for an array"
             ) from None
 
     return parse
 
 
 def _text(name: str, help: str, feature: str, tried: Sequence[str] = ()) -> Option:
-    """The Option for an argument that is an expression."""
     return Option(
         help=help,
         read=lambda value: None if value is None else Expression.of(name, value),
@@ -268,7 +271,7 @@ def _text(name: str, help: str, feature: str, tried: Sequence[str] = ()) -> Opti
     )
 
 
-# The options by name; their defaults are those of the fields of AttentionOptions.
+# Options by name. OPTIONS below copies the defaults from AttentionOptions.
 _TABLE = {
     "precision": Option(
         help="Format to which float32 inputs may be rounded; float8_e4m3 also applies to "
@@ -366,27 +369,28 @@ _TABLE = {
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """Everything that changes what attention computes, in its normal form.
+    """The options of an attention call, in normal form.
 
-    precision: one of PRECISIONS, that float32 inputs may be rounded to ("float8_e4m3": 16-bit
-        inputs too); None leaves it to the kernel.
-    causal: None, "bottom-right" (query i sees keys j <= i + N - M; True is the same) or "top-left"
+    precision: the format from PRECISIONS to which a kernel may round float32 inputs; "float8_e4m3"
+        also applies to 16-bit inputs. None leaves the choice to the kernel.
+    causal: None, "bottom-right" or True (query i sees keys j <= i + N - M), or "top-left"
         (j <= i).
     window: (left, right) lets query i, whose position among the keys is p = i + N - M (i under a
-        "top-left" mask), see keys p - left <= j <= p + right; None is no limit. A causal mask is
-        the limit on the right, so a window under it has none of its own.
-    offset: the position of query 0, in place of N - M: a causal mask lets query i see the keys
-        j <= i + offset. With it, a part of a problem is masked as within the whole problem.
-    scale: scores are multiplied with it; by default 1/sqrt(d).
+        "top-left" mask), see keys p - left <= j <= p + right; None means no limit. A causal mask
+        replaces the right limit.
+    offset: the position of query 0 among the keys, in place of N - M; a causal mask then lets query
+        i see keys j <= i + offset. Use it to mask a part of a problem as in the whole problem.
+    scale: the factor of the scores, by default 1/sqrt(d).
     softcap: scores become softcap * tanh(score / softcap), after the scale.
-    score_mod: an expression, which gives the score after that: "score + 0.1 * abs(query - key)".
-    mask_mod: an expression, which is True for the pairs that are seen: "key <= position".
-    out_dtype: "float32" leaves the output and the gradients of float16 and bfloat16 inputs in
-        float32, in which they are summed; None rounds them to the dtype of the inputs. Of inputs
-        in float8_e4m3fn the output is "bfloat16", which is None, "float16" or "float32".
-    dropout: the probability with which a weight is set to 0, rounded to multiples of 1/16384; the
-        others are multiplied by 1/(1 - dropout). dropout_seed (64 bits) and dropout_offset (32
-        bits) choose the weights, as ``dropout_mask`` says. Without dropout both are forgotten.
+    score_mod: an expression that is applied to the scaled (and softcapped) score, such as
+        "score + 0.1 * abs(query - key)".
+    mask_mod: an expression that is True for visible pairs, such as "key <= position".
+    out_dtype: for float16 and bfloat16 inputs, "float32" returns outputs and gradients in float32,
+        the accumulation type; None rounds them to the input dtype. For float8_e4m3fn inputs the
+        output has "bfloat16" (also with None), "float16" or "float32".
+    dropout: the probability of setting a weight to 0, rounded to multiples of 1/16384; other
+        weights are multiplied by 1/(1 - dropout). ``dropout_mask`` shows how dropout_seed (64 bits)
+        and dropout_offset (32 bits) select weights. Both are ignored if dropout is 0.
     """
 
     precision: str | None = None
@@ -410,38 +414,34 @@ class AttentionOptions:
             object.__setattr__(self, "dropout_offset", 0)
         elif self.dropout_seed is None:
             raise ValueError(
-                f"dropout is {self.dropout} without a seed; give one, a whole "
-                "number from 0 to 2**64 - 1, another one for each layer and step: calls keep no "
+                f"dropout is {self.dropout} without a seed; give a whole number from 0 to "
+                "2**64 - 1, and a different seed for each layer and step, because calls keep no "
                 "state"
             )
         if self.causal:
             object.__setattr__(self, "window", (self.window[0], None))
         if self.offset is not None and self.causal == "top-left":
             raise ValueError(
-                f"offset is {self.offset} under a 'top-left' mask, which is offset=0; give "
+                f"offset is {self.offset} under a 'top-left' mask, which implies offset=0; give "
                 "causal=True with the offset, or leave the offset out"
             )
 
     @classmethod
     def of(cls, options: AttentionOptions | None, keywords: Mapping[str, Any]) -> AttentionOptions:
-        """Replaces options by those that are given as keywords.
-
-        Raises TypeError for an unknown name.
-        """
+        """Overrides ``options`` with keyword arguments. Raises TypeError for unknown names."""
         if unknown := ", ".join(keywords.keys() - OPTIONS.keys()):
-            raise TypeError(f"there is no option {unknown}; options are {', '.join(OPTIONS)}")
+            raise TypeError(f"unknown option {unknown}; options are {', '.join(OPTIONS)}")
         if options is None:
             return cls(**keywords)
         return replace(options, **keywords) if keywords else options
 
     @property
     def changed(self) -> dict[str, Any]:
-        """The options that are not at their defaults."""
         values = {name: getattr(self, name) for name in OPTIONS}
         return {name: x for name, x in values.items() if x != OPTIONS[name].default}
 
     def keywords(self) -> dict[str, Any]:
-        """The changed options as keyword arguments of ``attention``, but for ``out_dtype``."""
+        """Returns changed options, except ``out_dtype``, as keyword arguments of ``attention``."""
         found = {x: y for x, y in self.changed.items() if x not in ("out_dtype", *DROPOUT)}
         if "mask_mod" in found:
             found["mask"] = found.pop("mask_mod")
@@ -451,7 +451,7 @@ class AttentionOptions:
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """The cache key of plans and kernel sources: all options but the numbers in struct Mods."""
+        """The cache key of plans and kernel sources: all options except numbers in struct Mods."""
         softcap = self.softcap is not None, self.has_usual_softcap
         alike = {"softcap": softcap, "dropout": self.dropout > 0}
         alike |= {"dropout_seed": False, "dropout_offset": False}
@@ -464,12 +464,12 @@ class AttentionOptions:
 
     @property
     def right(self) -> int | None:
-        """The number of keys to the right of its position that a query sees; None if all."""
+        """Number of keys right of a query's position that the query sees; None for all."""
         return 0 if self.causal else self.window[1]
 
     @property
     def left(self) -> int | None:
-        """The number of keys to the left of its position that a query sees; None if all."""
+        """Number of keys left of a query's position that the query sees; None for all."""
         return self.window[0]
 
     @property
@@ -491,7 +491,7 @@ class AttentionOptions:
         return {name: option.shown(getattr(self, name)) for name, option in OPTIONS.items()}
 
     def command_line(self, besides: Collection[str] = ()) -> list[str]:
-        """The command-line options for changed values, without those in ``besides``."""
+        """Formats changed options as command-line options, skipping names in ``besides``."""
         row = self.row()
         changed = [name for name in self.changed if name not in besides]
         return [f"--{name.replace('_', '-')}={row[name]}" for name in changed]
@@ -500,7 +500,7 @@ class AttentionOptions:
         return self.text()
 
     def text(self, besides: Collection[str] = ()) -> str:
-        """The changed values as name=value, without those in ``besides``."""
+        """Formats changed options as "name=value ...", skipping names in ``besides``."""
         changed = self.changed.keys() - {*besides}
         shown = ((name, x) for name, x in self.row().items() if name in changed)
         return " ".join(f"{x}={y:.6g}" if isinstance(y, float) else f"{x}={y}" for x, y in shown)

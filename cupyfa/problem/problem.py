@@ -1,4 +1,4 @@
-"""What one call computes: sizes, dtype and options, checked when a Problem is made."""
+"""The Problem of a call: sizes, dtype, options and optional inputs, checked on construction."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ from cupyfa.problem.resizing import resized
 from cupyfa.score.expressions import Expression
 
 SIZES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv")
-MOST = 2**31 - 2**16  # largest size: the end of its last tile still fits in 32 bits
-MOST_ELEMENTS = 2**59  # the limit for one array: its bytes still fit in 64 bits
+MOST = 2**31 - 2**16  # largest size whose last tile still ends within 32 bits
+MOST_ELEMENTS = 2**59  # per array, so that its size in bytes fits in 64 bits
 LAYOUTS = ("bhsd", "bshd")
 TEXTS = ("score_mod", "mask_mod")  # options that are expressions
-PAGE_SIZES = (16, 32, 64, 128, 256)  # the numbers of keys that a page may have
-# Fields of the problem of a single sequence, which is not a ragged batch.
+PAGE_SIZES = (16, 32, 64, 128, 256)  # supported numbers of keys per page
+# Fields of the sub-problem for a single sequence, which is dense and reads no arrays.
 _ALONE: dict[str, Any] = {"operands": (), "rows": DENSE}
 
 
@@ -63,12 +63,12 @@ _ALONE: dict[str, Any] = {"operands": (), "rows": DENSE}
 class Problem:
     """One attention problem: q [batch, heads, M, d], k [batch, kv_heads, N, d], v [.., N, dv].
 
-    ``options.scale`` is None for the default scale, also if that was given as a number. ``shift``
-    is added to the position of every query, for parts of a problem. With ``is_softmax`` it is a
-    softmax over rows of the scores [batch, heads, M, N], without d. ``operands`` are the arrays and
-    numbers that expressions read. With ``block_mask`` its masks form a block mask: launches skip
-    tiles by maps, which are computed from the inputs (``blocks.readable``). ``rows`` says whether
-    rows are packed or in pages; with pages, an operand is the page table.
+    ``options.scale`` is None for the default scale, even if the caller passed its value. ``shift``
+    is added to the position of every query, for parts of a problem. With ``is_softmax`` the problem
+    is a row-wise softmax of scores [batch, heads, M, N], and d is 0. ``operands`` are the arrays
+    and numbers that expressions read. With ``block_mask`` kernels skip the empty tiles of a block
+    mask; its tile maps are computed from the inputs (``blocks.readable``). ``rows`` describes
+    packed sequences and pages; the operands of a paged problem include the page table.
     """
 
     batch: int
@@ -115,8 +115,8 @@ class Problem:
             finite = np.isfinite(self.dtype.sums.type(self.scale * math.log2(math.e)))
         if not finite:
             raise ValueError(
-                f"scale is {self.scale}; give a finite number of {self.dtype.sums} whose product "
-                "with log2(e) is finite"
+                f"scale is {self.scale}; give a finite {self.dtype.sums} number whose product with "
+                "log2(e) is finite"
             )
 
     @classmethod
@@ -137,17 +137,16 @@ class Problem:
         page_size: int | None = None,
         **keywords: Unpack[shape_language.FormKeywords],
     ) -> Problem:
-        """The problem of these sizes; N defaults to M, dv to d and kv_heads to heads.
+        """Makes a problem from sizes; N defaults to M, dv to d and kv_heads to heads.
 
-        lengths: in place of batch, M and N, the lengths of the sequences of a ragged batch, as
-        [349, 263] or "349,263", or of queries and of keys, as ([5, 0], [7, 3]) or "5,0:7,3".
-
-        keywords: options, and forms of arrays as in ``shape_language``; wrt, the arrays whose
-        gradients a backward kernel returns, dlse, whether it takes a gradient of lse, and
-        return_max, whether a forward kernel returns the largest scores.
-        dropout_seed and dropout_offset may be arrays, or forms such as "u64[1]". With block_mask,
-        mask and mask_mod are a block mask. With page_size, keys lie in pages of that many: see
-        ``in_pages``.
+        lengths: replaces batch, M and N in a ragged batch: the sequence lengths, such as [349, 263]
+            or "349,263", or lengths of queries and of keys: ([5, 0], [7, 3]) or "5,0:7,3".
+        block_mask: whether mask and mask_mod form a block mask.
+        page_size: number of keys per page of a paged cache; see ``in_pages``.
+        keywords: options and array forms (see ``shape_language``), plus wrt, the arrays whose
+            gradients a backward kernel returns; dlse, whether a backward kernel reads a gradient of
+            lse; return_max, whether a forward kernel returns row maxima. dropout_seed and
+            dropout_offset may also be arrays, or forms such as "u64[1]".
         """
         kv_heads = heads if kv_heads is None else kv_heads
         dv = d if dv is None else dv
@@ -179,9 +178,9 @@ class Problem:
         operands: tuple[Operand, ...] = (),
         **keywords: Unpack[OptionKeywords],
     ) -> Problem:
-        """The problem of arrays with these shapes and dtypes.
+        """Makes the problem of q, k and v from their shapes and dtypes.
 
-        Raises ValueError for shapes and options that do not fit together, TypeError for dtypes.
+        Raises ValueError for shapes and options that do not match, and TypeError for dtypes.
         """
         batch, heads, M, d = sizes_of("q", q, layout)
         _, kv_heads, N, k_d = sizes_of("k", k, layout)
@@ -205,9 +204,10 @@ class Problem:
         return p
 
     def row(self) -> dict[str, Any]:
-        """The columns of a result row: sizes, dtype, options and arrays; None for missing ones.
+        """Returns the columns of a result row: sizes, dtype, options and arrays.
 
-        For a ragged batch, batch is the number of sequences, and M and N are their total rows.
+        Missing values are None. For a ragged batch, batch is the number of sequences, and M and N
+        are total rows.
         """
         options = self._explicit.row()
         if self.is_softmax:
@@ -227,43 +227,45 @@ class Problem:
         return self.options.mask_mod is not None or any(x.name == MASK for x in self.operands)
 
     def in_blocks(self, asked: bool | None = True) -> Problem:
-        """Returns the problem with a block mask, or unchanged if ``asked`` is false. Raises
-        ValueError without a mask.
+        """Turns the mask into a block mask, or back into a plain mask if ``asked`` is false.
+
+        Raises ValueError if ``asked`` is true and the problem has no mask.
         """
         if asked and not self.has_mask:
-            raise ValueError("block_mask is for masks, and there is none; give mask_mod= or mask=")
+            raise ValueError("block_mask needs a mask; give mask_mod= or mask=")
         return replace(self, block_mask=bool(asked))
 
     def without(self, *names: str) -> Problem:
-        """The problem without some of its optional inputs and outputs."""
+        """Removes optional inputs and outputs by name."""
         kept = tuple(x for x in self.operands if x.name not in names)
         return self if len(kept) == len(self.operands) else replace(self, operands=kept)
 
     def without_maps(self) -> Problem:
-        """The problem without the maps of tiles of one kernel."""
+        """Removes a block mask's tile maps, which belong to one kernel."""
         return self.without(*MAPS)
 
     def with_row_max(self, asked: bool = True) -> Problem:
-        """Adds the largest score of each row to the outputs, or removes it."""
+        """Adds row maxima to the outputs, or removes them if ``asked`` is false."""
         form = Operand(ROW_MAX, self.dtype.sums.name, (self.batch, self.heads, self.M))
         others = self.without(ROW_MAX)
         return replace(others, operands=(*others.operands, form)) if asked else others
 
     @property
     def wrt(self) -> tuple[str, ...]:
-        """The names of the arrays that change scores and have gradients in a backward kernel."""
+        """Names of the score arrays whose gradients a backward kernel returns."""
         return tuple(x.name for x in self.operands if x.gradient)
 
     def in_pages(self, size: int | None) -> Problem:
-        """Stores keys in pages of ``size`` keys, with a length for each batch element of at most N,
-        which is a multiple of ``size``. None leaves the problem without pages.
+        """Stores keys in pages of ``size`` keys; None removes pages.
+
+        Rounds N up to whole pages and adds a page table and a key length for each batch element.
         """
         if size is None:
             return replace(self.without(PADDED[1], PAGE_TABLE), rows=DENSE) if self.pages else self
         check_page_size(shape_language.PAGE_SIZE, size)
         if self.sequences is not None:
             raise ValueError(
-                "page_size is for batch elements, and lengths for packed sequences; "
+                "page_size and lengths are both given, but packed sequences cannot be paged; "
                 "leave one of them out"
             )
         most = max(-(-self.N // size), 1)
@@ -286,73 +288,72 @@ class Problem:
 
     @property
     def expressions(self) -> list[Expression]:
-        """The caller's expressions, of score_mod and of mask_mod."""
+        """The caller's expressions: score_mod and mask_mod, where given."""
         return [x for x in (self.options.score_mod, self.options.mask_mod) if x is not None]
 
     @property
     def reads_position(self) -> bool:
-        """Whether slopes or an expression read positions of queries, even if there are no pairs."""
+        """Whether ALiBi or an expression reads query positions, even if S is empty."""
         has_slopes = any(x.name == ALIBI for x in self.operands)
         return has_slopes or any("position" in x.positions for x in self.expressions)
 
     @property
     def of_scores(self) -> shape_language.Sizes:
-        """Batch (or the number of sequences), heads, M and N: the sizes that forms refer to."""
+        """Batch (in a packed batch, the number of sequences), heads, M and N, for array forms."""
         return self.batch if self.sequences is None else self.sequences, self.heads, self.M, self.N
 
     @property
     def sequences(self) -> int | None:
-        """The number of sequences packed in the rows of its one batch element; None if not packed.
+        """Number of sequences of a packed batch; None for other problems.
 
-        M and N are then the rows of the packed arrays, and masks are aligned for each sequence.
+        In a packed batch, batch is 1, M and N are the rows of the packed arrays, and masks are
+        aligned for each sequence.
         """
         return next((x.shape[0] - 1 for x in self.operands if x.name == STARTS[0]), None)
 
     @property
     def is_ragged(self) -> bool:
-        """Whether batch elements, or sequences, differ in length.
+        """Whether batch elements or sequences have lengths of their own, which kernels read.
 
-        Kernels read them: M and N are then the rows of the arrays.
+        M and N are then the rows of the arrays.
         """
         return self.modifiers.is_ragged
 
     @property
     def ragged_by(self) -> str:
-        """A phrase for messages that names what makes the problem ragged."""
+        """The inputs that make the problem ragged, for messages."""
         return " and ".join(x.name for x in self.operands if x.name in PADDED) or "a ragged batch"
 
     @property
     def page_size(self) -> int:
-        """The number of keys per page; 0 if keys do not lie in pages."""
+        """Number of keys per page; 0 without pages."""
         table = next((x for x in self.operands if x.name == PAGE_TABLE), None)
         return self.N // table.shape[1] if table and table.shape[1] else 0
 
     @property
     def reach(self) -> tuple[int, int] | None:
-        """For a ragged batch, how many keys a query sees to the right and left of its position."""
+        """Mask limits of a ragged batch relative to a query's position, (right, -left); or None."""
         if not self.is_ragged:
             return None
         return min(self.right or 0, MOST), -min(self.left or 0, MOST)
 
     def sequence(self, M: int, N: int) -> Problem:
-        """The problem of one batch element of these sizes, without expressions and arrays."""
+        """Returns the problem of one batch element, without expressions and arrays."""
         plain = replace(self.options, softcap=None, score_mod=None, mask_mod=None)
         return replace(self, batch=1, M=M, N=N, options=plain, **_ALONE)
 
     def _check_lengths(self, q: Lengths, k: Lengths) -> None:
-        """Raises ValueError for lengths that do not match the packed arrays."""
         sizes = {"sequences": self.sequences, "M": self.M, "N": self.N}
         if (len(q.rows), q.total, k.total) != tuple(sizes.values()):
-            raise ValueError(f"lengths {q.short} and {k.short} are not those of {sizes}")
+            raise ValueError(f"lengths {q.short} and {k.short} do not match the sizes {sizes}")
 
     def _check_descales(self) -> None:
-        """Raises ValueError, TypeError or Unsupported for descales that do not fit the inputs."""
         for x in self.operands:
             if x.name not in DESCALES:
                 continue
             if self.dtype != E4M3_INPUTS:
                 raise ValueError(
-                    f"{x.name} is given, and the dtype is {self.dtype.name}; descales are for "
+                    f"{x.name} is given, but the dtype is {self.dtype.name}; descales are for "
                     f"{E4M3_INPUTS.name}: leave it out"
                 )
             if self.is_ragged:
@@ -363,16 +364,15 @@ class Problem:
             optional_inputs.check_input(x, vars(self))
 
     def check_offset(self) -> None:
-        """Raises ValueError for an offset that has no effect; for complete problems only."""
+        """Raises ValueError for an offset that has no effect; call it on complete problems only."""
         if self.offset is None or self.is_masked or self.reads_position:
             return
         raise ValueError(
-            f"offset is {self.offset}, and nothing depends on the positions of queries; give "
+            f"offset is {self.offset}, but nothing depends on the positions of queries; give "
             "causal=True or a window, or leave offset out"
         )
 
     def _check_ragged(self) -> None:
-        """Raises Unsupported for options that do not work with lengths of batch elements."""
         by_pair = (BIAS, MASK) if self.modifiers.is_packed else ()
         asked = [x.name for x in self.operands if x.name in by_pair]
         for what, given, remedy in (
@@ -401,15 +401,13 @@ class Problem:
 
     @property
     def shown_operands(self) -> tuple[Operand, ...]:
-        """The operands to show: without offsets and lengths that are known as numbers, and without
-        those of pages.
-        """
+        """The operands to print; offsets, lengths and page tables are printed in other columns."""
         named = (*LENGTHS, PAGE_TABLE) if self.rows != DENSE else ()
         return tuple(x for x in self.operands if x.name not in named)
 
     @classmethod
     def of_rows(cls, x: Any) -> Problem:
-        """The softmax over the last axis of x: M rows of N scores."""
+        """Makes the problem of a softmax over the last axis of x: M rows of N scores."""
         if x.ndim == 0:
             raise ValueError("x has no axis for the softmax; give at least one dimension")
         return cls.of_row_sizes(
@@ -426,14 +424,14 @@ class Problem:
 
     @property
     def scale(self) -> float:
-        """The factor of the scores; with d = 0 every score is 0."""
+        """The factor of the scores: the given one, or 1/sqrt(d)."""
         scale = self.options.scale
         return _default_scale(self.d) if scale is None else scale
 
     lengths = property(attrgetter("rows.lengths"))
     pages = property(attrgetter("rows.pages"))
     cached = property(attrgetter("rows.cached"))
-    # Shortcuts to options, for formulas of records.
+    # Shortcuts to options, for the formulas in kernel records.
     causal = property(attrgetter("options.causal"))
     window = property(attrgetter("options.window"))
     offset = property(attrgetter("options.offset"))
@@ -443,12 +441,10 @@ class Problem:
 
     @property
     def modifiers(self) -> Modifiers:
-        """The expressions that change or hide its scores."""
         return optional_inputs.modifiers(self.options, self.operands, self.of_scores)
 
     @property
     def _explicit(self) -> AttentionOptions:
-        """The options with the scale as a number."""
         return replace(self.options, scale=self.scale)
 
     @property
@@ -457,7 +453,7 @@ class Problem:
 
     @property
     def causal_offset(self) -> int:
-        """With a limit on the right, query i sees keys j <= i + causal_offset, from -M to N - 1."""
+        """With a right limit, query i sees keys j <= i + causal_offset; clipped to -M ... N - 1."""
         if self.right is None:
             return 0
         offset = max(min(self.first_position + self.right, max(self.N - 1, 0)), -self.M)
@@ -465,13 +461,13 @@ class Problem:
 
     @property
     def window_offset(self) -> int:
-        """With a limit on the left, query i sees keys j >= i + window_offset, from -M to N."""
+        """With a left limit, query i sees keys j >= i + window_offset; clipped to -M ... N."""
         return (
             0 if self.left is None else min(max(self.first_position - self.left, -self.M), self.N)
         )
 
     def visible(self) -> np.ndarray:
-        """Whether query i sees key j, as an array [M, N]; for custom references of kernels."""
+        """Returns a bool array [M, N], True where query i sees key j; for custom references."""
         rows, keys = np.arange(self.M)[:, None], np.arange(self.N)
         seen = np.ones((self.M, self.N), bool)
         if self.right is not None:
@@ -487,10 +483,10 @@ class Problem:
         return self.shift + (usual if self.offset is None else self.offset)
 
     def part(self, batch: int, kv_heads: int, rows: range, keys: range) -> Problem:
-        """A part of the problem: this many batch elements and key heads, some rows and some keys.
+        """Returns the sub-problem of ``batch`` elements, ``kv_heads`` key heads, rows and keys.
 
-        Its arrays are cut accordingly. Indices in expressions are those of the part, but positions
-        are those of the whole problem.
+        Operands are sliced accordingly. In expressions, indices count from the start of the
+        sub-problem, while positions remain those of the whole problem.
         """
         heads, M, N = kv_heads * self.group, len(rows), len(keys)
         sizes = {"batch": batch, "heads": heads, "M": M, "N": N}
@@ -504,14 +500,14 @@ class Problem:
         )
 
     def of_sequences(self, count: int, M: int, N: int) -> Problem:
-        """A packed batch of this many of its sequences, with fewer rows and keys."""
+        """Returns the sub-problem of ``count`` packed sequences with M rows and N keys in total."""
         sizes = {"batch": count, "M": M, "N": N, **dict.fromkeys(STARTS, count + 1)}
         operands = tuple(x.part(sizes) for x in self.operands)
         return replace(self, M=M, N=N, operands=operands, rows=DENSE)
 
     @property
     def out_dtype(self) -> DType:
-        """The dtype of the output and of the gradients of Q, K and V."""
+        """Dtype of the output, and of the gradients of Q, K and V."""
         return DTYPES[self.options.out_dtype or self.dtype.usual_result]
 
     @property
@@ -520,18 +516,20 @@ class Problem:
 
     @property
     def arithmetic(self) -> str:
-        """The dtype, and the precision if it differs: the key of measured speeds."""
+        """The dtype, plus the precision if it differs; key of the table of measured speeds."""
         same = self.precision in (None, "float32")
         return self.dtype.name if same else f"{self.dtype.name} as {self.precision}"
 
     def bytes(self, *, reals: int = 0, scalars: int = 0, align: int = 0) -> int:
-        """Bytes of a C++ struct of ``reals`` sums followed by ``scalars`` elements."""
+        """Returns the size of a C++ struct of ``reals`` sums followed by ``scalars`` elements."""
         size = self.dtype.sums.itemsize
         align = align or (size if reals else self.itemsize)
         return round_up(reals * size, align) + round_up(scalars * self.itemsize, align)
 
     def shape(self, axes: str) -> tuple[int, ...]:
-        """The sizes of axes given by name: "batch heads M d8", with d rounded up to whole 8s."""
+        """Returns a shape for axis names such as "batch heads M d8", where d8 is d rounded up to a
+        multiple of 8.
+        """
         named = ((x.rstrip("0123456789"), x) for x in axes.split())
         return tuple(round_up(getattr(self, name), int(x[len(name) :] or 1)) for name, x in named)
 
@@ -561,7 +559,7 @@ def _sizes_of_rows(
     M: int | None,
     N: int | None,
 ) -> tuple[int, int, int]:
-    """Batch, M and N; for packed lengths, the number of sequences and their total rows."""
+    """Returns batch, M and N; for packed lengths, the number of sequences and total rows."""
     if packed is None:
         if M is None:
             raise TypeError("M is missing; give it, or the lengths of a ragged batch")
@@ -583,7 +581,7 @@ def check_page_size(name: str, size: Any, error: type[Exception] = ValueError) -
 
 
 def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """Returns a Python int from ``least`` to ``most``. Raises ValueError for anything else."""
+    """Returns ``value`` as an int. Raises ValueError unless it is whole and within the limits."""
     is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not (is_whole and value >= least and (most is None or value <= most)):
         to = "" if most is None else f" to {most:,}"
@@ -592,12 +590,12 @@ def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
 
 
 def round_up(size: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is at least ``size``."""
+    """Rounds ``size`` up to a multiple of ``multiple``."""
     return -(-size // multiple) * multiple
 
 
 def sizes_of(name: str, array: Any, layout: str) -> tuple[int, int, int, int]:
-    """Batch, heads, rows and columns of an array in a layout; missing axes are 1."""
+    """Returns batch, heads, rows and columns of an array; missing axes are 1."""
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"layout is {described(layout)}; use one of {', '.join(LAYOUTS)}")
     if array.ndim < 2:
@@ -612,7 +610,7 @@ def sizes_of(name: str, array: Any, layout: str) -> tuple[int, int, int, int]:
 
 
 def rows_of(q: Any, layout: str) -> tuple[int, ...]:
-    """The shape of lse, [..., heads, M]: that of q without columns, heads before rows."""
+    """Returns the shape of lse, [..., heads, M]."""
     if layout == "bshd" and q.ndim > 2:
         return (*q.shape[:-3], q.shape[-2], q.shape[-3])
     return tuple(q.shape[:-1])
@@ -624,11 +622,10 @@ def _same(what: str, shapes: str, *values: Any) -> None:
 
 
 def _common_dtype(known: Mapping[str, DType], **arrays: Any) -> DType:
-    """The common dtype of the arrays, which must be in ``known``; errors name the arrays."""
     for name, dtype in ((name, array.dtype) for name, array in arrays.items()):
         if getattr(dtype, "byteorder", "=") == (">" if sys.byteorder == "little" else "<"):
             raise TypeError(
-                f"{name} has dtype {dtype.str}, whose bytes are in the other order; convert it: "
+                f"{name} has dtype {dtype.str}, which is not in native byte order; convert it: "
                 f"{name}.astype({dtype.newbyteorder('=').name!r})"
             )
         if str(dtype) not in known:
@@ -638,7 +635,7 @@ def _common_dtype(known: Mapping[str, DType], **arrays: Any) -> DType:
     names = {name: str(array.dtype) for name, array in arrays.items()}
     if len(set(names.values())) > 1:
         listed = ", ".join(f"{name} {dtype}" for name, dtype in names.items())
-        raise TypeError(f"dtypes differ: {listed}; convert them to one")
+        raise TypeError(f"dtypes differ: {listed}; convert them to one dtype")
     return known[next(iter(names.values()))]
 
 
@@ -649,12 +646,12 @@ def _check_precision(precision: str | None, dtype: DType) -> None:
         if dtype.result:
             remedy = "such inputs are not rounded, so leave it out"
         raise ValueError(
-            f"precision={precision!r} is for float32, and the dtype is {dtype.name}; {remedy}"
+            f"precision={precision!r} is for float32, but the dtype is {dtype.name}; {remedy}"
         )
 
 
 def can_give(name: str | None, dtype: DType) -> bool:
-    """Whether inputs of this dtype can have results in the dtype called ``name``."""
+    """Returns whether the dtype called ``name`` is supported for results of such inputs."""
     if dtype.result:
         return name in (None, "float16", "bfloat16", "float32")
     return name in (None, dtype.name) or (name == "float32" and dtype.itemsize == 2)
@@ -666,7 +663,7 @@ def _check_out_dtype(name: str | None, dtype: DType) -> None:
     able = [repr(x) for x in DTYPES if can_give(x, dtype)]
     which = " or ".join(filter(None, (", ".join(able[:-1]), able[-1])))
     raise ValueError(
-        f"out_dtype is {name!r}, and the dtype is {dtype.name}; give {which}, or leave it out"
+        f"out_dtype is {name!r}, but the dtype is {dtype.name}; give {which}, or leave it out"
     )
 
 
@@ -675,7 +672,7 @@ def _default_scale(d: int) -> float:
 
 
 def four_axes(array: Any, layout: str) -> Any:
-    """A view [batch, heads, rows, columns] of an array; a copy only if there is no view."""
+    """Reshapes an array to [batch, heads, rows, columns], without a copy where possible."""
     if layout == "bshd" and array.ndim > 2:
         array = array.swapaxes(-2, -3)
     if array.ndim < 4:

@@ -1,4 +1,4 @@
-"""Adapts the arrays that expressions read to a problem of other sizes."""
+"""Adaptation of the arrays that expressions read to other problem sizes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SIZE_OF_PLACE = dict(zip(("batch", "head", "query", "key"), AXES))
 def resized(
     found: Iterable[Operand], expressions: Iterable[Expression], before: Sizes, after: Sizes
 ) -> tuple[Operand, ...]:
-    """The operands for a problem of other sizes.
+    """Returns the operands resized for other problem sizes.
 
-    An axis that is indexed directly by names such as `query`, as in doc[query], gets the largest of
-    their sizes; other axes are unchanged.
+    A captured array's axis is resized only if expressions index it with bare names such as `query`,
+    as in doc[query]; with several names, it gets the largest of their sizes.
     """
     old, new = dict(zip(AXES, before)), dict(zip(AXES, after))
     read, found = tuple(expressions), tuple(found)
@@ -35,7 +35,7 @@ def resized(
 
 
 def _by_axes(x: Operand, old: Mapping[str, int], new: Mapping[str, int]) -> tuple[int, ...]:
-    """The new sizes of its axes; a broadcast axis of a bias or mask keeps size 1."""
+    """Returns the array's new shape; a broadcast axis of a bias or mask keeps size 1."""
     assert x.record
     axes = zip(x.record.axes[-len(x.shape) :], x.shape)
     serves_all = x.record.broadcast == "axes"
@@ -51,5 +51,5 @@ def _fitting(x: Operand, axis: int, steps: Iterable[Expression], new: Mapping[st
 
 
 def indices_of(expression: Expression, name: str, axis: int) -> Iterator[ast.expr]:
-    """Yields the indices that an expression uses for one axis of an array."""
+    """Yields the index expressions that are used for one axis of an array."""
     return (index for array, place, index in expression.indices if (array, place) == (name, axis))

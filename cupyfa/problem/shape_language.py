@@ -1,7 +1,7 @@
-"""The forms of arrays that expressions read, as words: "1hmn", "f16[1hmn]", "i32[M]".
+"""Array forms, which describe an array's dtype and shape as text: "1hmn", "f16[1hmn]", "i32[M]".
 
-A command line and a plan have no arrays, so they name an array's form: its dtype, and its shape by
-the sizes of the problem. A problem of other sizes has arrays of the same form.
+Command lines and plans contain forms in place of arrays. A form gives the shape in terms of problem
+sizes, so that the same form describes arrays for other sizes.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from cupyfa.problem.options import OptionKeywords
 from cupyfa.problem.wrt import WRT, differentiated, names_of_gradients
 
 CAPTURED, BLOCK_MASK = "captured", "block_mask"
-LENGTHS_OF = "lengths"  # the lengths of the sequences of a ragged batch
-RETURN_MAX = "return_max"  # whether the call also returns the largest score of each row
-PAGE_SIZE = "page_size"  # the number of keys per page
+LENGTHS_OF = "lengths"  # sequence lengths of a ragged batch
+RETURN_MAX = "return_max"  # whether the call also returns row maxima
+PAGE_SIZE = "page_size"  # number of keys per page
 # Arguments that describe arrays, or how a call uses them.
 NAMES = (*OWN_ARRAYS, CAPTURED, WRT, BLOCK_MASK, DLSE, RETURN_MAX, LENGTHS_OF, PAGE_SIZE)
-USUAL = {x: OPTIONAL_INPUTS[x].usual_axes for x in OWN_ARRAYS}  # the default axes
+USUAL = {x: OPTIONAL_INPUTS[x].usual_axes for x in OWN_ARRAYS}  # default axes
 DTYPES = {
     **{"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "bool": "bool"},
     **{f"{kind[0]}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
@@ -54,13 +54,13 @@ _SHORT = {long: short for short, long in DTYPES.items()}
 
 
 def is_array_form(text: str) -> bool:
-    """Whether a text is the form of an array, as "1hmn" or "bool[11mn]", and not an expression."""
+    """Returns whether a text is an array form such as "1hmn" or "bool[11mn]", not an expression."""
     dtype, bracket, _ = text.partition("[")
     return dtype in DTYPES if bracket else len(text) > 1 and {*text} <= {*_LETTERS, "1"}
 
 
 class FormKeywords(OptionKeywords, total=False):
-    """The options and forms as keyword arguments, for type checkers."""
+    """Options and array forms as keyword arguments, for type checkers."""
 
     alibi_slopes: Any
     bias: Any
@@ -78,7 +78,7 @@ class FormKeywords(OptionKeywords, total=False):
 
 
 class Keywords(FormKeywords, total=False):
-    """The options and forms, and how the rows of a problem are stored."""
+    """FormKeywords plus the arguments of block masks, ragged batches and paged caches."""
 
     block_mask: bool | None
     lengths: Any
@@ -86,19 +86,20 @@ class Keywords(FormKeywords, total=False):
 
 
 def operands(given: Mapping[str, Any], sizes: Sequence[int], dtype: str) -> tuple[Operand, ...]:
-    """The arrays and numbers of these forms, in a problem of these sizes and this dtype.
+    """Makes the operands that array forms describe, for the given problem sizes and dtype.
 
-    given: by the names of NAMES. A form is a text, a shape, an array, or True for the usual shape;
-        of ``captured`` a mapping of such, or of numbers; of SEEDS an array, or "u64[1]", of PADDED
-        "i32[batch]", of DESCALES a shape or an array, of those of packed rows a shape. A bias has
-        by default the dtype of results, other floats have float32. ``dlse`` is whether there is a
-        gradient of lse, ``return_max`` whether the largest scores are given. ``wrt`` are names, as
-        "q,bias": see ``differentiated``.
+    given: maps names from NAMES to forms. A form is a text, a shape, an array, or True for the
+        default shape. Exceptions: ``captured`` is a mapping of forms or numbers, a seed is an array
+        or "u64[1]", lengths of padded batches are written "i32[batch]", descales are a shape or an
+        array, and offsets of packed sequences are a shape. ``dlse`` and ``return_max`` are flags:
+        whether the problem has a gradient of lse, and whether it returns row maxima. ``wrt`` holds
+        names, such as "q,bias"; see ``differentiated``. Without a dtype in the form, a bias has the
+        dtype of results, and other floating-point arrays have float32.
 
-    Raises ValueError or TypeError for anything that is not a form.
+    Raises ValueError or TypeError for invalid forms.
     """
     if unknown := ", ".join(given.keys() - {*NAMES, *_READERS}):
-        raise TypeError(f"there is no array {unknown}; there are {', '.join(NAMES)}")
+        raise TypeError(f"unknown array {unknown}; use one of {', '.join(NAMES)}")
     if RETURN_MAX in given:
         given = {ROW_MAX if name == RETURN_MAX else name: x for name, x in given.items()}
     named = dict(zip(AXES, sizes))
@@ -114,12 +115,12 @@ def operands(given: Mapping[str, Any], sizes: Sequence[int], dtype: str) -> tupl
     if not isinstance(captured, Mapping):
         raise TypeError(f'captured is {described(captured)}; give {{"name": form}}')
     more = [_captured(name, form, named) for name, form in captured.items()]
-    every = (*found, *sorted(more, key=lambda x: not x.is_array))  # numbers last, as in calls
+    every = (*found, *sorted(more, key=lambda x: not x.is_array))  # calls pass numbers last
     return differentiated(every, given.get(WRT) or ())
 
 
 def of_heads(given: Mapping[str, Any], batch: int, kv_heads: int) -> dict[str, Any]:
-    """The same forms, with the usual shape for descales that are True."""
+    """Replaces True by the default shape in the forms of descales."""
     usual = {x: (batch, kv_heads) for x in DESCALES if given.get(x) is True}
     return {**given, **usual}
 
@@ -137,14 +138,14 @@ def _read_score_array(
     if not known or not letters or set(letters) - set(_LETTERS + "1"):
         raise ValueError(
             f"{name} is {form!r}; give its shape by letters, for example {record.axes_examples}, "
-            f"also with a dtype, as f32[{record.usual_axes}]"
+            f"optionally with a dtype, as in f32[{record.usual_axes}]"
         )
     by_letter = {"1": 1, **dict(zip(_LETTERS, named.values()))}
     return Operand(name, known, tuple(by_letter[x] for x in letters))
 
 
 def seeds_in_memory(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The seed and the offset of dropout, where options give an array or the form of one."""
+    """Returns the dropout seed and offset that are arrays or array forms rather than numbers."""
     given = {name: options[name] for name in SEEDS if name in options}
     return {name: x for name, x in given.items() if is_array(x) or isinstance(x, str)}
 
@@ -155,7 +156,7 @@ def _read_seed(record: OptionalInput, form: Any, named: Mapping[str, int], dtype
     short, size = _parts(form) or ("", "")
     if short not in DTYPES or short[0] not in "iu" or size != "1":
         raise ValueError(
-            f"{record.name} is {form!r}; give a whole number, or a form as u64[1] or i32[1]"
+            f"{record.name} is {form!r}; give a whole number, or an array form: u64[1] or i32[1]"
         )
     return Operand(record.name, DTYPES[short], (1,))
 
@@ -173,11 +174,11 @@ def _read_lengths(
     short, axis = _parts(form) or ("", "")
     size = _size(axis, named)
     if short not in DTYPES or size is None:
-        raise ValueError(f"{name} is {form!r}; give its dtype and size, i32[batch]")
+        raise ValueError(f"{name} is {form!r}; give its dtype and size, as in i32[batch]")
     return Operand(name, DTYPES[short], (size,))
 
 
-# In the order of operands.
+# Readers of forms by name, in operand order.
 _READERS: dict[str, Callable[..., Operand]] = {
     **dict.fromkeys(OWN_ARRAYS, _read_score_array),
     **dict.fromkeys(
@@ -203,8 +204,8 @@ def _captured(name: str, form: Any, named: Mapping[str, int]) -> Operand:
         if short not in DTYPES or None in sizes:
             raise ValueError(
                 f"captured {name} is {form!r}; give a number, or a dtype ({', '.join(DTYPES)}) and "
-                "sizes by name or number, as f32[heads], i32[M] or bool[batch,N]; M|N is the "
-                "larger one"
+                "sizes by name or number, as in f32[heads], i32[M] or bool[batch,N]; M|N is the "
+                "larger of M and N"
             )
         return replace(operand(name, 0), dtype=DTYPES[short], shape=tuple(sizes), value=None)  # type: ignore[arg-type]
     if isinstance(form, tuple | list):
@@ -213,7 +214,6 @@ def _captured(name: str, form: Any, named: Mapping[str, int]) -> Operand:
 
 
 def _of_shape(name: str, given: Any, dtype: str) -> Operand:
-    """The operand for an array or for a shape."""
     if isinstance(given, tuple | list):
         if not all(isinstance(n, int) and n >= 0 for n in given):
             raise ValueError(f"the shape of {name} is {given}; give whole numbers from 0")
@@ -230,7 +230,7 @@ def _with_four(name: str, shape: Iterable[int]) -> tuple[int, ...]:
 
 
 def _parts(form: str) -> tuple[str, str] | None:
-    """Splits a form into its dtype and the text in brackets; None if it is not a form."""
+    """Splits a form such as "f32[1h]" into dtype and bracketed text; None for other texts."""
     found = re.fullmatch(r"(\w+)\[(.*)\]", form.replace(" ", ""))
     return (found[1], found[2]) if found else None
 
@@ -241,7 +241,7 @@ def _size(axis: str, named: Mapping[str, int]) -> int | None:
 
 
 def value_of(text: str) -> str | bool | int | float:
-    """A captured value on the command line: a number, or else a form."""
+    """Parses a captured value on the command line as a bool or number, or returns it as a form."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for number in (int, float):
@@ -253,12 +253,12 @@ def value_of(text: str) -> str | bool | int | float:
 
 
 def is_form(text: str) -> bool:
-    """Whether a word of the command line is, or should be, the form of one of OWN_ARRAYS."""
+    """Returns whether a command-line word should be read as the form of a score array."""
     return _parts(text) is not None or (bool(text) and not set(text) - set(_LETTERS + "1"))
 
 
 def shown(found: Iterable[Operand]) -> dict[str, str]:
-    """Formats operands as texts, which produce them again in a problem of the same sizes."""
+    """Formats operands as text forms, which ``operands`` can read back."""
     every = tuple(found)
     wrt = names_of_gradients(every)
     names = {ROW_MAX: RETURN_MAX}
@@ -280,7 +280,7 @@ def _shown(x: Operand) -> str:
 
 
 def forms_of_lengths(packed: Packed | None) -> dict[str, tuple[int]]:
-    """The shapes of the offsets of a ragged batch, and of `used` lengths if there are any."""
+    """Returns the shapes of a packed batch's offsets, and of its `used` arrays if given."""
     if packed is None:
         return {}
     count = len(packed[0].rows)

@@ -1,4 +1,4 @@
-"""Arrays with structure: packed sequences, padded batches, and float8 numbers with scales."""
+"""Structured arrays: packed sequences, padded batches, and float8 arrays with scales."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ _QKV = ("q", "k", "v")
 
 
 class Structured:
-    """An argument with structure that calls take in place of an array."""
+    """Base class of structured arrays, which calls accept in place of plain arrays."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Packed(Structured):
-    """Sequences of different lengths, which lie one after the other: a ragged batch.
+    """A ragged batch: sequences of different lengths, packed one after the other.
 
     array: [rows, heads, columns].
-    offsets: [sequences + 1] of int32; rows offsets[i] to offsets[i + 1] - 1 are sequence i, which
-        may be empty.
-    used: [sequences] of int32, how many of these rows count, from the first on; by default all.
+    offsets: [sequences + 1], int32; rows offsets[i] to offsets[i + 1] - 1 are sequence i, which may
+        be empty.
+    used: [sequences], int32, the number of valid rows at the start of each sequence; by default all
+        rows are valid.
 
-    offsets and used are lists, NumPy arrays, which are checked, or arrays where ``array`` is, which
-    kernels read when they run: a captured CUDA graph takes other lengths each time. From wrong ones
-    nothing outside the arrays is read or written.
+    offsets and used may be lists or NumPy arrays, whose values are checked, or arrays on the same
+    device as ``array``. Kernels read device arrays at run time, so that every replay of a CUDA
+    graph may use other lengths. Invalid values never cause accesses outside the arrays.
     """
 
     array: Any
@@ -41,12 +42,12 @@ class Packed(Structured):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Padded(Structured):
-    """A batch whose elements have different numbers of rows, each padded to the same.
+    """A padded batch: elements of different lengths, all padded to the same number of rows.
 
     array: [batch, heads, rows, columns], or [batch, rows, heads, columns] with ``layout="bshd"``.
-    lengths: [batch], how many rows of each batch element count, from the first on. Whole numbers in
-        a list or a NumPy array, which are checked; or an array of int32 where ``array`` is, which
-        kernels read when they run: wrong ones count as the nearest right ones.
+    lengths: [batch], the number of valid rows at the start of each batch element. Integers in a
+        list or a NumPy array, whose values are checked, or an int32 array on the same device as
+        ``array``. Kernels read device arrays at run time and clip invalid lengths.
     """
 
     array: Any
@@ -55,20 +56,20 @@ class Padded(Structured):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Scaled(Structured):
-    """Numbers of float8_e4m3fn and the scale that each of them is multiplied by.
+    """A float8_e4m3fn array and the scales by which its elements are multiplied.
 
-    array: of float8_e4m3fn (ml_dtypes).
-    scale: of float32. In ``attention`` [batch, kv_heads], where batch is the product of all batch
-        axes, and all heads of q that share a key head have one scale. In a ``KVCache`` [kv_heads],
-        [batch, kv_heads] or, with pages, [pages, kv_heads].
+    array: float8_e4m3fn (ml_dtypes).
+    scale: float32. In ``attention`` [batch, kv_heads], where batch is the product of all batch axes
+        and query heads that share a key head share its scale. In a ``KVCache`` [kv_heads],
+        [batch, kv_heads] or, if paged, [pages, kv_heads].
     """
 
     array: Any
     scale: Any
 
 
-# The array types that calls recognize, each with the module that implements calls on it; None for
-# arrays with structure. Modules add the types that they define.
+# Maps array types that calls recognize to the module that implements calls on them, or None for
+# structured arrays. Other modules add the types that they define.
 KINDS: dict[type, str | None] = {
     **dict.fromkeys((Packed, Padded, Scaled)),
     **dict.fromkeys((list, tuple), "cupyfa.call.sequences"),
@@ -89,9 +90,7 @@ def unwrap(q: Any, k: Any, v: Any) -> tuple[tuple[Any, Any, Any], dict[str, Any]
                 raise TypeError(f"{name} is {type(x).__name__} twice; give it once")
             layers[type(x)], x = x, x.array
         if isinstance(x, Structured):
-            raise TypeError(
-                f"{name} is {described(x)} inside of another structure; give it by itself"
-            )
+            raise TypeError(f"{name} is {described(x)} inside another structure; give it by itself")
         found[name] = layers
         arrays.append(x)
     _require_one_form(found)
@@ -104,7 +103,7 @@ def unwrap(q: Any, k: Any, v: Any) -> tuple[tuple[Any, Any, Any], dict[str, Any]
     return (arrays[0], arrays[1], arrays[2]), {x: y for x, y in inputs.items() if y is not None}
 
 
-# For each field of a structure, the optional inputs that it becomes for q, k and v.
+# Maps each field of a structured array to the optional inputs that it becomes for q, k and v.
 _INPUTS = (
     (Packed, "offsets", optional_inputs.STARTS),
     (Packed, "used", optional_inputs.USED),
@@ -161,6 +160,6 @@ def _require_one_form(found: Mapping[str, Mapping[type, Structured]]) -> None:
 
 
 def _are_same(a: Any, b: Any) -> bool:
-    """Whether two arrays hold the same numbers; numbers on a device are not compared."""
+    """Returns whether two arrays are equal; distinct device arrays are assumed to differ."""
     on_host = (list, tuple, np.ndarray)
     return a is b or (isinstance(a, on_host) and isinstance(b, on_host) and np.array_equal(a, b))

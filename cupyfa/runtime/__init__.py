@@ -1,1 +1,1 @@
-"""Backends, memory and launches: what happens when a plan runs."""
+"""Runs plans: backends, memory, launches and transfers."""

@@ -1,4 +1,4 @@
-"""The arrays of a call: checks, and the views and copies that kernels can read and write."""
+"""Checks a call's arrays, and makes views and copies that kernels can read and write."""
 
 import math
 import sys
@@ -48,7 +48,7 @@ def overlap(a: Any, b: Any) -> bool:
 def share_memory(a: Any, b: Any) -> bool:
     """Whether two arrays may have elements in common.
 
-    Unlike ``overlap`` it recognises that array[:, 0] and array[:, 1] have none.
+    Unlike ``overlap``, it recognises that array[:, 0] and array[:, 1] have no common elements.
     """
     if not overlap(a, b):
         return False
@@ -63,13 +63,13 @@ def share_memory(a: Any, b: Any) -> bool:
             for x, inner in zip((a, b), axes)
         )
         after = (other - start) % period
-        if size <= after and after + its <= period:  # apart in one period, and so in each
+        if size <= after and after + its <= period:  # disjoint in one period, so in all
             return False
     return True
 
 
 def is_masked(array: Any) -> bool:
-    """Whether an array is a MaskedArray. Does not import numpy.ma, which takes long."""
+    """Whether an array is a MaskedArray. Does not import numpy.ma, which would be slow."""
     kind = getattr(sys.modules.get("numpy.ma"), "MaskedArray", ())
     return isinstance(array, kind)
 
@@ -88,7 +88,7 @@ def target(
 ) -> Any | None:
     """Returns the caller's array for a result if the kernel can write it in place, else None.
 
-    ``inputs`` are the call's arrays by name, ``view`` returns a result in the kernel's layout. If
+    ``inputs`` are the call's arrays by name, ``view`` views an array in the kernel's layout. If
     this returns None, the result is copied into the caller's array at the end. Raises if the array
     cannot hold the result or overlaps an input.
     """
@@ -97,10 +97,10 @@ def target(
     if not (isinstance(given, np.ndarray) if on_host else backend.owns(given)):
         kind = "NumPy" if on_host else "CuPy"
         raise TypeError(
-            f"{name} is {described(given)}, the inputs are {kind} arrays; give a {kind} array"
+            f"{name} is {described(given)}, but inputs are {kind} arrays; give a {kind} array"
         )
     if is_masked(given):
-        raise TypeError(f"{name} is a MaskedArray, whose mask no kernel reads; give its data")
+        raise TypeError(f"{name} is a MaskedArray, whose mask kernels ignore; give its data")
     require_one_device(backend, {"the inputs": first, name: given})
     require_form(name, given, shape, dtype)
     if _overlaps_itself(given):
@@ -109,12 +109,12 @@ def target(
             "memory; give an array whose elements do not overlap"
         )
     if on_host and not given.flags.writeable:
-        raise ValueError(f"{name} is read-only; give an array that can be written")
+        raise ValueError(f"{name} is read-only; give a writable array")
     for other, array in inputs.items():
         if overlap(given, array):
             raise ValueError(
                 f"{name} overlaps the input {name_of(other)}, which must not be written; "
-                "give it memory of its own, or leave it out"
+                "give an array with its own memory, or leave it out"
             )
     in_place = not backend.owns(first) or (backend.writes_in_place and columns_contiguous(given))
     return given if in_place and address_of(view(given)) == address_of(given) else None
@@ -124,8 +124,8 @@ def require_form(name: str, given: Any, shape: Sequence[int], dtype: Any) -> Non
     """Raises ValueError if a caller's array for a result has another shape or dtype."""
     if tuple(given.shape) != tuple(shape) or given.dtype != dtype:
         raise ValueError(
-            f"{name} is {given.dtype} {tuple(given.shape)}, the result is {dtype} {tuple(shape)}; "
-            "give an array of that dtype and shape"
+            f"{name} is {given.dtype} {tuple(given.shape)}, but the result is {dtype} "
+            f"{tuple(shape)}; give an array of that dtype and shape"
         )
 
 
@@ -141,9 +141,9 @@ def require_one_device(backend: Backend, arrays: Arrays) -> None:
 def is_writable(plan: Plan, name: str, array: Any) -> bool:
     """Whether a kernel can write an output directly.
 
-    The kernel writes the planned shape, which has a column where the caller's array may have none,
-    and supports strides only if its record says so. TMA stores groups of 16 bytes, so an array
-    written by TMA needs rows whose size is a multiple of 16 bytes.
+    The kernel writes the planned shape, which has one column where the caller's array has none. It
+    supports strides only if its record says so. TMA stores groups of 16 bytes, so an array written
+    by TMA needs rows whose size is a multiple of 16 bytes.
     """
     shape, _ = plan.outputs[name]
     aligned = plan.stored_shape(name) == shape and (
@@ -156,11 +156,11 @@ def is_writable(plan: Plan, name: str, array: Any) -> bool:
 
 
 def readable_inputs(plan: Plan, inputs: Arrays) -> dict[str, Any]:
-    """Returns the inputs in a form that a kernel can read, copying those that it cannot.
+    """Returns inputs that a kernel can read; copies an input only if necessary.
 
     Kernels count strides in elements and need contiguous columns; TMA needs rows that begin at
     multiples of 16 bytes, and elements that are read in pairs need aligned pairs. An input without
-    columns is replaced by the planned column of zeros, which adds nothing to any score.
+    columns is replaced by the planned column of zeros, which does not change the scores.
     """
     seen = {
         name: _as_bytes(array) if _is_plain(plan, name, array) else _as_bytes(array).copy()
@@ -183,7 +183,7 @@ def is_readable(plan: Plan, name: str, array: Any) -> bool:
 
 
 def with_planned_shapes(plan: Plan, inputs: Arrays) -> dict[str, Any]:
-    """Returns the inputs in the planned shapes: zeros replace an input without columns."""
+    """Returns the inputs in their planned shapes; zeros replace inputs without columns."""
     known = plan.operation.inputs_of(plan.problem)
     shapes = {name: known[name].shape(plan.problem) for name in inputs}
     return {
@@ -203,7 +203,6 @@ def _is_plain(plan: Plan, name: str, array: Any) -> bool:
 
 
 def _zeros_like(array: Any, shape: tuple[int, ...]) -> Any:
-    """Returns zeros of a shape, in the library and dtype of an array."""
     zeros = np.empty_like(_as_bytes(array), order="C", shape=shape)
     zeros[...] = 0
     return _with_dtype(zeros, array.dtype)
@@ -235,11 +234,11 @@ def _with_aligned_rows(array: Any, *, repeats: bool) -> Any:
     repeated = [repeats and n > 1 and stride == 0 for n, stride in axes]
     once = array[tuple(slice(1) if x else slice(None) for x in repeated)]
     width = aligned_width(array.shape[-1], array.dtype.itemsize)
-    # An array of the same library; its memory begins at a multiple of 16 bytes.
+    # np.empty_like uses the array's library, which aligns memory to at least 16 bytes.
     memory = np.empty_like(once, order="C", shape=(*once.shape[:-1], width))
     copy = memory[..., : array.shape[-1]]
     copy[...] = once
-    if repeats and width > array.shape[-1]:  # copies of 16 bytes read past the ends of rows
+    if repeats and width > array.shape[-1]:  # 16-byte copies read past the ends of rows
         memory[..., array.shape[-1] :] = 0
     return np.broadcast_to(copy, array.shape) if any(repeated) else copy
 
@@ -253,9 +252,9 @@ def columns_contiguous(array: Any) -> bool:
 
 
 def _overlaps_itself(array: Any) -> bool:
-    """Whether elements share memory; also true for axes that interleave without sharing any."""
+    """Whether elements may share memory; also true for axes that interleave without overlap."""
     axes = sorted((abs(x), size) for x, size in zip(array.strides, array.shape) if size > 1)
-    end = array.dtype.itemsize  # the bytes that the axes so far span
+    end = array.dtype.itemsize  # number of bytes that the axes so far span
     for stride, size in axes:
         if stride < end and array.size:
             return True

@@ -1,7 +1,7 @@
 """The interface of a backend, which manages memory and launches kernels.
 
-There are two: ``cuda``, whose arrays are CuPy's, and ``simulator``, which compiles kernels for the
-CPU and uses NumPy arrays.
+There are two backends: ``cuda`` uses CuPy arrays; ``simulator`` compiles kernels for the CPU and
+uses NumPy arrays.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from cupyfa.planner.plan import Limits, PlannedLaunch
 from cupyfa.runtime.call_cache import CallCache
 
 Form = tuple[Any, ...]
-# Starts a launch: (stream, address of a table with each argument's address, 0). The last one is
-# the parameter ``extra`` of cuLaunchKernel, which is not used.
+# Starts a launch: start(stream, address of the table of argument addresses, 0). The last argument
+# is cuLaunchKernel's parameter ``extra``, which is unused.
 Start = Callable[[int | None, int, int], Any]
 
 
 class Region(NamedTuple):
-    """Memory that a launch may access: the array of one of its arguments."""
+    """Memory that a launch may access through one of its array arguments."""
 
     name: str
-    argument: int  # the index of the argument that has the address of element 0
+    argument: int  # index of the argument that contains the address of element 0
     low: int  # bytes from element 0 to the start of the region
     bytes: int
     itemsize: int = 1  # bytes of an element
     constant: bool = False  # whether the launch only reads the region
-    offset: int = 0  # bytes from the start of the argument to the address in it
-    awaited: bool = False  # whether the launch must wait for earlier launches that access it
-    kept: bool = False  # whether the next launch reads it without waiting for this one
+    offset: int = 0  # bytes from the start of that argument to the address
+    awaited: bool = False  # whether the launch must wait for earlier launches before any access
+    kept: bool = False  # whether the next launch reads the region without waiting for this launch
 
 
 class Mapped(NamedTuple):
     """The contents of a tensor map: sizes, and strides in bytes, innermost first."""
 
-    address: int  # 0 if there are no elements
+    address: int  # 0 for an array without elements
     dtype: str
     sizes: tuple[int, int, int, int]  # columns, rows, heads, batch
-    strides: tuple[int, int, int]  # of rows, heads, batch
+    strides: tuple[int, int, int]  # rows, heads, batch
     box_rows: int
 
     @property
@@ -53,38 +53,38 @@ class Mapped(NamedTuple):
 
 
 class Mark(Protocol):
-    """A point in a lane's work."""
+    """A point in a lane's queue of work, like a CUDA event."""
 
     @property
     def done(self) -> bool:
-        """Whether all work before it is done."""
+        """Whether all work queued before the mark is done."""
 
     def wait(self) -> None:
-        """Returns when all work before it is done."""
+        """Waits until all work queued before the mark is done."""
 
 
 class Lane(Protocol):
-    """A stream: its work is done in order, concurrently with that of other lanes."""
+    """A stream, which runs its work in order and concurrently with other lanes."""
 
-    context: AbstractContextManager  # to allocate memory and launch kernels in this lane
+    context: AbstractContextManager  # makes the lane current, for allocations and kernel launches
 
     def enter(self) -> None:
-        """Prepares this thread to add work."""
+        """Prepares the calling thread to queue work."""
 
     def copy(self, to: int, source: int, size: int) -> None:
-        """Starts a copy of ``size`` bytes between addresses, one of them the device's."""
+        """Queues a copy of ``size`` bytes between a host address and a device address."""
 
     def record(self) -> Mark:
-        """Marks the current end of the work."""
+        """Returns a mark at the current end of the queue."""
 
     def mark(self, again: Mark | None) -> Mark:
-        """Like ``record``, for threads that sleep until it; may reuse ``again``, an old mark."""
+        """Like ``record``, but waiting threads sleep; may reuse the old mark ``again``."""
 
     def wait(self, mark: Mark) -> None:
-        """Makes work that is added from now on wait for a mark of another lane."""
+        """Makes work that is queued from now on wait for another lane's mark."""
 
     def synchronize(self) -> None:
-        """Returns when all work is done."""
+        """Waits until all queued work is done."""
 
 
 class Backend(ABC):
@@ -96,25 +96,24 @@ class Backend(ABC):
     calls: CallCache  # cleared when the limits change
     spaces: dict[Any, Any]  # workspaces that calls share, by device and stream
     devices: int = 1  # the number of visible devices
-    models: Sequence[str] = ("",)  # the names of the visible devices' models, by device number
+    models: Sequence[str] = ("",)  # the model name of each visible device
     compiles_in_parallel = False  # whether several threads can compile at the same time
-    writes_in_place = True  # whether kernels may write to a caller's array; else it is filled last
-    # Shape, strides, dtype and device of an array of this backend, and the address of element 0.
+    writes_in_place = True  # whether kernels write to a caller's array; else results are copied
+    # Returns an array's shape, strides, dtype and, on a GPU, its device.
     form: Callable[[Any], tuple[Any, ...]] = staticmethod(attrgetter("shape", "strides", "dtype"))
-    address: Callable[[Any], int]
-    # A new contiguous array with unspecified elements.
-    empty: Callable[[tuple[int, ...], np.dtype], Any]
-    allocator: Callable[[], Any] = staticmethod(lambda: None)  # where ``empty`` takes memory from
+    address: Callable[[Any], int]  # returns the address of element 0
+    empty: Callable[[tuple[int, ...], np.dtype], Any]  # allocates a contiguous array
+    allocator: Callable[[], Any] = staticmethod(lambda: None)  # returns the allocator of ``empty``
     read_limits: Any  # a cached function that returns the Limits of a device
     device: int = 0  # the number of the current device
     stream: int | None = None  # the current CUDA stream; None if calls wait for their results
     is_capturing: bool = False  # whether the work in the current stream is captured as a graph
 
     def forms(self, arrays: Sequence[Any]) -> tuple[Form, ...]:
-        """Returns the forms of arrays, part of a call's key: shape, strides, dtype and device.
+        """Returns each array's shape, strides, dtype and device, for the key of a call.
 
-        The arrays lie all in this backend's memory or all on the host. The strides of host arrays
-        are left out if the device cannot access them, since pieces of them are copied.
+        All arrays must be in this backend's memory, or all on the host. Host arrays that the device
+        cannot access have no strides in the key, because they are copied in pieces anyway.
         """
         if self.owns(arrays[0]):
             return tuple(map(self.form, arrays))
@@ -122,9 +121,9 @@ class Backend(ABC):
         return tuple([(tuple(x.shape), None, x.dtype, device) for x in arrays])
 
     def move_beside(self, q: Any, array: Any) -> Any:
-        """Copies a NumPy or CuPy array to the memory of q, if needed; returns others unchanged."""
+        """Copies a NumPy or CuPy array to q's memory if needed; returns other values unchanged."""
         if isinstance(q, np.ndarray):
-            return array.get() if hasattr(array, "get") else array  # of CuPy's arrays
+            return array.get() if hasattr(array, "get") else array  # CuPy arrays have get()
         if not isinstance(array, np.ndarray):
             return array
         with self.working_on(q):
@@ -146,12 +145,12 @@ class Backend(ABC):
         return self.read_limits(self.device)
 
     def refresh(self) -> None:
-        """Reads ``limits`` again, after a kernel was tuned."""
+        """Drops cached limits and calls, after a kernel was tuned."""
         self.read_limits.cache_clear()
         self.calls.clear()
 
     def holders(self, array: Any) -> tuple[Any, ...]:
-        """The objects that keep the memory of a new array alive, the array among them."""
+        """Returns the objects that keep an array's memory alive, including the array."""
         return (array,)
 
     @abstractmethod
@@ -159,7 +158,7 @@ class Backend(ABC):
         """Whether the array already lies in this backend's memory."""
 
     def adopt(self, array: Any) -> Any:
-        """Returns another library's array in this backend's memory as a view of its own type."""
+        """Views another library's array as this backend's array type."""
         return array
 
     def adopt_tensors(self, tensors: Sequence[Any]) -> list[Any] | None:
@@ -168,27 +167,27 @@ class Backend(ABC):
 
     @abstractmethod
     def upload(self, array: np.ndarray) -> Any:
-        """Copies an array into this backend's memory; returns an array of its own unchanged."""
+        """Copies an array to this backend's memory; returns this backend's arrays unchanged."""
 
     @abstractmethod
     def download(self, array: Any) -> np.ndarray:
-        """Waits for earlier work and returns the elements as a NumPy array."""
+        """Waits for earlier work and copies an array to the host."""
 
     @abstractmethod
     def view(self, memory: Any, shape: Sequence[int], dtype: np.dtype, offset: int, strides: Any):
-        """Returns an array over bytes of this backend: ``offset`` and strides are in bytes."""
+        """Returns an array over a buffer of this backend; ``offset`` and strides are in bytes."""
 
     @abstractmethod
     def at(self, address: int, shape: Sequence[int], dtype: np.dtype, strides: Any) -> Any:
-        """Returns an array with element 0 at an address; it does not keep the memory alive."""
+        """Returns an array whose element 0 is at ``address``; does not keep the memory alive."""
 
     @abstractmethod
     def tensor_map(self, mapped: Mapped) -> np.ndarray:
-        """Encodes the struct TensorMap of tma.cuh for an array, as the value of an argument."""
+        """Encodes a tensor map as the struct TensorMap of tma.cuh, to be passed to a kernel."""
 
     @abstractmethod
     def compile_launch(self, launch: PlannedLaunch) -> Any:
-        """Compiles the kernel of a launch, or finds it in the cache, without running it."""
+        """Compiles the kernel of a launch, or loads it from the cache, without running it."""
 
     @abstractmethod
     def starter(
@@ -196,23 +195,23 @@ class Backend(ABC):
     ) -> Start:
         """Returns the function that starts a launch.
 
-        ``sizes`` are the sizes of its arguments in bytes, ``regions`` all memory it may access.
+        ``sizes``: its arguments' sizes in bytes. ``regions``: all memory that it may access.
         """
 
     @abstractmethod
     def matmul(self, a: Any, b: Any, out: Any, scale: float, *, tf32: bool = False) -> None:
-        """Computes out = a b * scale over the last two axes; groups of heads of a share one of b.
+        """Computes out = scale * (a @ b) per head; a group of heads of a may share a head of b.
 
-        If out has fewer heads than a, its heads are sums over the groups. out has the dtype of a
-        and b, or the dtype of their sums: float32 for 16-bit numbers. ``tf32`` allows rounding
-        float32 inputs to TF32, where that is faster.
+        If out has fewer heads than a, each of its heads is the sum over a group. out has the dtype
+        of a and b, or the dtype of their accumulators: float32 for 16-bit inputs. ``tf32`` allows
+        rounding float32 inputs to TF32, where that is faster.
         """
 
     @abstractmethod
     def time(self, call: Callable[[], Any], *, cold: bool = False) -> float:
-        """Returns the milliseconds of a call, measured on the device; waits until it is done.
+        """Measures a call on the device, in milliseconds, and waits until it is done.
 
-        With ``cold`` the caches of the device are overwritten first.
+        With ``cold``, the caches of the device are overwritten first.
         """
 
     def capture(self, call: Callable[[], Any]) -> Callable[[], Any]:
@@ -220,7 +219,7 @@ class Backend(ABC):
         return call
 
     def current(self) -> tuple[int, int | None]:
-        """The current device and stream."""
+        """Returns the current device and stream."""
         return self.device, self.stream
 
     def use(self, device: int) -> None:
@@ -244,50 +243,50 @@ class Backend(ABC):
         """Waits until all work is done."""
         return
 
-    # For backends with memory of their own, apart from the host's.
+    # For backends whose memory is separate from host memory.
 
     def lanes(self) -> AbstractContextManager[tuple[Lane, Lane, Lane]]:
-        """Three lanes for one call: copies to the device, kernels, and copies back."""
+        """Provides three lanes for one call: copies to the device, kernels, and copies back."""
         raise NotImplementedError
 
     def pinned(self, size: int) -> np.ndarray:
-        """`size` bytes of page-locked host memory."""
+        """Allocates page-locked host memory of this many bytes."""
         return np.empty(size, np.uint8)
 
     def is_pinned(self, array: np.ndarray) -> bool:
-        """Whether all of an array, which must have elements, lies in page-locked memory."""
+        """Whether a nonempty array lies entirely in page-locked memory."""
         raise NotImplementedError
 
     def free_bytes(self) -> int:
-        """Bytes of the device's memory that can be allocated."""
+        """Returns the bytes of device memory that can be allocated."""
         raise NotImplementedError
 
     def trim_pinned(self) -> None:
-        """Gives page-locked memory in the pool back to the system."""
+        """Frees unused page-locked memory of the pool."""
         return
 
     def trim(self) -> None:
-        """Gives memory in the pool back to the device, for other libraries to use."""
+        """Frees unused memory of the pool, so that other libraries can allocate it."""
         return
 
     @abstractmethod
     def variable(self, prepared: Any, name: str, size: int) -> Any:
-        """The bytes of a global variable of a compiled kernel, as an array of this backend."""
+        """Returns a compiled kernel's global variable as an array of bytes of this backend."""
 
     def resources(self, prepared: Any) -> dict[str, int]:
         """Returns registers and spilled bytes per thread, or {} if they are unknown."""
         return {}
 
     def blocks_per_sm(self, prepared: Any, launch: PlannedLaunch) -> int | None:
-        """Returns how many blocks of a launch a multiprocessor runs at a time, or None."""
+        """Returns how many blocks of a launch fit on a multiprocessor, or None if unknown."""
         return None
 
     def versions(self) -> dict[str, str]:
-        """The versions of the driver, libraries and compilers, by name."""
+        """Returns the versions of the driver, libraries and compilers, by name."""
         return {}
 
     def reordered(self, seed: int) -> Backend:
-        """Returns a copy of this backend with another order of threads, or itself on a GPU."""
+        """Returns a copy that runs threads in another order; a GPU backend returns itself."""
         return self
 
     def working_on(self, array: Any) -> AbstractContextManager:
@@ -296,8 +295,8 @@ class Backend(ABC):
 
 
 def gist(message: str) -> str:
-    """The most informative line of a compiler's or library's message."""
+    """Returns the most informative line of a compiler's or library's message."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
-    if "Original error:" in lines:  # CuPy puts its advice above
+    if "Original error:" in lines:  # CuPy prints its advice before this line
         lines = lines[lines.index("Original error:") + 1 :]
     return next((line for line in lines if "error" in line.lower()), lines[0] if lines else "")

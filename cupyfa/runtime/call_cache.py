@@ -1,18 +1,18 @@
-"""The cache of calls, which saves reading and planning the arguments of a repeated call.
+"""Caches calls, so that a repeated call skips the checks and the planning of its arguments.
 
-It has two levels, which are tried in this order:
+The cache has two levels, which are tried in this order:
 
-1. The same arrays. ``repeat_call`` compares the arguments other than arrays with those of the last
-   call of the function, by identity, and asks the Prepared of that call for its launches on
-   identical arrays (``Repeats``). A KVCache keeps its own last call, since new tokens have to be
-   written each time; ``call/decode.py`` compares it in the same way.
-2. The same forms. ``CallCache.find`` takes a key of all arguments and of the forms of the arrays:
-   shapes, strides, dtypes and device. The Prepared that it finds runs on the new arrays. A second
-   key leaves out numbers; the Prepared that it finds is copied with new numbers, and its compiled
-   kernels are used again.
+1. Same arrays. ``repeat_call`` compares the non-array arguments with those of the function's last
+   call, by identity. If they match, it asks the Prepared of that call for its launches on identical
+   arrays (``Repeats``). A KVCache keeps its own last call, since each call has to write new tokens;
+   ``call/decode.py`` compares it in the same way.
+2. Same forms. ``CallCache.find`` looks up a key of all arguments and of the arrays' shapes,
+   strides, dtypes and device; the Prepared that it returns runs on the new arrays. A second key
+   omits numbers; a Prepared found by that key is copied with the new numbers and reuses its
+   compiled kernels.
 
-A call that is found at neither level is planned, and added under both keys of the second level; if
-it comes again, it also becomes the last call of its function.
+A call that neither level finds is planned, and added under both keys of the second level. When it
+is repeated, it also becomes the last call of its function.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from cupyfa.runtime.launcher import Launcher
     from cupyfa.runtime.prepared import Prepared
 
-_MOST_KNOWN = 256  # keys of calls (up to two per call) of a backend; also launchers of helpers
-_MOST_REPEATS = 32  # sets of arrays for which a Prepared keeps launches
-_MOST_SPARES = 2  # sets of results kept for reuse: the caller usually still holds one
-_MOST_MISSES = 8  # calls that find all spares in use before no more spares are kept
+_MOST_KNOWN = 256  # most keys (up to two per call), and most helper launchers, of a backend
+_MOST_REPEATS = 32  # most sets of arrays for which a Prepared keeps launches
+_MOST_SPARES = 2  # most sets of results kept for reuse: the caller usually still holds one
+_MOST_MISSES = 8  # after more calls that find all spares in use, no spares are added
 _SMALL = 1 << 20  # bytes; larger results are not kept
 # Functions implemented in C, so that a repeated call enters few Python functions.
 is_none = partial(is_, None)
@@ -43,21 +43,21 @@ shape_of = attrgetter("shape")
 class LastCall(NamedTuple):
     """The last call of a function or on a KVCache, which may be repeated."""
 
-    fixed: tuple[Any, ...]  # the arguments that are not arrays
+    fixed: tuple[Any, ...]  # the non-array arguments
     prepared: Prepared
 
 
-last_calls: dict[str, LastCall] = {}  # by function
+last_calls: dict[str, LastCall] = {}  # by function name
 
 
 def repeat_call(
     function: str, fixed: tuple[Any, ...], arrays: Sequence[Any], out: Any = None, grads: Any = None
 ) -> Any:
-    """Repeats the function's last call if its arguments are the same and its arrays known.
+    """Repeats the function's last call if all arguments are identical; else returns None.
 
-    fixed: the arguments that are not arrays, and which optional arrays are present; compared by
-    identity, since True equals 1, which is refused. arrays: the arrays that are present, in the
-    order of arguments. Returns the results, or None if there was no such call.
+    fixed: the non-array arguments, and which optional arrays are present. They are compared by
+    identity, because True equals 1, which is not a valid flag. arrays: the arrays that are present,
+    in argument order.
     """
     last = last_calls.get(function)
     if last is None or len(last.fixed) != len(fixed) or not all(map(is_, last.fixed, fixed)):
@@ -67,7 +67,7 @@ def repeat_call(
 
 
 class CallCache:
-    """The calls of a backend by their keys."""
+    """Prepared calls and launchers of one backend, by their keys."""
 
     def __init__(self) -> None:
         self.prepared: dict[Any, Prepared] = {}
@@ -76,11 +76,11 @@ class CallCache:
     def find(self, key: tuple[Any, ...]) -> Prepared | None:
         try:
             return self.prepared.get(key)
-        except TypeError:  # an unhashable argument, which is refused later
+        except TypeError:  # an unhashable argument, which is rejected later
             return None
 
     def add(self, key: tuple[Any, ...], prepared: Prepared) -> None:
-        # Files outside the library are a user's kernels, which may change.
+        # Files outside the library are the user's kernels, which may change between calls.
         if any(x.path.is_absolute() for x in prepared.plan.launches):
             return
         make_room(self.prepared)
@@ -100,7 +100,7 @@ def make_room(known: dict[Any, Any], most: int = _MOST_KNOWN) -> None:
 
 
 class _Ref(ref):
-    """A reference to an array of a call that may be repeated."""
+    """A weak reference of this cache, as opposed to those of callers."""
 
     __slots__ = ()
 
@@ -112,9 +112,9 @@ class Spare(NamedTuple):
     shapes: list[Any]
     allocator: Any
     launch: Callable[[], Any]
-    memory: Any  # of arguments and temporaries, kept alive for the launches
+    memory: Any  # memory of arguments and temporaries, kept alive for the launches
     holders: tuple[Any, ...]  # the objects that keep the results' memory alive
-    references: int  # the reference count of the holders while no caller has the results
+    references: int  # total reference count of the holders while no caller has the results
 
     def is_free(self) -> bool:
         """Whether no caller has a reference to the results or has changed their shapes."""
@@ -130,21 +130,21 @@ class Spare(NamedTuple):
 
 
 class Repeat:
-    """The launches of a call, for later calls on identical arrays."""
+    """The launches of a call, kept for later calls on identical arrays."""
 
     __slots__ = ("launch", "memory", "misses", "refs", "shapes", "spares")
 
     def __init__(self, arrays: Sequence[Any], forget: Callable[[Any], Any]) -> None:
-        """``forget`` is called when one of the arrays is deleted: another may get its id."""
+        """``forget`` is called when an array is deleted, because a new array may get its id."""
         self.refs = [_Ref(x, forget) for x in arrays]
         self.shapes = list(map(shape_of, arrays))
-        self.launch: Callable[[], Any] | None = None  # if results are written to caller's arrays
-        self.memory: Any = None  # of arguments and temporaries
-        self.spares: deque[Spare] = deque()  # if results are new arrays
+        self.launch: Callable[[], Any] | None = None  # used if the caller passes result arrays
+        self.memory: Any = None  # memory of arguments and temporaries
+        self.spares: deque[Spare] = deque()  # used if results are new arrays
         self.misses = 0
 
     def spare(self, allocator: Any) -> Spare | None:
-        """Takes results that may be reused out of the spares; the caller puts them back."""
+        """Removes a reusable spare from the spares and returns it; the caller puts it back."""
         try:
             spare = self.spares.popleft()
         except IndexError:
@@ -152,7 +152,7 @@ class Repeat:
         if spare.allocator is allocator and spare.is_free():
             self.misses = 0
             return spare
-        if self.spares:  # all spares are in use
+        if self.spares:  # the oldest of several spares is in use: drop it
             self.misses += 1
         else:
             self.spares.append(spare)
@@ -168,13 +168,13 @@ class Repeat:
 
 
 class Repeats:
-    """The calls of a Prepared, by the identity of their arrays: the first level of the cache."""
+    """The first level of the cache: calls of a Prepared, by the identity of their arrays."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        # By device, stream and the ids of the inputs and of the caller's arrays for the results.
+        # By device, stream and the ids of the inputs and of the caller's result arrays.
         self.known: dict[tuple[Any, ...], Repeat] = {}
-        self._before: dict[int, tuple[_Ref, ...]] = {}  # arrays of calls, by the first one's id
+        self._before: dict[int, tuple[_Ref, ...]] = {}  # arrays of earlier calls, by the first id
 
     def remember(
         self,
@@ -186,7 +186,7 @@ class Repeats:
     ) -> None:
         """Keeps the launches of a call if an earlier call had the same arrays.
 
-        ``make`` prepares launches that write to these results, and returns them with their memory.
+        ``make`` prepares launches that write to ``results``; it returns them with their memory.
         """
         own = all(x is None for x in targets)
         if not own and any(x is None for x in targets):
@@ -212,7 +212,7 @@ class Repeats:
             self.known[key] = repeat
 
     def _came_before(self, arrays: Sequence[Any]) -> bool:
-        """Whether there was a call on these arrays; remembers that there is one now."""
+        """Whether an earlier call had these arrays; remembers this call."""
         before = self._before.get(id(arrays[0]), ())
         if len(before) == len(arrays) and all(x() is y for x, y in zip(before, arrays)):
             return True

@@ -17,8 +17,8 @@ from cupyfa.runtime.backend import Backend
 NAMES = ("auto", "cuda", "simulator")
 CHOICE = "CUPYFA_BACKEND"  # the environment variable that overrides "auto"
 _choosing = threading.RLock()
-_owners: dict[type, Backend] = {}  # by the type of the backend's arrays
-_HOST, _CUDA, _CUDA_MANAGED = 1, 2, 13  # device types of DLPack
+_owners: dict[type, Backend] = {}  # backend by array type
+_HOST, _CUDA, _CUDA_MANAGED = 1, 2, 13  # DLPack device types
 
 
 def backend_named(backend: str | Backend) -> Backend:
@@ -31,7 +31,7 @@ def backend_named(backend: str | Backend) -> Backend:
             return {"auto": _automatic, "cuda": _cuda, "simulator": _simulator}[backend]()
     if isinstance(backend, Backend):
         return backend
-    known = f"use one of {', '.join(NAMES)}, or a Simulator with options of its own"
+    known = f"use one of {', '.join(NAMES)}, or a Simulator with custom options"
     raise ValueError(f"backend {backend!r} is unknown{nearest(backend, NAMES)}; {known}")
 
 
@@ -42,14 +42,14 @@ def backend_to_measure(backend: str | Backend) -> Backend:
     """
     if backend == "auto" and chosen_backend() == "auto" and (reason := _no_cuda()) is not None:
         raise DeviceError(
-            f"{reason}: times of the simulator say nothing about a GPU; to take them all the same, "
-            'give backend="simulator"'
+            f"{reason}: simulator times say nothing about a GPU; to measure them anyway, give "
+            'backend="simulator"'
         )
     return backend_named(backend)
 
 
 def chosen_backend() -> str:
-    """Returns the value of CUPYFA_BACKEND, by default "auto". Raises ValueError for others."""
+    """Returns CUPYFA_BACKEND, by default "auto". Raises ValueError for unknown names."""
     chosen = os.environ.get(CHOICE) or "auto"
     if chosen not in NAMES:
         known = f"use one of {', '.join(NAMES)}, or unset it"
@@ -58,7 +58,7 @@ def chosen_backend() -> str:
 
 
 def owner(backend: str | Backend, arrays: Sequence[Any]) -> Backend | None:
-    """Returns the backend to whose array type all arrays belong, or None."""
+    """Returns the backend whose array type all arrays have, or None."""
     found = _owners.get(type(arrays[0]))
     if found is None or not (backend == "auto" or backend is found or backend == found.name):
         return None
@@ -66,7 +66,7 @@ def owner(backend: str | Backend, arrays: Sequence[Any]) -> Backend | None:
 
 
 def adopt(backend: str | Backend, **arrays: Any) -> tuple[Backend, list[Any]]:
-    """Returns the backend for these arrays, and the arrays as NumPy or CuPy arrays, uncopied.
+    """Returns the backend for these arrays, and NumPy or CuPy views of them.
 
     NumPy arrays run anywhere; arrays in GPU memory (CuPy, DLPack, __cuda_array_interface__) run
     on CUDA. Raises TypeError for anything else and for a mixture.
@@ -95,7 +95,7 @@ def adopt_foreign(backend: str | Backend, arrays: Mapping[str, Any]) -> tuple[Ba
     if len(set(host.values())) > 1:
         where = ", ".join(f"{name} in {'host' if h else 'GPU'} memory" for name, h in host.items())
         raise TypeError(
-            f"arrays in host and GPU memory are mixed ({where}); copy all to one of the two"
+            f"arrays in host and GPU memory are mixed ({where}); copy all of them to one"
         )
     if all(host.values()):
         return backend_named(backend), [
@@ -103,10 +103,10 @@ def adopt_foreign(backend: str | Backend, arrays: Mapping[str, Any]) -> tuple[Ba
             for name, x in arrays.items()
         ]
     if backend == "simulator" or getattr(backend, "name", "cuda") == "simulator":
-        lies = "lies" if len(arrays) == 1 else "lie"
+        are = "is" if len(arrays) == 1 else "are"
         raise TypeError(
-            f"the simulator takes NumPy arrays, and {', '.join(arrays)} {lies} in GPU memory; copy "
-            "with cupy.asnumpy or, of torch, .cpu()"
+            f"the simulator takes NumPy arrays, but {', '.join(arrays)} {are} in GPU memory; copy "
+            "with cupy.asnumpy, or with .cpu() in torch"
         )
     cuda = backend_named("cuda" if backend == "auto" else backend)
     return cuda, [_foreign(name, array, cuda.adopt) for name, array in arrays.items()]
@@ -126,7 +126,7 @@ def as_array(backend: str | Backend, name: str, given: Any) -> Any:
 def devices_of(backend: Backend, devices: Any) -> tuple[int, ...]:
     """Returns the numbers of the devices that share a call, all of one model.
 
-    devices: numbers, or "all" for the devices of the current one's model, the current one first.
+    devices: numbers, or "all" for all devices of the current device's model, the current one first.
     """
     models = backend.models
     if isinstance(devices, str) and devices == "all":
@@ -135,15 +135,15 @@ def devices_of(backend: Backend, devices: Any) -> tuple[int, ...]:
     numbers = _numbers(devices)
     if unknown := [i for i in numbers if not 0 <= i < len(models)]:
         raise ValueError(
-            f'there is no device {unknown[0]}: {_known(backend)}; give numbers of these, or "all"'
+            f'there is no device {unknown[0]}: {_known(backend)}; give their numbers, or "all"'
         )
     if not numbers or len(set(numbers)) < len(numbers):
         raise ValueError(
-            f"devices is {list(numbers)}; give at least one, and each once: {_known(backend)}"
+            f"devices is {list(numbers)}; give one or more distinct numbers: {_known(backend)}"
         )
     if len({models[i] for i in numbers}) > 1:
         named = ", ".join(f"{i} is {models[i]}" for i in numbers)
-        raise ValueError(f"devices are of several models ({named}); give those of one model")
+        raise ValueError(f"devices are of different models ({named}); give devices of one model")
     return numbers
 
 
@@ -157,13 +157,13 @@ def _numbers(devices: Any) -> tuple[int, ...]:
         given = tuple(devices)
         if all(isinstance(x, int | np.integer) and not isinstance(x, bool) for x in given):
             return tuple(map(int, given))
-    raise TypeError(f'devices is {described(devices)}; give "all", or numbers as [0, 1]')
+    raise TypeError(f'devices is {described(devices)}; give "all", or numbers such as [0, 1]')
 
 
 def writable_view(backend: Backend, name: str, array: Any) -> Any:
     """Returns a writable view of another library's array, as a NumPy or backend array."""
     _, (view,) = adopt(backend, **{name: array})
-    # Views by older versions of DLPack are read-only.
+    # Older DLPack versions only return read-only views.
     if isinstance(view, np.ndarray) and not view.flags.writeable:
         other = np.asarray(array)
         view = other if np.may_share_memory(other, view) else view
@@ -171,7 +171,7 @@ def writable_view(backend: Backend, name: str, array: Any) -> Any:
 
 
 def _tensors(backend: str | Backend, values: list[Any]) -> tuple[Backend, list[Any]] | None:
-    """Converts torch tensors in GPU memory without DLPack; None for other arrays."""
+    """Converts torch tensors in GPU memory without DLPack; returns None for other arrays."""
     kind = getattr(sys.modules.get("torch"), "Tensor", None)
     if kind is None or any(type(x) is not kind or not x.is_cuda for x in values):
         return None
@@ -184,7 +184,7 @@ def _tensors(backend: str | Backend, values: list[Any]) -> tuple[Backend, list[A
 
 def _refuse_masked(name: str, array: Any) -> None:
     if is_masked(array):
-        raise TypeError(f"{name} is a MaskedArray, whose mask no kernel reads; pass {name}.data")
+        raise TypeError(f"{name} is a MaskedArray, whose mask kernels ignore; pass {name}.data")
 
 
 def _on_host(name: str, array: Any) -> bool:
@@ -213,7 +213,7 @@ def _foreign(name: str, array: Any, view: Callable[[Any], Any]) -> Any:
         raise
     except Exception as error:
         raise TypeError(
-            f"{name}, a {type(array).__name__}, cannot be seen as an array "
+            f"{name}, a {type(array).__name__}, cannot be viewed as an array "
             f"({type(error).__name__}: {error}); pass it as a NumPy or CuPy array"
         ) from error
 

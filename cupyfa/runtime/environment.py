@@ -14,7 +14,7 @@ from cupyfa.version import __version__
 
 PROC = Path("/proc/driver/nvidia")
 
-# Called by long functions: (done, total, description of the current work).
+# A callback by which long functions report progress: (done, total, description of the work).
 Progress = Callable[[int, int, str], None]
 
 
@@ -40,7 +40,7 @@ def describe(backend: Backend) -> dict[str, str]:
 
 def command() -> str:
     """Returns the command line of this process, quoted for a shell."""
-    import shlex  # here, since an import of cupyfa does not need it
+    import shlex  # imported here: importing cupyfa does not need it
 
     program = Path(sys.argv[0] or "python").name
     name = "cupyfa" if program in ("cli.py", "__main__.py", "cupyfa") else program
@@ -48,8 +48,8 @@ def command() -> str:
 
 
 def version_of(package: str) -> str | None:
-    """The version of an installed package, or None if it is not installed."""
-    from importlib import metadata  # imports fifty modules
+    """Returns the version of an installed package, or None if it is not installed."""
+    from importlib import metadata  # slow: it imports fifty modules
 
     try:
         return metadata.version(package)
@@ -58,7 +58,7 @@ def version_of(package: str) -> str | None:
 
 
 def kernel_driver() -> str | None:
-    """The version of NVIDIA's driver, or None if there is none."""
+    """Returns the version of NVIDIA's driver, or None without a driver."""
     try:
         found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", (PROC / "version").read_text())
     except OSError:
@@ -67,6 +67,6 @@ def kernel_driver() -> str | None:
 
 
 def without_driver() -> str:
-    """Describes the driver when CUDA finds none that works."""
+    """Describes the installed driver when CUDA cannot use it."""
     version = kernel_driver()
     return f"version {version}, but libcuda does not work" if version else "no NVIDIA driver"

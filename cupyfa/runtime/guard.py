@@ -1,10 +1,10 @@
 """Runs a plan between guard zones; detects out-of-bounds and missing writes.
 
-Every array gets its own memory with a margin on both sides, with the strides and the alignment of
-the caller's array. All of that memory is first filled with one bits, which are NaN in every float
-format. So an element that was not written is NaN, a read out of bounds gives NaN in a result, and a
-write out of bounds changes a margin. Inputs are compared before and after. All of this is done in
-the backend's memory; only outputs are copied to the host.
+Every array gets its own memory, with the strides and alignment of the caller's array and a margin
+on both sides. The memory is first filled with 0xFF bytes, which are NaN in every float format, so
+elements that the kernel does not write stay NaN, out-of-bounds reads produce NaN in a result, and
+out-of-bounds writes change a margin. Inputs are compared before and after the run. The checks run
+in the backend's memory; only outputs are copied to the host.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from cupyfa.runtime.launcher import replay
 
 MARGIN = 4096  # bytes on each side: at least 512 elements of any dtype
 _ONES = 0xFF
-FINITE = 0x41  # numbers like 12.08 in float32
+FINITE = 0x41  # a byte that fills memory with finite numbers: 12.08 in float32
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ def run_guarded(
     *,
     left: int = _ONES,
 ) -> dict[str, np.ndarray]:
-    """Runs a plan on guarded copies of its inputs, with outputs like ``outputs`` in guarded memory.
+    """Runs a plan on guarded copies of its inputs, with guarded outputs laid out like ``outputs``.
 
-    left: the byte that fills scratch memory first: NaN by default, or FINITE. NaN reveals reads of
+    left: the initial byte of scratch memory: 0xFF (NaN) by default, or FINITE. NaN reveals reads of
     elements that were never written, unless the kernel recomputes rows that come out as NaN.
 
     Returns the outputs as NumPy arrays. Raises WrongResult if a margin or an input was written.
@@ -57,7 +57,7 @@ def run_guarded(
         guarded[name].bits[...] = original[name]
     for name, (shape, dtype) in {**plan.outputs, **plan.scratch}.items():
         strides = contiguous_strides(plan.stored_shape(name), dtype)
-        new = as_strided(np.empty(0, dtype), shape, strides)  # only shape and strides; no memory
+        new = as_strided(np.empty(0, dtype), shape, strides)  # shape and strides, without memory
         guarded[name] = _guarded(backend, outputs.get(name, new))
         if name in plan.scratch:
             guarded[name].bits[...] = int.from_bytes(bytes([left]) * dtype.itemsize)
@@ -67,7 +67,7 @@ def run_guarded(
         for name, (_, dtype) in plan.outputs.items()
     }
     for name, g in guarded.items():
-        if name not in original:  # the padding of rows may be written
+        if name not in original:  # kernels may write the padding of output rows
             whole = plan.stored_shape(name), g.bits.dtype, g.offset, g.array.strides
             g = replace(g, bits=backend.view(g.memory, *whole))
         _check_memory(plan, name, g, original.get(name))
@@ -92,7 +92,7 @@ def checked(
 
 
 def _guarded(backend: Backend, like: Any) -> _Guarded:
-    """Allocates guarded memory for an array with the form and alignment of ``like``."""
+    """Allocates guarded memory for an array with the layout and alignment of ``like``."""
     low, high = extent(like)
     memory = backend.empty((MARGIN - low + 15 + high + MARGIN,), np.dtype(np.uint8))
     memory.fill(_ONES)
@@ -106,8 +106,8 @@ def _guarded(backend: Backend, like: Any) -> _Guarded:
 
 
 def _check_memory(plan: Plan, name: str, g: _Guarded, original: Any | None) -> None:
-    """Raises if anything but the elements of outputs and scratch was written."""
-    # Set all bits of elements that may be written, or that are unchanged, as in the margins.
+    """Raises WrongResult if the kernel wrote anything but elements of outputs and scratch."""
+    # Set all bits of elements that may be written or are unchanged, so that they match margins.
     g.bits[...] = ~(g.bits ^ (g.bits if original is None else original))
     if int(g.memory.min()) == _ONES:
         return

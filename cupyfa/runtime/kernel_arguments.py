@@ -9,10 +9,10 @@ from cupyfa.planner.plan import BOX_ALIGNMENT, TENSOR, Argument, PlannedLaunch, 
 from cupyfa.problem.dtypes import E4M3
 from cupyfa.runtime.backend import Backend, Mapped
 
-BOX_ROW_BYTES = 128  # bytes of a row of a box, as in tma.cuh
+BOX_ROW_BYTES = 128  # bytes per row of a TMA box, as in tma.cuh
 _BOXED = ("float16", "bfloat16", "uint8")  # supported dtypes of tensor maps
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
-_LARGEST_STRIDE = 2**40  # bytes; strides of a tensor map are smaller
+_LARGEST_STRIDE = 2**40  # bytes; strides of a tensor map must be smaller
 
 
 def arguments(backend: Backend, step: PlannedLaunch, arrays: Mapping[str, Any]) -> list[Any]:
@@ -55,7 +55,7 @@ def _passed(backend: Backend, step: PlannedLaunch, argument: Argument, array: An
 
 
 def _tensor(backend: Backend, array: Any, axes: tuple[int | None, ...]) -> np.ndarray:
-    """Makes a struct Tensor, with the strides of these axes in elements."""
+    """Makes a struct Tensor, with the strides along ``axes`` in elements."""
     size = array.dtype.itemsize
     strides = (0 if axis is None else array.strides[axis] // size for axis in axes)
     return np.array((backend.address(array), *strides), TENSOR)
@@ -72,12 +72,12 @@ def describe_map(backend: Backend, step: PlannedLaunch, name: str, array: Any) -
     boxed = "uint8" if dtype == E4M3 else dtype.name
     if boxed not in _BOXED or len(array.shape) != 4:
         raise ValueError(
-            f"{what}; boxes are of [batch, heads, rows, columns] in {' or '.join(_BOXED)}"
+            f"{what}; TMA needs [batch, heads, rows, columns] in {' or '.join(_BOXED)}"
         )
     if not can_be_boxed(array, address):
         raise ValueError(
-            f"{what}, strides {array.strides}, from {address:#x}; address and strides must be "
-            f"multiples of {BOX_ALIGNMENT} bytes, strides above 0: copy it to such an array"
+            f"{what}, strides {array.strides}, at {address:#x}; address and strides must be "
+            f"multiples of {BOX_ALIGNMENT} bytes, and strides positive: copy the array"
         )
     batch, heads, rows, columns = (max(size, 1) for size in array.shape)
     allowed = aligned_width(columns, dtype.itemsize) * dtype.itemsize

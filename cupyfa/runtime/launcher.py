@@ -1,8 +1,7 @@
 """Launches the steps of a plan, with arguments that are laid out once.
 
-A call only writes the addresses of its arrays into the arguments, or nothing at all: ``replay``
-returns a function that launches with fixed addresses. Everything that runs a plan uses this module:
-calls, checks and benchmarks, on CUDA and in the simulator.
+A call only writes its arrays' addresses into the arguments; ``replay`` fixes the addresses, too.
+Calls, checks and benchmarks run their plans with this module, on CUDA and in the simulator.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from cupyfa.runtime.kernel_arguments import arguments, describe_map
 from cupyfa.runtime.workspace import allocate
 
 Kernels = dict[int, Any]  # compiled kernels by the ``id`` of their Launch
-_MOST_MAPS = 256  # tensor maps that a thread keeps for a launch
+_MOST_MAPS = 256  # most tensor maps that a thread keeps per launch
 _WORD = 8  # bytes; the alignment of arguments
-# Locks by device, held while the launches of one plan are queued: threads that launch in the same
-# stream share the workspace of that stream.
+# One lock per device, held while a plan's launches are queued, because threads that launch in the
+# same stream share the workspace of that stream.
 _together: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 
 
@@ -43,7 +42,7 @@ def run(
 ) -> None:
     """Runs a plan on arrays of the backend and fills the outputs.
 
-    Everything is compiled before anything is launched, so an error leaves the outputs untouched.
+    All kernels are compiled before the first launch, so compile errors leave outputs untouched.
     """
     scratch = {name: allocate(backend, plan, name) for name in plan.scratch}
     arrays = {**inputs, **outputs, **scratch}
@@ -65,9 +64,9 @@ def replay(backend: Backend, plan: Plan, arrays: Mapping[str, Any]) -> Callable[
 def find_launcher(
     backend: Backend, key: tuple[Any, ...], arrays: Mapping[str, Any], make_plan: Callable[[], Plan]
 ) -> Launcher:
-    """Returns a cached launcher for a helper plan, outside the ladder, for arrays of these forms.
+    """Returns a cached launcher of a helper plan (not a rung) for arrays like these.
 
-    key: all that determines the plan besides the forms. The order of the arrays matters.
+    key: identifies the plan together with the arrays' names, order, shapes, strides and dtypes.
     """
     known = backend.calls.launchers
     forms = tuple((name, *backend.form(x)) for name, x in arrays.items())
@@ -94,7 +93,7 @@ def compile_kernels(backend: Backend, plan: Plan) -> Kernels:
             errors.append(error)
 
     def compile_in_thread(program: PlannedLaunch) -> None:
-        with backend.working_on(None):  # each thread has its own mode of stream capture
+        with backend.working_on(None):  # the stream capture mode is set per thread
             compile_program(program)
 
     others = programs[1:] if backend.compiles_in_parallel else ()
@@ -112,22 +111,22 @@ def compile_kernels(backend: Backend, plan: Plan) -> Kernels:
 
 
 class Misaligned(Exception):
-    """An array begins at an address that is not aligned enough for a tensor map."""
+    """The address of an array is not aligned for a tensor map."""
 
 
 class _Launch(NamedTuple):
     """A launch without the addresses of its arrays."""
 
     start: Start
-    values: tuple[bytes, ...]  # the arguments, whose addresses are filled in by each call
-    addresses: tuple[tuple[int, int, int], ...]  # (argument, bytes before the address, array)
+    values: tuple[bytes, ...]  # the encoded arguments, into which each call writes addresses
+    addresses: tuple[tuple[int, int, int], ...]  # (argument, byte offset, array) of each address
     maps: tuple[tuple[int, int, Mapped], ...]  # (argument, array, contents) of each tensor map
 
 
 class Launcher:
-    """Launches the steps of a plan for arrays of fixed forms, whose addresses each call gives.
+    """Launches a plan's steps for arrays of fixed shapes, strides and dtypes at given addresses.
 
-    Each thread has its own memory for arguments, so that any number of threads may call.
+    Each thread has its own memory for arguments, so calls are thread-safe.
     """
 
     def __init__(
@@ -137,7 +136,7 @@ class Launcher:
         arrays: Mapping[str, Any],
         kernels: Kernels | None = None,
     ) -> None:
-        """``arrays`` are all arrays of the plan; calls give their addresses in this order."""
+        """``arrays`` are all arrays of the plan; calls pass their addresses in this order."""
         self._backend, self._device = backend, backend.device
         self._mine, self._together = threading.local(), _together[backend.device]
         place = {name: at for at, name in enumerate(arrays)}
@@ -155,7 +154,7 @@ class Launcher:
             before |= written & _named(step)
 
     def with_numbers(self, plan: Plan) -> Launcher:
-        """Returns a copy with the numbers of another plan; see planner.evaluate."""
+        """Returns a copy with another plan's scalar arguments; see planner.evaluate."""
         other = copy(self)
         other._mine = threading.local()
         other._steps = [
@@ -174,7 +173,7 @@ class Launcher:
             steps = mine.steps = [make() for make in self._steps]
             mine.addresses = None
         if mine.addresses != addresses:
-            mine.addresses = None  # invalid until all are written: a signal may interrupt this
+            mine.addresses = None  # invalid until all are written: a signal may interrupt the loop
             for step in steps:
                 step.write(addresses)
             mine.addresses = addresses
@@ -189,7 +188,7 @@ class Launcher:
     def fixed(self, addresses: Sequence[int], stream: int | None) -> tuple[Callable, Any]:
         """Returns a function that launches the steps at these addresses, from any thread.
 
-        Also returns the memory of the arguments, which must live as long as the function.
+        Also returns the arguments' memory, which must stay alive as long as the function.
         """
         steps = [make() for make in self._steps]
         for step in steps:
@@ -199,10 +198,10 @@ class Launcher:
 
 
 def _in_order(plan: Plan) -> list[PlannedLaunch | Matmul]:
-    """Lists the steps to launch, without those of an empty grid, which CUDA refuses.
+    """Lists the steps to launch; skips launches with an empty grid, which CUDA rejects.
 
-    A launch does not begin early if it is the first one, follows a Matmul or an empty grid, or is
-    recorded: it then waits until all work before it has ended.
+    Disables programmatic dependent launch for a launch that is the first step, that follows a
+    Matmul or an empty grid, or that is recorded: it then waits for all earlier work.
     """
     steps: list[PlannedLaunch | Matmul] = []
     before: PlannedLaunch | Matmul | None = None
@@ -266,13 +265,12 @@ def _launch(
 
 
 def _named(step: PlannedLaunch) -> set[str]:
-    """Returns the names of a launch's arrays."""
     names = {x.name for x in step.arguments if x.value is None}
     return names | {name for x in step.arguments for name, _ in x.arrays}
 
 
 def _with_values(make: partial[Any], step: PlannedLaunch) -> partial[Any]:
-    """Replaces the values of a launch by those of another step, and keeps its arrays."""
+    """Replaces a launch's scalar arguments by those of another step, and keeps its arrays."""
     backend, launch = make.args
     values = list(launch.values)
     for at, argument in enumerate(step.arguments):
@@ -314,12 +312,12 @@ class _Arguments:
         self._table = (ctypes.c_uint64 * max(len(starts), 1))(*(base + _WORD * x for x in starts))
         self.start, self.pointers = launch.start, ctypes.addressof(self._table)
         self._slots = [(starts[at] + x // _WORD, array) for at, x, array in launch.addresses]
-        # With each map, the addresses of its encoded forms, by the address of the array.
+        # The last element caches encoded maps: array address -> address of the encoded map.
         self._maps = [(*x, dict[int, int]()) for x in launch.maps]
         self._backend, self._encoded = backend, list[Any]()
 
     def write(self, addresses: Sequence[int]) -> None:
-        """Puts the addresses of arrays into the arguments."""
+        """Writes the arrays' addresses into the arguments."""
         memory = self._memory
         for slot, array in self._slots:
             memory[slot] = addresses[array]
@@ -343,11 +341,11 @@ class _Arguments:
     def _forget(self) -> None:
         for *_, known in self._maps:
             known.clear()
-        self._dropped, self._encoded = self._encoded, []  # maps of this call are still in use
+        self._dropped, self._encoded = self._encoded, []  # this call may still use dropped maps
 
 
 class _Operands:
-    """A matrix product with its arrays."""
+    """A Matmul step with its operands."""
 
     pointers = 0
 
@@ -359,11 +357,11 @@ class _Operands:
         self._arrays: list[Any] = []
 
     def write(self, addresses: Sequence[int]) -> None:
-        """Makes arrays of the operands' forms at these addresses."""
+        """Creates the operands, as arrays at these addresses."""
         at = self._backend.at
         self._arrays = [at(addresses[array], *form) for array, form in self._operands]
 
     def start(self, stream: int | None, pointers: int, extra: int) -> None:
-        """Multiplies in the current stream, which ``stream`` must be."""
+        """Multiplies in the current stream; ``stream`` must be the current stream."""
         a, b, out = self._arrays
         self._backend.matmul(a, b, out, self._scale)

@@ -1,4 +1,4 @@
-"""Merges attentions over parts of the keys, forward and backward, by helper kernels."""
+"""Merges attention results over parts of the keys with helper kernels, forward and backward."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.choose_backend import adopt, writable_view
 from cupyfa.runtime.launcher import find_launcher
 
-Arrays = dict[str, Any]  # by the names that launches know
+Arrays = dict[str, Any]  # arrays by the names that launches use
 Pullback = Callable[..., list[tuple[Any, Any]]]
 
 _THREADS, _WARP = 128, 32
-# The 4 KB of arguments of a launch have room for this many parts, or half of them with gradients.
+# A launch has at most 4 KB of arguments, enough for this many parts (half as many with gradients).
 MOST_PARTS = 60
 MERGE = Launch(
     "merge_parts",
@@ -52,28 +52,28 @@ def merge(
     backend: str | Backend = "auto",
     check: bool = False,
 ) -> tuple[Any, Any]:
-    """Merges attentions over parts of the keys into the attention over all keys.
+    """Merges attention results over disjoint sets of keys into the result over all keys.
 
     parts: a list of any number of pairs (out, lse), as ``attention(return_lse=True)`` returns them
         for the same queries and different keys: out [..., heads, M, dv] of one dtype, float16,
         bfloat16, float32 or float64, and lse [..., heads, M] of float32 (float64 for float64). They
-        may have any strides. With ``layout="bshd"`` out is [..., M, heads, dv]; results of
-        ``Packed`` arrays are such arrays, too.
-    out: an array for the merged output.
+        may have any strides. With ``layout="bshd"`` out is [..., M, heads, dv], which is also the
+        layout of results for ``Packed`` arrays.
+    out: an array that receives the merged output.
     backend: as for ``attention``.
     check: also compare the results with the reference.
 
     With w_i = exp(lse_i - lse), out = sum of w_i · out_i, and lse = log of the sum of exp(lse_i).
-    Sums are kept in float32 (float64 for float64), in the order of the parts, and rounded once: the
-    bits depend on the parts and their order alone. A row with lse = -infinity adds nothing; if it
-    is -infinity in all parts, out = 0 and lse = -infinity. An lse of NaN or +infinity makes its row
-    NaN. Only one part may include the ``sink``.
+    Parts are summed in order, in float32 (float64 for float64), and rounded once, so the bits of
+    the results depend only on the parts and their order. A row with lse = -infinity contributes
+    nothing; if its lse is -infinity in all parts, out = 0 and lse = -infinity. An lse of NaN or
+    +infinity makes its row NaN. Only one part may include the ``sink``.
 
-    Returns (out, lse) in the form of a part and in the same memory: NumPy arrays, or arrays in GPU
-    memory, in which case the call does not wait and may be captured in a CUDA graph.
+    Returns (out, lse) with the shapes and dtypes of a part, and as the same type of array. On
+    arrays in GPU memory the call does not wait and may be captured in a CUDA graph.
 
-    Raises TypeError if ``parts`` is not a list of pairs or dtypes and kinds of arrays differ, and
-    ValueError if shapes differ or ``out`` has another form than the result or overlaps a part.
+    Raises TypeError if ``parts`` is not a list of pairs or if dtypes or array types differ, and
+    ValueError if shapes differ or if ``out`` has a wrong shape or dtype or overlaps a part.
 
     Flash-Decoding: Dao et al., 2023. Ring Attention: Liu et al., 2023, arXiv:2310.01889.
     """
@@ -88,11 +88,11 @@ def merge_vjp(
     backend: str | Backend = "auto",
     check: bool = False,
 ) -> tuple[tuple[Any, Any], Pullback]:
-    """``merge``, and the function that computes its gradients.
+    """Computes ``merge``, and returns a function that computes its gradients.
 
     Returns (out, lse) and ``pullback``; ``pullback(dout, dlse=None)`` takes the gradients of out
-    and lse, in their shapes and dtypes, and returns a list of (dout_i, dlse_i), in the form of the
-    parts:
+    and lse, with the same shapes and dtypes, and returns one pair (dout_i, dlse_i) per part, with
+    the part's shapes and dtypes:
 
         dout_i = w_i · dout        dlse_i = w_i · (sum over columns of dout · (out_i - out) + dlse)
 
@@ -113,7 +113,7 @@ def _pullback(
 
 
 class _Parts:
-    """The checked parts of a call of ``merge``."""
+    """The validated parts of a ``merge`` call."""
 
     def __init__(self, parts: Any, layout: str, backend: str | Backend) -> None:
         named = _named(parts)
@@ -126,17 +126,17 @@ class _Parts:
         first = self.outs[0]
         batch, heads, M, dv = sizes_of("parts[0][0]", first, layout)
         self.dtype = _dtype_of(first)
-        # Merging is an attention whose keys are the parts and whose scores are their lse.
+        # Merging is planned as attention: the parts act as keys, and their lse as scores.
         self._problem = Problem(batch, heads, heads, M, len(parts), 0, dv, self.dtype)
         self._shape, self._rows = tuple(first.shape), rows_of(first, layout)
         for i, (x, rows) in enumerate(zip(self.outs, self.lses)):
-            self._check_output(f"parts[{i}][0]", x, "that of parts[0][0]")
+            self._check_output(f"parts[{i}][0]", x, "parts[0][0]")
             self._check_rows(f"parts[{i}][1]", rows)
         require_one_device(self._backend, self._given)
         self._is_moved = not self._backend.owns(first)
 
     def merged(self, out: Any, check: bool) -> tuple[Any, Any]:
-        """Computes the merged out, in the caller's array if there is one, and lse."""
+        """Computes lse and the merged out, the latter in the caller's array if one is given."""
         backend = self._backend
         with backend.working_on(self.outs[0]):
             mine, into = None, None
@@ -162,10 +162,10 @@ class _Parts:
     def gradients(
         self, out: Any, lse: Any, dout: Any, dlse: Any, check: bool
     ) -> list[tuple[Any, Any]]:
-        """Computes the gradients of each part's out and lse from those of the merged ones."""
+        """Computes each part's dout and dlse from the gradients of the merged out and lse."""
         backend = self._backend
         dout = self._seen("dout", dout)
-        self._check_output("dout", dout, "that of out")
+        self._check_output("dout", dout, "out")
         given = {"O": out, "lse": lse, "dO": dout}
         if dlse is not None:
             given["dlse"] = dlse = self._seen("dlse", dlse)
@@ -207,23 +207,23 @@ class _Parts:
         return self._backend.download(array) if self._is_moved else array
 
     def _seen(self, name: str, given: Any) -> Any:
-        """Views another library's array as one like the parts. Raises TypeError for other kinds."""
+        """Views an array as the parts' array type. Raises TypeError where that is impossible."""
         mine = writable_view(self._backend, name, given)
         if type(mine) is not type(self.outs[0]):
             kind = "NumPy" if isinstance(self.outs[0], np.ndarray) else "CuPy"
             raise TypeError(
-                f"{name} is {described(given)}, the parts are {kind} arrays; give a {kind} array"
+                f"{name} is {described(given)}, but parts are {kind} arrays; give a {kind} array"
             )
         return mine
 
     def _check_output(self, name: str, array: Any, like: str) -> None:
         if tuple(array.shape) != self._shape:
             raise ValueError(
-                f"{name} has shape {tuple(array.shape)}; it must be {like}, {self._shape}"
+                f"{name} has shape {tuple(array.shape)}; it must be {self._shape}, as for {like}"
             )
         if array.dtype != self.dtype.numpy:
             raise TypeError(
-                f"{name} is {array.dtype}; it must be {self.dtype.name}, {like}: convert all to one"
+                f"{name} is {array.dtype}; it must be {self.dtype.name}, as {like} is: convert it"
             )
 
     def _check_rows(self, name: str, array: Any) -> None:
@@ -239,12 +239,11 @@ class _Parts:
             )
 
     def _on_host(self, name: str, *arrays: Any) -> np.ndarray:
-        """Copies arrays to the host: [arrays, batch, heads, M, dv], without dv for lse."""
+        """Stacks arrays on the host as [arrays, batch, heads, M, dv], without dv for lse."""
         seen = np.stack([self._view(name, self._backend.download(x)) for x in arrays])
         return seen[..., 0] if "lse" in name else seen
 
     def _require_merged(self, out: Any, lse: Any) -> None:
-        """Raises WrongResult if the merged out or lse differ from the reference."""
         parts = self._on_host("out", *self.outs), self._on_host("lse", *self.lses)
         right = merge_bounds.expected_merge(*parts, dtype=self.dtype.name)
         found = {"out": self._on_host("out", out)[0], "lse": self._on_host("lse", lse)[0]}
@@ -265,7 +264,7 @@ class _Parts:
 
 
 def _named(parts: Any) -> Arrays:
-    """Returns all arrays of the parts by expressions such as "parts[0][1]"; checks the pairs."""
+    """Checks the pairs, and returns their arrays by names such as "parts[0][1]"."""
     if not isinstance(parts, list | tuple):
         raise TypeError(f"parts is {described(parts)}; give a list of pairs (out, lse)")
     if not parts:
@@ -300,7 +299,7 @@ def _readable(array: Any) -> Any:
 
 
 def _merge(backend: Backend, p: Problem, arrays: Arrays, given: Sequence[Any]) -> None:
-    """Computes "O" and "lse" of ``arrays``. ``given`` are the arrays that are not temporary."""
+    """Computes arrays["O"] and arrays["lse"]. ``given`` are the arrays that are not temporary."""
     constants = _constants(p, arrays)
     carries = p.N > MOST_PARTS
     if carries:
@@ -312,7 +311,7 @@ def _merge(backend: Backend, p: Problem, arrays: Arrays, given: Sequence[Any]) -
 
 
 def _differentiate(backend: Backend, p: Problem, arrays: Arrays, given: Sequence[Any]) -> None:
-    """Computes "dout0", "dlse0", … of ``arrays``. ``given`` are those that are not temporary."""
+    """Computes arrays["dout0"], arrays["dlse0"], … ``given`` are the non-temporary arrays."""
     constants = {**_constants(p, arrays), "has_dlse": "dlse" in arrays}
     written = [f"d{name}{i}" for i in range(p.N) for name in ("out", "lse")]
     _launch(backend, p, constants, arrays, given, written, _differentiating)
@@ -337,7 +336,7 @@ def _launch(
 
     launcher = find_launcher(backend, (steps, p, *constants.items()), arrays, make_plan)
     launcher(tuple(map(backend.address, arrays.values())), backend.stream)
-    if backend.stream and backend.is_capturing:  # the graph may be launched at any time
+    if backend.stream and backend.is_capturing:  # keep temporary arrays alive for the graph
         own = set(map(backend.address, given))
         copies = [x for x in arrays.values() if backend.address(x) not in own]
         workspace.of_graphs.extend(copies)
@@ -408,7 +407,7 @@ def _sizes(p: Problem, count: int) -> Iterator[Argument]:
 
 
 def _parts(name: str, of: tuple[str, str], first: int, count: int, room: int) -> Argument:
-    """Makes the struct Parts of parts.cuh, with ``count`` parts from number ``first`` on."""
+    """Makes the struct Parts of parts.cuh for ``count`` parts, beginning with part ``first``."""
     names = [f"{x}{i}" for i in range(first, first + count) for x in of]
     unused = [(f"unused{i}", TENSOR) for i in range(len(of) * (room - count))]
     kind = np.dtype([*((x, TENSOR) for x in names), *unused])

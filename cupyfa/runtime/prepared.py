@@ -52,45 +52,45 @@ from cupyfa.score.dropout import Dropout
 if TYPE_CHECKING:
     from cupyfa.runtime.transfer import Pieces
 
-# The operation's names of arrays, by those that callers use for them.
+# Maps the callers' names of arrays to the operation's names.
 NAMES = {"q": "Q", "k": "K", "v": "V", "out": "O", "dout": "dO", "x": "S"}
 
 
 class Result(NamedTuple):
-    """The description of a result of a call."""
+    """One result of a call."""
 
-    name: str  # the operation's name of it
-    shape: tuple[int, ...]  # the shape that the caller gets
-    label: str | None  # the caller's array for it, as messages name it; None if there is none
+    name: str  # the operation's name of the result
+    shape: tuple[int, ...]  # shape of the array that is returned to the caller
+    label: str | None  # names the caller's array in messages; None if callers cannot pass one
 
 
 def viewed(problem: Problem, layout: str | None, axes: str, array: Any) -> Any:
-    """Views a caller's array with the axes of the kernel; without a layout, as rows."""
+    """Views a caller's array in the shape that the kernel expects."""
     if layout is None or len(axes.split()) != 4:
         return array.reshape(problem.shape(axes))
     return four_axes(array, layout)
 
 
 def _reshaped(shape: tuple[int, ...], array: Any) -> Any:
-    """Reshapes an array of a custom kernel; returns one without columns unchanged."""
+    """Reshapes an array of a custom kernel; returns arrays without columns unchanged."""
     return array.reshape(shape) if array.size == prod(shape) else array
 
 
 class Prepared(OfThisProcess):
-    """A call for arrays of the same shapes, strides and dtypes on the same device.
+    """A compiled call for arrays of fixed shapes, strides and dtypes on one device.
 
     ``prepared(q, k, v, out=None)`` computes ``attention`` and ``prepared(dout, q, k, v, out, lse,
-    grads=None)`` computes ``backward``, with the options that it was made with; ``plan`` has the
-    kernel and its launches. Structured arrays are given as such: ``prepared(Packed(q, offsets),
-    …)``. Arrays of a custom kernel follow in the order of its record, or are given by name; its
-    floats are fixed. Arrays besides q, k and v may be NumPy or CuPy arrays, whatever q is, or lists
+    grads=None)`` computes ``backward``, with the options that were compiled in; ``plan`` contains
+    the kernel and its launches. Structured arrays are passed as such: ``prepared(Packed(q,
+    offsets), …)``. Arrays of a custom kernel follow in the order of its record, or are passed by
+    name; its floats are fixed. Optional arrays may be NumPy or CuPy arrays, whatever q is, or lists
     of numbers.
 
-    A call launches in CuPy's current stream. The stream may be captured: the graph may be launched
-    as long as the Prepared lives, but not at the same time as another graph that was captured in
-    that stream, or in a later one at its address, for these share temporaries. Any number of
-    threads may call. Calls are fastest with arrays for the results, and with the same array objects
-    as an earlier call.
+    A call launches kernels in CuPy's current stream, which may be captured. The graph may be
+    launched as long as the Prepared lives, but not concurrently with another graph that was
+    captured in the same stream, or in a later stream with the same handle: such graphs share
+    temporaries. Calls are thread-safe. They are fastest if they pass arrays for the results and
+    the same array objects as an earlier call.
     """
 
     _instead = "call cupyfa.compile there; its plan can be pickled"
@@ -106,11 +106,11 @@ class Prepared(OfThisProcess):
         keep: bool,
         bound: Mapping[str, Any] | None = None,
     ) -> None:
-        """``inputs`` are arrays of the form that calls will have, by the callers' names.
+        """Prepares calls on arrays like ``inputs``, which are listed by the callers' names.
 
         ``bound`` are the arrays of a block mask, which every call reads and no caller passes.
-        Kernels are compiled here if calls can launch them directly on such arrays; with ``keep``
-        always, and calls keep their temporaries and arguments.
+        Kernels are compiled here if they can read such inputs without copies. With ``keep``,
+        kernels are always compiled here, and calls keep their temporaries and arguments.
         """
         for result in results:
             if result.name not in plan.outputs:
@@ -122,14 +122,14 @@ class Prepared(OfThisProcess):
         self._backend, self._device, self._keep = backend, backend.device, keep
         self._names = tuple(inputs)
         self._forms = backend.forms([*inputs.values()])
-        # Whether lengths and offsets of sequences lie on the host, where each call checks them.
+        # Whether lengths or offsets of sequences are host arrays, which each call has to check.
         self._lengths_seen = any(
             name_of(name) in LENGTHS and isinstance(x, np.ndarray) for name, x in inputs.items()
         )
         self._results = tuple(results)
         self._labelled = sum(x.label is not None for x in results)
         self._is_forward = operation.name != "backward"
-        self._is_one = self._is_forward and len(results) == 1  # gradients are a tuple
+        self._is_one = self._is_forward and len(results) == 1  # gradients are always a tuple
         self._all_new: tuple[Any, ...] = (None,) * len(results)
         self._others = self._all_new[1:]
         self._new = [(x.shape, plan.outputs[x.name][1]) for x in results]
@@ -158,9 +158,9 @@ class Prepared(OfThisProcess):
             self._kernels = compile_kernels(backend, plan)
 
     def with_numbers(self, options: AttentionOptions, numbers: Sequence[Operand]) -> Prepared:
-        """Returns a copy with other captured numbers and other numbers of softcap and dropout.
+        """Returns a copy with new captured numbers and new values of softcap and dropout.
 
-        ``options`` must have the same form. ``numbers`` are all captured numbers.
+        ``options`` may differ in these values only. ``numbers`` are all captured numbers.
         """
         p, by_name = self.plan.problem, {x.name: x for x in numbers}
         names = ("softcap", *DROPOUT)
@@ -174,10 +174,11 @@ class Prepared(OfThisProcess):
         return other
 
     def __call__(self, *arrays: Any, out: Any = None, grads: Any = None, **named: Any) -> Any:
-        """Computes the results of the prepared function for these arrays.
+        """Computes the prepared function of these arrays.
 
-        Raises ValueError for arrays of other forms and for NumPy lengths and offsets out of range,
-        and the errors of the function for ``out``, ``grads`` and failures of the device.
+        Raises ValueError if arrays differ from the prepared ones in shape, strides, dtype or
+        device, or if NumPy lengths or offsets are out of range. For ``out``, ``grads`` and device
+        failures it raises the same errors as the function.
         """
         if named or len(arrays) != len(self._names):
             arrays, out = self._by_name(arrays, out, named)
@@ -202,11 +203,11 @@ class Prepared(OfThisProcess):
         devices: tuple[int, ...] = (),
         capturing: bool = False,
     ) -> Any:
-        """Runs the call for arrays whose forms have been checked.
+        """Runs the call on arrays whose shapes, strides and dtypes have been checked.
 
-        ``targets`` are the caller's arrays for the results, each None for a new one. ``devices``
-        are several that share the work on host arrays, the current one first. ``capturing``:
-        whether a graph is being captured, in a context that allows allocations.
+        ``targets``: the caller's array for each result, or None to allocate it. ``devices``: the
+        devices that share the work on host arrays, the current device first. ``capturing``: whether
+        a graph is being captured, in a context that allows allocations.
         """
         backend, launcher = self._backend, self._launcher
         if launcher is None or check:
@@ -226,7 +227,7 @@ class Prepared(OfThisProcess):
                 backend.empty(*new) if mine is None else mine
                 for mine, new in zip(targets, self._new)
             ]
-            space = self._workspace.at(stream, capturing)  # which must live until the launch
+            space = self._workspace.at(stream, capturing)  # has to stay alive until the launch
             every = (*addresses, *map(backend.address, results), *space[1])
             if self._mask and any(x & self._mask for x in every):
                 return self._in_general(arrays, targets, check, progress)
@@ -243,7 +244,7 @@ class Prepared(OfThisProcess):
         return results[0] if self._is_one else tuple(results)
 
     def _fixed(self, addresses: tuple[int, ...], stream: int, space: Space) -> tuple[Any, Any]:
-        """Prepares launches with fixed addresses; returns them with the memory that they need."""
+        """Prepares launches at fixed addresses; returns them with the memory that they use."""
         assert self._launcher is not None
         launch, memory = self._launcher.fixed(addresses, stream)
         return launch, (memory, space)
@@ -256,9 +257,9 @@ class Prepared(OfThisProcess):
         shapes: bool = False,
         before: Callable[[], None] | None = None,
     ) -> Any:
-        """Repeats the call on identical arrays of an earlier call; returns None if there was none.
+        """Repeats an earlier call on the same array objects; returns None if there was none.
 
-        With ``shapes`` the shapes are compared, too: one may have been changed in place. ``before``
+        With ``shapes``, shapes are compared as well, since they can be changed in place. ``before``
         is called before the launches.
         """
         known, backend = self._repeats.known, self._backend
@@ -297,15 +298,15 @@ class Prepared(OfThisProcess):
         return f"<prepared {plan.kernel.name} on {self._backend.name}: {plan.problem}>"
 
     def forget(self) -> None:
-        """Drops the temporaries of streams, and the launches and results kept for repeated calls.
+        """Frees the temporaries of streams, and the launches and results kept for repeated calls.
 
-        The memory that graphs use is kept.
+        Memory that graphs use is not freed.
         """
         self._repeats.known.clear()
         self._workspace.forget()
 
     def targets(self, out: Any, grads: Any) -> tuple[Any, ...]:
-        """Returns the caller's array for each result (``out`` or ``grads``), None for a new one."""
+        """Returns the caller's array for each result, from ``out`` or ``grads``, or None."""
         if self._is_forward:
             if grads is not None:
                 raise TypeError("attention has no grads=; use out=")
@@ -319,8 +320,8 @@ class Prepared(OfThisProcess):
             what = f"has {len(grads)} elements" if many else f"is {described(grads)}"
             names = [str(x.label).removesuffix(" of grads") for x in self._results if x.label]
             raise TypeError(
-                f"grads {what}; give {len(names)} arrays, for {', '.join(names)}, each None for a "
-                "new one"
+                f"grads {what}; give {len(names)} arrays, for {', '.join(names)}; None allocates a "
+                "new array"
             )
         return (*grads, *self._all_new[len(grads) :])
 
@@ -329,7 +330,7 @@ class Prepared(OfThisProcess):
     def _by_name(
         self, arrays: tuple[Any, ...], out: Any, named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], Any]:
-        """Puts inputs given by name in order; also returns ``out``, unless it is an input."""
+        """Returns the inputs in order, including inputs by name, and ``out`` if it is a result."""
         at = ("q" in self._names) and self._names.index("q")
         if any(isinstance(x, Structured) for x in arrays):
             qkv, structure = unwrap(*arrays[at : at + 3])
@@ -363,16 +364,16 @@ class Prepared(OfThisProcess):
             "missing": missing,
             "given twice": twice,
             "unknown": unknown,
-            "compiled in, so to be left out": numbers,
+            "compiled in and must be left out": numbers,
         }
         wrong = [
             f"{_listed(x)} {'is' if len(x) == 1 else 'are'} {why}" for why, x in found.items() if x
         ]
-        wrong += [f"there {'is' if count == 1 else 'are'} {count} more"] * (count > 0)
+        wrong += [f"{count} too many {'was' if count == 1 else 'were'} given"] * (count > 0)
         return f"this call takes the arrays {_listed(self._names)}; {', '.join(wrong)}"
 
     def _with_unread_lse(self, arrays: Sequence[Any]) -> list[Any]:
-        """Replaces an lse of None by an uninitialised array if the kernel reads no lse."""
+        """Replaces lse=None by an uninitialised array if the kernel does not read lse."""
         given = list(arrays)
         if "lse" in self._names and not self.plan.kernel.reads_lse:
             at = self._names.index("lse")
@@ -383,14 +384,14 @@ class Prepared(OfThisProcess):
         return given
 
     def _are_alike(self, arrays: Sequence[Any]) -> bool:
-        """Whether these are arrays of the backend, with the forms that the call is prepared for."""
+        """Whether these are arrays of the backend, with the prepared shapes, strides and dtypes."""
         try:
             return tuple(map(self._backend.form, arrays)) == self._forms
         except (AttributeError, ValueError):  # host arrays, or arrays without readable ``data``
             return False
 
     def _where_q_is(self, arrays: Sequence[Any]) -> list[Any]:
-        """Moves optional arrays to the memory of q, and checks lengths on the host."""
+        """Moves optional arrays to the memory that holds q, and checks lengths on the host."""
         backend, first = self._backend, len(OPERATIONS[self.plan.operation.name].inputs)
         names = [name_of(x) for x in self._names]
         read = {x: as_array(backend, x, y) for x, y in zip(names[first:], arrays[first:])}
@@ -403,7 +404,7 @@ class Prepared(OfThisProcess):
     def _with_lengths(self, by_name: dict[str, Any]) -> dict[str, Any]:
         """Converts lengths and offsets on the host to int32.
 
-        Raises ValueError for those that exceed the arrays.
+        Raises ValueError for lengths and offsets that exceed the arrays.
         """
         on_host = (np.ndarray, list, tuple)
         seen = {x: y for x, y in by_name.items() if x in LENGTHS and isinstance(y, on_host)}
@@ -416,19 +417,19 @@ class Prepared(OfThisProcess):
         return by_name | ragged.padded_lengths(seen, p.batch, (p.M, p.N))
 
     def _adopted(self, arrays: Sequence[Any]) -> list[Any]:
-        """Converts arrays to those of the backend; raises ValueError for arrays of other forms."""
+        """Converts arrays to the backend's type; raises ValueError for other shapes or dtypes."""
         _, adopted = adopt(self._backend, **dict(zip(map(name_of, self._names), arrays)))
         forms = self._backend.forms(adopted)
         for name, given, wanted in zip(self._names, forms, self._forms):
             if given != wanted:
                 raise ValueError(
-                    f"{_listed([name])} is {_described(given)}, and this was compiled for "
-                    f"{_described(wanted)}; compile it again, or call the function"
+                    f"{_listed([name])} is {_described(given)}, but this was compiled for "
+                    f"{_described(wanted)}; compile it again, or call the function itself"
                 )
         return adopted
 
     def _takes(self, targets: Sequence[Any], addresses: tuple[int, ...]) -> bool:
-        """Whether kernels can write the caller's arrays; if not, ``_closely`` finds out why."""
+        """Whether kernels can write directly to the caller's arrays; else use ``_closely``."""
         backend, extents = self._backend, self._extents
         if not backend.writes_in_place:
             return False
@@ -447,13 +448,13 @@ class Prepared(OfThisProcess):
             return False
 
     def _are_apart(self, targets: Sequence[Any]) -> bool:
-        """Whether no two of the (contiguous) arrays for results share memory."""
+        """Whether no two of the caller's (contiguous) result arrays share memory."""
         address, sizes = self._backend.address, self._result_bytes
         spans = sorted((address(x), size) for x, size in zip(targets, sizes) if x is not None)
         return all(start + size <= after for (start, size), (after, _) in pairwise(spans))
 
     def _make_launcher(self, arrays: Mapping[str, Any]) -> Launcher | None:
-        """Makes a launcher, if kernels can use arrays like these without copies; else None."""
+        """Returns a launcher if kernels can use arrays like these without copies, else None."""
         backend, plan = self._backend, self.plan
         inputs = self._seen(arrays)
         for (name, seen), array in zip(inputs.items(), arrays.values()):
@@ -474,7 +475,7 @@ class Prepared(OfThisProcess):
         self._mask = max((*known, *plan.paired.values()), default=1) - 1
         return Launcher(backend, plan, {**inputs, **outputs, **self._workspace.new()})
 
-    # The general way, for arrays that need copies, another layout or a transfer to the device
+    # The general path, for arrays that need copies, another layout or a transfer to the device
 
     def _seen(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Views the inputs in the kernel's layout, by the operation's names."""
@@ -489,7 +490,7 @@ class Prepared(OfThisProcess):
         progress: Progress | None,
         devices: tuple[int, ...] = (),
     ) -> Any:
-        """Runs the call for any ``targets``, which may be other libraries' arrays."""
+        """Runs the call for any ``targets``, including arrays of other libraries."""
         views = [
             mine
             if mine is None or isinstance(mine, np.ndarray) or self._backend.owns(mine)
@@ -543,7 +544,7 @@ class Prepared(OfThisProcess):
     def _written_in_place(
         self, targets: Sequence[Any], inputs: Mapping[str, Any]
     ) -> list[Any | None]:
-        """Returns the caller's arrays that the kernel can write in place, None for the others."""
+        """Returns each of the caller's arrays, or None if the kernel cannot write it in place."""
         named = [(str(x.label), mine) for x, mine in zip(self._results, targets)]
         found = []
         for (name, mine), result, (shape, dtype) in zip(named, self._results, self._new):
@@ -559,7 +560,7 @@ class Prepared(OfThisProcess):
         return found
 
     def _fresh(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """Allocates an array for a result in the memory where the inputs are."""
+        """Allocates a result array in the memory (host or device) that holds the inputs."""
         if self._owned:
             return self._backend.empty(shape, dtype)
         from cupyfa.runtime.transfer import new_result
@@ -579,12 +580,11 @@ def fill(
     kernels: Kernels | None = None,
     devices: tuple[int, ...] = (),
 ) -> None:
-    """Computes these outputs; with ``check``, in guarded memory and compared with the reference.
+    """Computes ``outputs``; with ``check``, runs in guarded memory and compares with the reference.
 
     Arrays are [batch, heads, rows, columns], all on the host or all in the backend's memory.
-    ``pieces`` and ``kernels`` may be kept from earlier calls of the plan. ``devices`` are several
-    that share the work on host arrays; checks run on the current one. Raises WrongResult if a check
-    fails.
+    ``pieces`` and ``kernels`` may be kept from earlier calls of the plan. ``devices`` share the
+    work on host arrays; checks run on the current device. Raises WrongResult if a check fails.
     """
     if check:
         from cupyfa.runtime import guard
@@ -619,7 +619,7 @@ def fill(
 
 
 def pieces_of(backend: Backend, plan: Plan) -> Pieces:
-    """Makes the pieces that a plan's problem is divided into, planned with the same constants."""
+    """Divides a plan's problem into pieces, which are planned with the same constants."""
     from cupyfa.runtime.transfer import Pieces
 
     return Pieces(plan, partial(_part, plan, backend.limits))

@@ -1,4 +1,4 @@
-"""Ragged batches: checks lengths and offsets of sequences, and packs lists of arrays."""
+"""Checks the lengths and offsets of ragged batches, and packs lists of arrays."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from cupyfa.errors import described
 from cupyfa.problem.optional_inputs import ALIBI, PADDED, SINK, STARTS, USED, written
 from cupyfa.runtime.arrays import require_form
 
-_ROWS = {"bhsd": -2, "bshd": -3}  # the axis of rows
-_LARGE = 4 << 20  # bytes; several threads copy more than this
+_ROWS = {"bhsd": -2, "bshd": -3}  # index of the row axis in each layout
+_LARGE = 4 << 20  # bytes; several threads share larger copies
 _AT_ONCE = 1 << 20  # bytes that a thread copies at a time
 
 
@@ -26,17 +26,17 @@ def lengths(
 ) -> dict[str, Any]:
     """Checks the offsets and lengths of a ragged batch on the host; returns them as int32.
 
-    q, k: the packed arrays, [rows, heads, d]. given: offsets and lengths by the names of STARTS and
-    USED. download: a function to check those in GPU memory, too. Raises ValueError for wrong
-    offsets or lengths, TypeError if they are not whole numbers.
+    q, k: the packed arrays, [rows, heads, d]. given: offsets and lengths, by the names in STARTS
+    and USED. download: copies arrays from GPU memory, so that they are checked, too. Raises
+    ValueError for invalid offsets or lengths, TypeError if they are not integers.
     """
     made = {name: _whole(name, x) for name, x in given.items() if x is not None}
     for start, used, array, rows in zip(STARTS, USED, (q, k), ("q", "k")):
         offsets, counts = made[start], made.get(used)
         if len(offsets.shape) != 1 or offsets.shape[0] < 1:
             raise ValueError(
-                f"{written(start)} has shape {tuple(offsets.shape)}; it must have one axis: the "
-                "start of each sequence, and the end of the last one"
+                f"{written(start)} has shape {tuple(offsets.shape)}; it must be 1-D: the start of "
+                "each sequence, and the end of the last one"
             )
         total = int(array.shape[0])
         if (seen := _look(offsets, download)) is not None:
@@ -51,8 +51,8 @@ def padded_lengths(
 ) -> dict[str, Any]:
     """Checks the lengths of padded batch elements on the host; returns them as int32.
 
-    given: lengths by the names of PADDED. rows: their maxima, M and N. download: a function to
-    check those in GPU memory, too.
+    given: lengths, by the names in PADDED. rows: their upper bounds, M and N. download: copies
+    arrays from GPU memory, so that they are checked, too.
     """
     made = {name: _whole(name, x) for name, x in given.items()}
     for name, array in made.items():
@@ -63,16 +63,16 @@ def padded_lengths(
 
 
 def _look(array: Any, download: Download | None) -> np.ndarray | None:
-    """Returns an array on the host; None for one in GPU memory if there is no ``download``."""
+    """Returns an array on the host, or None for an array in GPU memory without ``download``."""
     if isinstance(array, np.ndarray):
         return array
     return None if download is None else download(array)
 
 
 def with_a_sequence(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds an empty sequence to the arrays of a ragged batch that has none.
+    """Adds an empty sequence to a ragged batch without sequences.
 
-    Kernels need at least one. The values of the added elements have no effect.
+    Kernels require at least one sequence. The values of the added elements have no effect.
     """
     made = dict(given)
     if not has_no_sequence(given):
@@ -95,7 +95,7 @@ def has_no_sequence(given: Mapping[str, Any]) -> bool:
 
 
 def with_elements(array: Any) -> Any:
-    """Replaces a captured array that has an empty axis by zeros with no empty axis."""
+    """Replaces a captured array without elements by zeros, with length 1 along its empty axes."""
     shape = getattr(array, "shape", ())
     return np.zeros([max(x, 1) for x in shape], array.dtype) if 0 in shape else array
 
@@ -109,13 +109,13 @@ def _whole(name: str, given: Any) -> Any:
         )
     if isinstance(given, np.ndarray) and given.dtype.kind not in "iu":
         raise TypeError(
-            f"{written(name)} is {given.dtype}; it must be of whole numbers: convert it"
+            f"{written(name)} is {given.dtype}; it must have an integer dtype: convert it"
         )
     return given
 
 
 def _as_int32(array: Any) -> Any:
-    """Converts a NumPy array of checked whole numbers to contiguous int32; keeps CuPy arrays."""
+    """Converts a checked NumPy array to contiguous int32; returns CuPy arrays unchanged."""
     return np.ascontiguousarray(array, np.int32) if isinstance(array, np.ndarray) else array
 
 
@@ -124,12 +124,12 @@ def _check_offsets(name: str, offsets: np.ndarray, rows: str, total: int) -> Non
     falls = next((i for i, (a, b) in enumerate(pairwise(seen)) if b < a), None)
     if falls is not None:
         raise ValueError(
-            f"{written(name)}[{falls + 1}] is {seen[falls + 1]}, below {seen[falls]} before it; "
-            "give offsets that do not decrease"
+            f"{written(name)}[{falls + 1}] is {seen[falls + 1]}, less than {seen[falls]} before "
+            "it; give offsets that do not decrease"
         )
     if seen[0] < 0 or seen[-1] > total:
         raise ValueError(
-            f"{written(name)} go from {seen[0]} to {seen[-1]}, and {rows} has {total} rows; give "
+            f"{written(name)} go from {seen[0]} to {seen[-1]}, but {rows} has {total} rows; give "
             f"offsets from 0 to {total}"
         )
 
@@ -137,14 +137,14 @@ def _check_offsets(name: str, offsets: np.ndarray, rows: str, total: int) -> Non
 def _check_counts(name: str, counts: np.ndarray, most: np.ndarray, what: str = "sequence") -> None:
     if counts.shape != most.shape:
         raise ValueError(
-            f"{written(name)} has shape {counts.shape}; it must be one number for each {what}, "
+            f"{written(name)} has shape {counts.shape}; it must have one number per {what}, "
             f"here {most.shape}"
         )
     wrong = np.flatnonzero((counts < 0) | (counts > most))
     if wrong.size:
         i = int(wrong[0])
         raise ValueError(
-            f"{written(name)}[{i}] is {counts[i]}, and {what} {i} has {most[i]} rows; give a "
+            f"{written(name)}[{i}] is {counts[i]}, but {what} {i} has {most[i]} rows; give a "
             f"number from 0 to {most[i]}"
         )
 
@@ -158,7 +158,7 @@ def are_lists(*given: Any) -> bool:
 
 
 def packed(name: str, arrays: Sequence[Any], layout: str) -> tuple[Any, np.ndarray]:
-    """Packs a list of arrays into [rows, heads, columns]; returns that and the offsets.
+    """Packs a list of arrays into one [rows, heads, columns]; returns it and the offsets.
 
     Raises ValueError or TypeError for arrays that differ in more than the number of rows.
     """
@@ -168,18 +168,18 @@ def packed(name: str, arrays: Sequence[Any], layout: str) -> tuple[Any, np.ndarr
     for i, x in enumerate(arrays):
         if len(x.shape) != 3:
             raise ValueError(
-                f"{name}[{i}] has shape {tuple(x.shape)}; arrays of a list have three axes, "
+                f"{name}[{i}] has shape {tuple(x.shape)}; arrays in a list must be 3-D, "
                 f"{'[heads, rows, columns]' if layout == 'bhsd' else '[rows, heads, columns]'}"
             )
         if type(x) is not type(first) or x.dtype != first.dtype:
             raise TypeError(
-                f"{name}[{i}] is {type(x).__name__} of {x.dtype}, and {name}[0] is "
-                f"{type(first).__name__} of {first.dtype}; give arrays of one kind"
+                f"{name}[{i}] is {type(x).__name__} of {x.dtype}, but {name}[0] is "
+                f"{type(first).__name__} of {first.dtype}; give arrays of one type and dtype"
             )
         if _others(x, axis) != _others(first, axis):
             raise ValueError(
-                f"{name}[{i}] has shape {tuple(x.shape)} and {name}[0] {tuple(first.shape)}; only "
-                "the numbers of rows may differ"
+                f"{name}[{i}] has shape {tuple(x.shape)}, but {name}[0] has {tuple(first.shape)}; "
+                "only the number of rows may differ"
             )
     offsets = np.array([0, *accumulate(int(x.shape[axis]) for x in arrays)], np.int32)
     heads, columns = _others(first, axis)
@@ -192,7 +192,7 @@ def packed(name: str, arrays: Sequence[Any], layout: str) -> tuple[Any, np.ndarr
 
 
 def _copy_all(pairs: Iterable[tuple[Any, Any]]) -> None:
-    """Copies the second array of each pair to the first; large NumPy arrays by several threads."""
+    """Copies the second array of each pair to the first, using threads for large NumPy arrays."""
     found = list(pairs)
     is_large = sum(x.nbytes for x, _ in found) > _LARGE and isinstance(found[0][0], np.ndarray)
     if not is_large:

@@ -1,7 +1,7 @@
-"""The states of a block mask's tiles, and the maps that tell kernels which tiles to visit.
+"""Classifies a block mask's tiles, and builds the maps that tell kernels which tiles to visit.
 
-On the host the mask is evaluated with intervals for whole tiles, and pair by pair in tiles that
-this leaves undecided. On a device, two launches evaluate all pairs.
+On the host, interval arithmetic evaluates the mask for whole tiles. Tiles that remain undecided are
+evaluated pair by pair. On a device, one kernel evaluates all pairs and another builds the map.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from cupyfa.problem.problem import Problem
 from cupyfa.runtime import launcher
 from cupyfa.runtime.backend import Backend
 
-EMPTY, PARTIAL, FULL = range(3)  # states of tiles
-_UNSURE = 3  # the state of tiles whose pairs have to be evaluated
-_AT_ONCE = 1 << 20  # tiles whose intervals are evaluated at a time
+EMPTY, PARTIAL, FULL = range(3)  # states of a tile
+_UNSURE = 3  # undecided by intervals: each (query, key) pair has to be evaluated
+_AT_ONCE = 1 << 20  # number of tiles evaluated with intervals at a time
 _CLASSIFY_THREADS, _MAP_THREADS = 128, 1024
 CLASSIFY = Launch(
     "classify_tiles",
@@ -45,7 +45,7 @@ MAP = Launch(
 
 
 def states_of(p: Problem, arrays: Mapping[str, Any], rows: int, keys: int) -> np.ndarray:
-    """Finds the states of all tiles: by intervals, then from all pairs of undecided tiles."""
+    """Classifies all tiles by intervals, and pair by pair where intervals are inconclusive."""
     names = p.modifiers.numbers | {x.name: arrays[x.name] for x in p.modifiers.arrays}
     states = np.empty(_shape(p, rows, keys), np.uint8)
     if not states.size:
@@ -67,7 +67,7 @@ def _shape(p: Problem, rows: int, keys: int) -> tuple[int, int, int, int]:
 def _by_ranges(
     p: Problem, names: Mapping[str, Any], at: tuple[int, int, int, int], rows: int, keys: int
 ) -> np.ndarray:
-    """Finds the states of some lines of tiles. at: batch, head, first line, number of lines."""
+    """Classifies consecutive rows of tiles by intervals. at: batch, head, first row, row count."""
     from cupyfa.score import intervals
 
     batch, head, first, lines = at
@@ -91,7 +91,7 @@ def _by_ranges(
 
 
 def _tile(number: int, p: Problem, rows: int, keys: int) -> tuple[int, int, np.ndarray, np.ndarray]:
-    """Returns batch, head, queries and keys of the tile with a flat number."""
+    """Returns the batch, head, queries and keys of the tile with this flat index."""
     batch, head, row, key = map(int, np.unravel_index(number, _shape(p, rows, keys)))
     return (
         *(batch, head),
@@ -107,8 +107,8 @@ def _from_pairs(
     rows: int,
     keys: int,
 ) -> list[int]:
-    """Finds the states of tiles from all of their pairs; partial if a pair depends on rounding."""
-    from cupyfa.score.numpy_evaluation import Modifications  # which few calls need
+    """Classifies tiles pair by pair, as partial if rounding decides whether a pair is masked."""
+    from cupyfa.score.numpy_evaluation import Modifications  # imported here: few calls need it
 
     found = p.modifiers
     texts = Modifications(
@@ -132,12 +132,12 @@ def _from_pairs(
 
 
 def map_of(states: np.ndarray, alone: bool = True) -> np.ndarray:
-    """Makes the map that kernels read: for each tile of a line, the next tile that is not empty.
+    """Builds the map that kernels read: for each tile of a line, the next nonempty tile.
 
-    It is int32, [..., lines, tiles + 2]. Element t is 2 * n, or 2 * n + 1 if tile n is partial,
-    where n is the first tile from t on that is not empty, or the number of tiles. Without ``alone``
-    all tiles count as partial. The last column lists the lines by the number of their tiles, in
-    descending order.
+    The map is int32 [..., lines, tiles + 2]. Element t is 2 * n, or 2 * n + 1 if tile n is partial,
+    where n is the first nonempty tile with n >= t, or the number of tiles if there is none. The
+    last column lists the lines by descending number of nonempty tiles. Unless the block mask is
+    ``alone`` (the call has no other mask expression), all tiles are marked partial.
     """
     tiles = states.shape[-1]
     some = states != EMPTY
@@ -158,9 +158,9 @@ def map_of(states: np.ndarray, alone: bool = True) -> np.ndarray:
 def states_on_device(
     backend: Backend, p: Problem, arrays: Mapping[str, Any], rows: int, keys: int
 ) -> np.ndarray:
-    """Finds the states of tiles from all of their pairs, with a kernel.
+    """Classifies tiles with a kernel that evaluates all pairs.
 
-    arrays: arrays of the backend, by their names in the expression.
+    arrays: the backend's arrays that the expression reads, by name.
     """
     states = backend.empty(_shape(p, rows, keys), np.dtype(np.uint8))
     with backend.working_on(states):
@@ -170,7 +170,7 @@ def states_on_device(
 
 
 class DeviceMap:
-    """A map in a backend's memory, which two launches compute from the current arrays."""
+    """A tile map in a backend's memory, computed by two launches from the arrays' contents."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class DeviceMap:
         *,
         alone: bool,
     ) -> None:
-        """name: KEY_TILES or ROW_TILES. arrays: those of the mask, by names in its expression."""
+        """name: KEY_TILES or ROW_TILES. arrays: the arrays that the mask reads, by name."""
         states = _shape(p, rows, keys)
         batch, heads, lines, across = states if name == KEY_TILES else _turned(states)
         whole = np.dtype(np.int32)
@@ -233,7 +233,7 @@ def _ready(
     made: Mapping[str, Any],
     *steps: PlannedLaunch,
 ) -> Callable[[], None]:
-    """Returns a function that launches these steps, which belong to no rung."""
+    """Returns a function that launches these helper steps, which are not part of the ladder."""
     kernel = Kernel("tile_maps", "the tiles of a block mask", tuple(x.launch for x in steps))
     outputs = {name: (x.shape, x.dtype) for name, x in made.items()}
     plan = Plan(kernel, p, {}, steps, {}, outputs)

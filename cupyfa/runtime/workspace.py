@@ -15,16 +15,16 @@ from cupyfa.ladder.kernel import cdiv
 from cupyfa.planner.plan import Plan
 from cupyfa.runtime.backend import Backend
 
-PER_THREAD = 2  # the handle of CUDA's default stream of each thread
-SHARED = 4 << 20  # bytes of a workspace that calls without ``keep`` share in a stream
-MOST = 16  # shared workspaces at most; also the streams whose workspaces a call with ``keep`` has
+PER_THREAD = 2  # handle of CUDA's per-thread default stream
+SHARED = 4 << 20  # bytes per stream of the workspace that calls without ``keep`` share
+MOST = 16  # most shared workspaces; also most streams for which a call with ``keep`` has memory
 _ALIGNMENT = 512  # bytes
 
 Space = tuple[Any, tuple[int, ...]]  # memory, and the address of each temporary in it
 NO_SPACE: Space = (None, ())
 _BYTE = np.dtype(np.uint8)
-# Workspaces of graphs that were captured from calls without ``keep``. They are never freed, since
-# nothing tells when a graph is deleted.
+# Workspaces of graphs that were captured from calls without ``keep``. They are never freed, because
+# CUDA does not report when a graph is deleted.
 of_graphs: list[Any] = []
 _threads = threading.local()
 
@@ -46,10 +46,10 @@ def _this_thread() -> object:
 
 
 class Workspace:
-    """The temporaries of the calls of one plan on one device.
+    """The temporaries of one plan's calls on one device.
 
-    With ``keep`` the plan has its own memory in each stream; without, calls of all plans share the
-    backend's ``spaces``.
+    With ``keep``, the plan has its own memory in each stream; otherwise calls of all plans share
+    the backend's ``spaces``.
     """
 
     def __init__(self, backend: Backend, plan: Plan, names: Sequence[str], *, keep: bool) -> None:
@@ -58,8 +58,8 @@ class Workspace:
         self.by_stream: dict[Any, Space] = {}
         self._by_graph: dict[Any, Space] = {}
         self._starts, self._bytes = _laid_out(plan, names)
-        # Plans of one launch use another workspace, since other threads may launch them in the same
-        # stream between the launches of a longer plan.
+        # Single-launch plans use a separate workspace, because another thread may launch one in the
+        # same stream between the launches of a longer plan.
         self._several = len(plan.steps) > 1
         self._recent: tuple[Any, Any, Space] = None, None, NO_SPACE
 
@@ -67,7 +67,6 @@ class Workspace:
         return bool(self._names)
 
     def new(self) -> dict[str, Any]:
-        """Allocates arrays for all temporaries."""
         return {name: allocate(self._backend, self._plan, name) for name in self._names}
 
     def forget(self) -> None:
@@ -75,7 +74,7 @@ class Workspace:
         self.by_stream.clear()
 
     def at(self, stream: Any, capturing: bool = False) -> Space:
-        """Returns memory for work in ``stream``, the current one, which may be captured."""
+        """Returns memory for work in the current stream, ``stream``, which may be captured."""
         if not self._names:
             return NO_SPACE
         if stream is None:  # without streams, calls of several threads run at the same time
@@ -93,7 +92,7 @@ class Workspace:
         return found
 
     def _of_graph(self, key: Any) -> Space:
-        """Returns memory that lives as long as a graph may be launched."""
+        """Returns memory that stays allocated as long as a graph may be launched."""
         if not self._keep:
             made = self._space()
             of_graphs.append(made[0])
@@ -104,7 +103,7 @@ class Workspace:
         return found
 
     def _shared(self, stream: Any) -> Space:
-        """Returns the memory that all calls in a stream share, or new memory if it is too small."""
+        """Returns the memory that calls in a stream share, or new memory if more is needed."""
         if self._bytes > SHARED:
             return self._space()
         spaces, key = self._backend.spaces, (self._device, stream, self._several)
@@ -126,7 +125,7 @@ class Workspace:
 
 
 def _laid_out(plan: Plan, names: Sequence[str]) -> tuple[list[int], int]:
-    """Lays temporaries out in one memory; returns their offsets and the bytes of all."""
+    """Lays out temporaries in one buffer; returns their offsets and the total bytes."""
     kinds, starts, end = {**plan.outputs, **plan.scratch}, [], 0
     for name in names:
         starts.append(end)

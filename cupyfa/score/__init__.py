@@ -1,1 +1,1 @@
-"""Expressions that change and mask scores: parsed, traced, evaluated; dropout."""
+"""Score and mask expressions: parsing, tracing and evaluation; dropout."""

@@ -1,10 +1,10 @@
-"""Computes in NumPy which weights dropout keeps; kernels do so in attention/dropout.cuh.
+"""Dropout masks in NumPy, equal to those of the kernels (attention/dropout.cuh).
 
-Philox 4x32-7 (Salmon et al., 2011, doi:10.1145/2063384.2063405), with the seed as its key, turns
-the counter (key & ~9, query & ~8, batch * heads + head, offset) into four words of 32 bits, which
-decide for eight pairs of query and key. Bit 3 of the key and bit 3 of the query choose the word,
-bit 0 of the key its lower or upper half, and the last 14 bits of the half are compared. A pair is
-kept if they are not below 16384 times the probability.
+Philox 4x32-7 (Salmon et al., 2011, doi:10.1145/2063384.2063405), keyed by the seed, maps the
+counter (key & ~9, query & ~8, batch * heads + head, offset) to four 32-bit words, enough for eight
+(query, key) pairs. Bit 3 of the key index and bit 3 of the query index select the word, and bit 0
+of the key index selects its lower or upper half. A pair is kept if the last 14 bits of that half
+are at least 16384 times the dropout probability.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ _KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 
 
 class Dropout(NamedTuple):
-    """Dropout of the weights of the softmax, for ``attention``.
+    """Dropout of softmax weights, for ``attention``.
 
-    rate: the probability, from 0 to below 1, with which a weight is set to 0, rounded to multiples
-        of 1/16384; the others are multiplied by 1/(1 - rate).
-    seed: a whole number of 64 bits. Give another one for each layer and step: calls keep no state.
-    offset: a whole number of 32 bits, which selects other weights for the same seed.
+    rate: the probability of setting a weight to 0, from 0 to below 1, rounded to multiples of
+        1/16384; kept weights are multiplied by 1/(1 - rate).
+    seed: a 64-bit integer. Use a different seed for each layer and step, because calls keep no
+        state.
+    offset: a 32-bit integer that selects a different mask for the same seed.
 
-    seed and offset may also be NumPy or CuPy arrays of one whole number, which kernels read when
-    they run, so that a captured CUDA graph can drop other weights each time. The lowest 64 and 32
-    bits are used. ``dropout_mask`` returns the pairs that are kept.
+    seed and offset may also be NumPy or CuPy arrays with one integer, which kernels read at run
+    time, so that each replay of a CUDA graph can drop different weights. Only the lowest 64 and 32
+    bits are used. ``dropout_mask`` returns the kept pairs.
     """
 
     rate: float
@@ -47,10 +48,10 @@ class Dropout(NamedTuple):
 
 @dataclass(frozen=True)
 class KeptWeights:
-    """The weights that dropout keeps, with `heads` heads in each batch element.
+    """The dropout mask of a problem with `heads` heads.
 
-    probability: that of dropping, 0 to 1, rounded to multiples of 1 / STEPS. seed: 64 bits. offset:
-    32 bits.
+    probability: the dropout probability, 0 to 1, rounded to multiples of 1 / STEPS. seed: 64 bits.
+    offset: 32 bits.
     """
 
     probability: float
@@ -62,7 +63,7 @@ class KeptWeights:
     def of(
         cls, options: AttentionOptions, heads: int, *, seed: Any = None, offset: Any = None
     ) -> KeptWeights | None:
-        """Returns the dropout of options, or None; arrays replace their seed and offset."""
+        """Returns the dropout mask of options, or None; seed and offset override the options."""
         if not options.dropout or options.dropout_seed is None:
             return None
         own = options.dropout_seed if seed is None else _bits(seed, 64)
@@ -71,17 +72,16 @@ class KeptWeights:
 
     @property
     def least(self) -> int:
-        """The smallest value of the 14 bits with which a weight is kept."""
+        """Smallest value of the 14 random bits that keeps a weight."""
         return round(self.probability * STEPS)
 
     @property
     def factor(self) -> float:
-        """The factor of kept weights, 1 / (1 - probability)."""
+        """Factor of kept weights, 1 / (1 - probability)."""
         return STEPS / (STEPS - self.least)
 
     @property
     def round_keys(self) -> list[int]:
-        """The two keys of each round."""
         halves = self.seed & 0xFFFFFFFF, self.seed >> 32
         return [
             (half + i * step) & 0xFFFFFFFF
@@ -90,9 +90,9 @@ class KeptWeights:
         ]
 
     def kept(self, batch: Array, head: Array, query: Array, key: Array) -> Array:
-        """Returns True where weights are kept, in the shape that the indices broadcast to.
+        """Returns a bool array, True where weights are kept; its shape is the indices' broadcast.
 
-        batch, head [..., 1, 1], query [..., rows, 1] and key [..., keys] are whole numbers.
+        batch, head [..., 1, 1], query [..., rows, 1] and key [..., keys] are integer arrays.
         """
         queries, of_query = np.unique(query.ravel() & ~8, return_inverse=True)
         keys, of_key = np.unique(key.ravel() & ~9, return_inverse=True)
@@ -106,12 +106,11 @@ class KeptWeights:
 
 
 def _bits(array: Array, count: int) -> int:
-    """Returns the lowest ``count`` bits of the only element of an array."""
     return int(array.item()) & (2**count - 1)
 
 
 def philox(counter: Sequence[Array], round_keys: Sequence[int]) -> Array:
-    """Returns the four words of counters, as uint64 [4, ...]; the words of counters broadcast."""
+    """Applies Philox to a counter of four broadcastable words; returns uint64 [4, ...]."""
     a, b, c, d = (np.asarray(x).astype(np.uint64) & _LOW for x in counter)
     keys = [np.uint64(x) for x in round_keys]
     for of_even, of_odd in zip(keys[::2], keys[1::2]):

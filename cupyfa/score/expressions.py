@@ -1,8 +1,8 @@
-"""Expressions that change or hide scores, written by users in a subset of Python.
+"""Expressions that modify or mask scores, written by users in a subset of Python.
 
-``Expression.of`` parses a string, or calls a Python function once with tracers, and refuses
-whatever is not in the subset. All operands are evaluated, also those behind ``and`` and ``if``:
-kernels select between values without a branch.
+``Expression.of`` parses a string or traces a Python function, and rejects anything outside the
+subset. All operands are evaluated, even those of ``and`` and ``if``, because kernels select values
+without branches.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ import numpy as np
 from cupyfa.errors import described
 from cupyfa.score.functions import FUNCTIONS, Function
 
-# The kind of a node's value. None stands for a captured value whose kind is not known yet.
+# Kind of a node's value; None for a captured value whose kind is not known yet.
 Kind = Literal["number", "whole", "bool"]
 SCORE = "score"
 POSITIONS = ("batch", "head", "query", "key", "position", "queries", "keys")
-MASKS = ("mask_mod", "mask")  # options whose expressions are conditions; others are numbers
+MASKS = ("mask_mod", "mask")  # options whose expressions are conditions instead of numbers
 
 
 @dataclass(frozen=True)
 class Captured:
-    """The kind and number of axes of an array or number that an expression names.
+    """Kind and rank of an array or number that an expression captures.
 
-    most: the largest magnitude of the dtype, for whole numbers.
+    most: the largest magnitude that an integer dtype can hold.
     """
 
     name: str
     kind: Literal["bool", "int", "float"]
-    rank: int  # 0: a number
+    rank: int  # number of axes; 0 for a number
     most: int = 2**63
 
 
 # ---------------------------------------------------------------------------------------------
-# Functions as module attributes, which compute with arrays and build expressions from tracers
+# Functions as module attributes: they evaluate arrays and record tracers
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
-    """Returns a function of expressions: ``where``, ``tanh``, also ``minimum`` for ``min``."""
+    """Returns a function by name, such as ``where`` or ``tanh``; ``minimum`` stands for ``min``."""
     try:
         return TRACEABLE[_OTHER_NAMES.get(name, name)]
     except KeyError:
@@ -56,7 +56,7 @@ def __getattr__(name: str) -> Callable[..., Any]:
 
 
 def _traceable(function: Function) -> Callable[..., Any]:
-    """Makes a function that computes with NumPy arrays, and builds an expression from tracers."""
+    """Wraps a function so that it evaluates NumPy arrays and builds expressions from tracers."""
 
     def call(*arguments: Any) -> Any:
         if any(isinstance(x, Tracer) for x in arguments):
@@ -70,10 +70,10 @@ def _traceable(function: Function) -> Callable[..., Any]:
 
 TRACEABLE = {name: _traceable(x) for name, x in FUNCTIONS.items()}
 
-KNOWN = frozenset({SCORE, *POSITIONS, *FUNCTIONS})  # names that captured arrays cannot have
+KNOWN = frozenset({SCORE, *POSITIONS, *FUNCTIONS})  # names that captured arrays must not use
 TAKEN = KNOWN | {"inf", "nan"}
 _FUNCTION_NAMES = ", ".join(FUNCTIONS)
-# The names of values and functions in other libraries.
+# Maps names used in other libraries to the names used here.
 _OTHER_NAMES = {
     "s": "score", "b": "batch", "h": "head", "q_idx": "query", "kv_idx": "key", "row": "query",
     "col": "key", "i": "query", "j": "key", "q": "query", "k": "key", "M": "queries", "N": "keys",
@@ -83,12 +83,12 @@ _OTHER_NAMES = {
 # ---------------------------------------------------------------------------------------------
 # Errors
 
-_LONGEST = 4000  # characters of an expression
-# The largest depth of nested operations, where a chain a + b + c + ... counts once, and with each
-# operation of a chain counted. Compilers and Python's recursion support more.
+_LONGEST = 4000  # maximum number of characters of an expression
+# Maximum nesting depth, where a chain a + b + c + ... counts once, and maximum number of operations
+# in a chain. Compilers and Python's recursion support more.
 _DEEPEST, _LONGEST_CHAIN = 100, 200
-_LARGEST = 3.4028234e38  # the largest float32
-_SHOWN = 90  # characters of an expression in an error
+_LARGEST = 3.4028234e38  # largest float32
+_SHOWN = 90  # number of characters of an expression that errors print
 
 
 class _Wrong(Exception):
@@ -100,7 +100,6 @@ class _Wrong(Exception):
 
 
 def _error(option: str, source: str, wrong: _Wrong) -> ValueError:
-    """Makes the error: its message, the expression around the location, and a caret below."""
     if not source:
         return ValueError(f"{option}: {wrong.what}")
     first = max(0, wrong.column - _SHOWN // 2) if len(source) > _SHOWN else 0
@@ -113,7 +112,6 @@ def _error(option: str, source: str, wrong: _Wrong) -> ValueError:
 
 
 def _suggested(name: str, names: Iterator[str] | list[str]) -> str:
-    """Returns "; is it ...?" if a known name is similar to a name, else ""."""
     import difflib
 
     known = list(names)
@@ -124,26 +122,23 @@ def _suggested(name: str, names: Iterator[str] | list[str]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------
-# Reading
+# Parsing
 
 
 def _parsed(source: str) -> ast.expr:
-    """Parses an expression. Raises _Wrong for syntax errors."""
     if not source:
         raise _Wrong(0, "the expression is empty")
     if len(source) > _LONGEST:
-        raise _Wrong(
-            0, f"the expression has {len(source):,} characters; at most {_LONGEST:,} are read"
-        )
+        raise _Wrong(0, f"the expression has {len(source):,} characters; the limit is {_LONGEST:,}")
     if strange := re.search(r"[^ -~]", source):
         raise _Wrong(strange.start(), f"{strange[0]!r} is not available; use ASCII characters")
     if (comment := source.find("#")) >= 0:
-        raise _Wrong(comment, "an expression has no comments; leave this out")
+        raise _Wrong(comment, "expressions cannot contain comments; remove this")
     try:
         tree = ast.parse(source, mode="eval").body
     except SyntaxError as error:
         column = min(max((error.offset or 1) - 1, 0), len(source))
-        raise _Wrong(column, f"this is not an expression of Python: {error.msg}") from None
+        raise _Wrong(column, f"this is not a Python expression: {error.msg}") from None
     except (RecursionError, MemoryError, ValueError):
         raise _Wrong(0, _too_deep()) from None
     _check_depth(tree)
@@ -157,9 +152,8 @@ def _too_deep() -> str:
 
 
 def _check_depth(tree: ast.expr) -> None:
-    """Raises _Wrong if operations are nested too deeply, or a chain is too long."""
     level: list[tuple[ast.AST, int]] = [(tree, 1)]  # (node, depth)
-    operations = -2  # the last two levels are a name and its context
+    operations = -2  # the two deepest levels are a name and its context
     while level:
         if max(depth for _, depth in level) > _DEEPEST:
             raise _Wrong(0, _too_deep())
@@ -172,21 +166,21 @@ def _check_depth(tree: ast.expr) -> None:
     if operations > _LONGEST_CHAIN:
         raise _Wrong(
             0,
-            f"{operations} operations follow each other; at most {_LONGEST_CHAIN} may; set some in "
-            "parentheses, as (a + b) + (c + d)",
+            f"the expression chains {operations} operations; the limit is {_LONGEST_CHAIN}; group "
+            "some of them in parentheses, as in (a + b) + (c + d)",
         )
 
 
 def _continues(node: ast.AST, operand: ast.AST) -> bool:
-    """Whether an operand is the left side of a chain of operators, as a + b in a + b + c."""
+    """Returns whether ``operand`` and ``node`` form a chain, as a + b and a + b + c do."""
     return isinstance(node, ast.BinOp) and isinstance(operand, ast.BinOp) and operand is node.left
 
 
 @dataclass(frozen=True)
 class _Rules:
-    """Finds the kind of every node; raises _Wrong for anything outside the language.
+    """Infers the kind of every node; raises _Wrong for anything outside the language.
 
-    Without ``kinds`` captured names may have any kind and any number of axes.
+    Without ``kinds``, captured names may have any kind and rank.
     """
 
     option: str
@@ -198,13 +192,13 @@ class _Rules:
         if self.option in MASKS and kind not in ("bool", None):
             raise _Wrong(
                 tree,
-                f"{self.option} is a condition, such as key <= position, and {_a(kind)} is given",
+                f"{self.option} must be a condition, such as key <= position, not {_a(kind)}",
             )
         if self.option not in MASKS and kind == "bool":
             raise _Wrong(
                 tree,
-                f"{self.option} is a number, and a condition is given; write where(condition, "
-                "a, b), or hide pairs with mask_mod",
+                f"{self.option} must be a number, not a condition; write where(condition, a, b), "
+                "or hide pairs with mask_mod",
             )
         return kind
 
@@ -250,7 +244,7 @@ class _Rules:
         if name == SCORE and self.option in MASKS:
             raise _Wrong(
                 node,
-                f"{self.option} does not know the score; there are {', '.join(POSITIONS)}",
+                f"{self.option} cannot read the score; it can read {', '.join(POSITIONS)}",
             )
         if name in FUNCTIONS:
             raise _Wrong(node, f"{name} is a function; write {name}(...)")
@@ -309,7 +303,7 @@ class _Rules:
             remedy = "; // of whole numbers gives one" if kind == "number" else ""
             raise _Wrong(node, f"an index is a whole number, not {_a(kind)}{remedy}")
         if isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.Constant):
-            raise _Wrong(node, "indices are counted from 0; there are no negative ones")
+            raise _Wrong(node, "indices count from 0 and cannot be negative")
 
     def _binop(self, node: ast.BinOp) -> Kind | None:
         op, left, right = node.op, node.left, node.right
@@ -372,7 +366,9 @@ class _Rules:
     def _either(self, a: ast.expr, b: ast.expr) -> Kind | None:
         kinds = [self.kind(a), self.kind(b)]
         if "bool" in kinds and {"number", "whole"} & set(kinds):
-            raise _Wrong(b, "one choice is a number and the other a condition; give two of a kind")
+            raise _Wrong(
+                b, "one choice is a number, the other a condition; give two numbers or conditions"
+            )
         return "bool" if "bool" in kinds else _joined(kinds)
 
     def _call(self, node: ast.Call) -> Kind | None:
@@ -380,7 +376,7 @@ class _Rules:
         if name not in FUNCTIONS or not isinstance(node.func, ast.Name):
             raise _Wrong(node, _no_function(node.func, name))
         if node.keywords or any(isinstance(x, ast.Starred) for x in node.args):
-            raise _Wrong(node, f"give the arguments of {name} in order, without names and stars")
+            raise _Wrong(node, f"{name} takes positional arguments only, without names or stars")
         count = len(FUNCTIONS[name].arguments)
         if len(node.args) != count:
             takes = _count(count, "argument", "arguments")
@@ -405,7 +401,7 @@ _COMPARISONS: dict[type[ast.AST], str] = {
 
 
 def _joined(kinds: list[Kind | None]) -> Kind | None:
-    """Returns the kind of a result of several operands: whole only if all are whole."""
+    """Returns the kind of an operation's result: "whole" only if all operands are whole."""
     if "number" in kinds:
         return "number"
     return None if None in kinds else "whole"
@@ -427,7 +423,7 @@ def _short(value: object) -> str:
 def _digits(value: object) -> str:
     try:
         return str(value)
-    except ValueError:  # Python writes out no whole number of more than 4300 digits
+    except ValueError:  # Python refuses to format more than 4300 digits
         return hex(value)  # type: ignore[arg-type]
 
 
@@ -451,7 +447,7 @@ def _no_function(called: ast.expr, name: str | None) -> str:
 
 
 def _with_floor(node: ast.BinOp) -> str:
-    """Rewrites // or % with floor, which takes numbers."""
+    """Rewrites // or % in terms of floor, which also accepts non-integers."""
     left, right = node.left, node.right
     floored: ast.expr = ast.Call(ast.Name("floor"), [ast.BinOp(left, ast.Div(), right)], [])
     if isinstance(node.op, ast.Mod):
@@ -460,13 +456,13 @@ def _with_floor(node: ast.BinOp) -> str:
 
 
 def indices_at(node: ast.Subscript) -> list[ast.expr]:
-    """Returns the index of each axis."""
+    """Returns the index expressions of a subscript, one per axis."""
     index = node.slice
     return list(index.elts) if isinstance(index, ast.Tuple) else [index]
 
 
 def _captured_names(tree: ast.expr) -> dict[str, int]:
-    """Returns the number of indices of each captured name, in the order of appearance."""
+    """Maps captured names to their number of indices, in order of appearance."""
     nodes = [*ast.walk(tree)]
     arrays = {id(x.value): len(indices_at(x)) for x in nodes if isinstance(x, ast.Subscript)}
     names = [x for x in nodes if isinstance(x, ast.Name) and x.id not in TAKEN]
@@ -485,11 +481,11 @@ def _captured_names(tree: ast.expr) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Expression:
-    """A checked expression; equal to others of the same option and tree.
+    """A checked expression. Expressions are equal if their option and normal form are.
 
-    option: its name in errors: "score_mod", "mask_mod", or an option that the library turned into
-    an expression. text: the normal form, as ``ast.unparse`` writes the tree. source: the original
-    string.
+    option: the option that errors mention: "score_mod", "mask_mod", or an option such as "bias"
+    that the library rewrites as an expression. text: the normal form, printed by ``ast.unparse``.
+    source: the original string.
     """
 
     option: str
@@ -498,10 +494,10 @@ class Expression:
 
     @classmethod
     def of(cls, option: str, given: Any) -> Expression:
-        """Parses a string, or traces a Python function, whose parameters name the values.
+        """Parses a string, or traces a Python function with parameters such as score and key.
 
-        Raises ValueError with the expression and a caret below the error, and TypeError for
-        anything but a string or a function that can be traced.
+        Raises ValueError, with a caret below the error's location, for invalid expressions, and
+        TypeError unless ``given`` is a string or a traceable function.
         """
         if isinstance(given, Expression):
             given = given.source
@@ -527,27 +523,27 @@ class Expression:
 
     @cached_property
     def captured(self) -> Mapping[str, int]:
-        """Every captured name and its number of indices, 0 for a number."""
+        """Captured names with their number of indices, 0 for numbers."""
         return _captured_names(self.tree)
 
     @cached_property
     def positions(self) -> frozenset[str]:
-        """The names of POSITIONS that the expression uses."""
+        """The names in POSITIONS that the expression uses."""
         return frozenset(_names(self.tree) & set(POSITIONS))
 
     def count_reads(self, array: str) -> int:
-        """Counts the elements of an array that the expression reads for a pair."""
+        """Returns how many elements of an array the expression reads per pair."""
         reads = (x for x in ast.walk(self.tree) if isinstance(x, ast.Subscript))
         return sum(isinstance(x.value, ast.Name) and x.value.id == array for x in reads)
 
     @cached_property
     def is_additive(self) -> bool:
-        """Whether it only adds to the score: its derivative is 1 wherever it is finite."""
+        """Whether the expression only adds to the score, so that its derivative is 1."""
         return _is_additive(self.tree)
 
     @cached_property
     def indices(self) -> tuple[tuple[str, int, ast.expr], ...]:
-        """Every index of a captured array: (array, axis, index)."""
+        """All indices of captured arrays, as (array, axis, index expression)."""
         found = (x for x in ast.walk(self.tree) if isinstance(x, ast.Subscript))
         return tuple(
             (x.value.id, axis, index)  # type: ignore[attr-defined]  # _Rules allows only names here
@@ -557,13 +553,13 @@ class Expression:
 
     @cached_property
     def work(self) -> int:
-        """The approximate number of instructions for a pair."""
+        """Approximate number of instructions per pair."""
         return sum(map(_work, ast.walk(self.tree)))
 
     def check(self, kinds: Mapping[str, Captured], reserved: Collection[str] = ()) -> None:
-        """Raises ValueError if names, kinds or numbers of axes do not fit the captured values.
+        """Raises ValueError if names, kinds or ranks do not match the captured values.
 
-        reserved: names that calls use themselves, which captured arrays cannot have.
+        reserved: names that captured arrays must not use.
         """
         try:
             rules = _Rules(self.option, kinds, reserved)
@@ -581,12 +577,13 @@ class Expression:
     ) -> str:
         """Prints the expression in C++, for attention/expression.cuh.
 
-        ``slot(array)`` is called for each access and returns the number of its derivative on the
-        tape, or None for an array without gradient.
+        bounded: called as ``bounded(index, array, axis)``; returns whether the index may be out of
+            range and needs a bounds check.
+        slot: called as ``slot(array)`` for each access; returns the slot of its derivative on the
+            tape, or None for an array without gradient.
+        farthest: the largest magnitude of a position.
 
-        ``bounded(index, array, axis)`` tells whether an index may be out of range. A captured name
-        x becomes x_ in C++, which is neither a keyword nor a name of the header. Positions are at
-        most ``farthest``.
+        A captured name x becomes x_ in C++, to avoid keywords and names of the header.
         """
         return _Printer(_Rules(self.option, kinds), bounded, slot, farthest).result(self.tree)
 
@@ -607,7 +604,7 @@ def _work(node: ast.AST) -> int:
 
 
 def cpp_name(captured: str) -> str:
-    """Returns the name of a captured array or number in C++."""
+    """Returns the C++ name of a captured array or number."""
     return f"{captured}_"
 
 
@@ -643,15 +640,14 @@ def _capped(node: ast.BinOp) -> ast.expr | None:
 # ---------------------------------------------------------------------------------------------
 # C++
 
-_MOST = 2**31 - 1  # the largest int
-_AS_A_NUMBER = "make a factor a number, by 1.0 *, or give int64 in place of uint64"
-# By the bits of a whole number in C++: the function that widens it, and the bits of its result.
+_MOST = 2**31 - 1  # largest int
+# Maps the width of a C++ integer to the function that widens it and the resulting width.
 _WIDER = {32: ("wide", 64), 64: ("widest", 128)}
 
 
 @dataclass(frozen=True)
 class _Printer:
-    """Prints a tree in C++. All operands are evaluated: & replaces and, | or, and where if."""
+    """Prints a tree in C++ without branches: `and` becomes &, `or` |, and `if` becomes where()."""
 
     rules: _Rules
     bounded: Callable[[ast.expr, str, int], bool] = lambda index, array, axis: True
@@ -704,7 +700,7 @@ class _Printer:
         if isinstance(op, ast.FloorDiv | ast.Mod):
             name = "floor_divide" if isinstance(op, ast.FloorDiv) else "floor_mod"
             value = getattr(node.right, "value", None)
-            if isinstance(value, int) and value <= _MOST:  # a constant: compilers may use shifts
+            if isinstance(value, int) and value <= _MOST:  # compilers optimize constant divisors
                 return f"{name}<{value}>({left})"
             return f"{name}({self._widened(left, node, node.left, node.right)}, {right})"
         if not isinstance(op, ast.BitAnd | ast.BitOr):
@@ -714,7 +710,7 @@ class _Printer:
         return f"({left} {_SIGNS[type(op)]} {right})"
 
     def _is_fused(self, node: ast.BinOp) -> bool:
-        """Whether a node adds a product to a number, or subtracts it, and can be a fused one."""
+        """Returns whether a node adds a product or subtracts it, so that it can be an FMA."""
         match node:
             case ast.BinOp(other, ast.Add() | ast.Sub(), ast.BinOp(op=ast.Mult()) as product):
                 return {self.rules.kind(x) for x in (other, product)} == {"number"}
@@ -727,14 +723,14 @@ class _Printer:
         return f"fused({factors}, {self.print(node.left)})"
 
     def _widened(self, text: str, node: ast.expr, *operands: ast.expr) -> str:
-        """Widens an operand in C++ if the result needs more bits than the operands have."""
+        """Widens an operand in C++ if the result may overflow the type of the operands."""
         if self.rules.kind(node) == "number":
             return text
         bits = max(self._whole(x).bits for x in operands)
         return f"{_WIDER[bits][0]}({text})" if self._whole(node).bits > bits else text
 
     def _whole(self, node: ast.expr) -> _Whole:
-        """Returns the bits and magnitude of a whole number; 32 and 0 for other kinds."""
+        """Returns the C++ width and largest magnitude of an integer node."""
         match node:
             case ast.Constant(int(value)):
                 return _Whole(32 if value <= _MOST else 64, value)
@@ -755,7 +751,7 @@ class _Printer:
     def _captured(self, name: str, is_array: bool) -> _Whole:
         found = (self.rules.kinds or {}).get(name)
         most = found.most if found and found.kind == "int" else 2**63
-        if not is_array:  # a Python number, passed in 64 bits
+        if not is_array:  # Python numbers are passed as 64 bits
             return _Whole(64, 2**63)
         if most <= 2**31:
             return _Whole(32, most)
@@ -792,33 +788,32 @@ class _Printer:
         return f"{name}({self._number(node.args[0])})"
 
     def _number(self, node: ast.expr) -> str:
-        """Prints a node as a real number, which functions and divisions take."""
+        """Prints a node and converts integers to Real, as functions and divisions require."""
         text = self.print(node)
         return text if self.rules.kind(node) == "number" else f"number({text})"
 
 
 @dataclass(frozen=True)
 class _Whole:
-    """The bits of a whole number in C++, and an upper bound of its magnitude.
+    """The width of an integer in C++, and an upper bound of its magnitude.
 
-    Results that may not fit get more bits than 32 or 64; uint64, and the negative of the lowest
-    number of 64 bits, take 128. Sums, differences and products of 64-bit numbers must fit in 64.
+    Results that might overflow 32 or 64 bits get a wider type: uint64, and the negation of -2**63,
+    need 128 bits. Sums, differences and products of 64-bit integers must fit in 64 bits.
     """
 
     bits: int
     most: int
 
     def holding(self, most: int) -> _Whole:
-        """Returns the type of a result of magnitude ``most``, at most one size wider."""
+        """Returns the type for results of magnitude ``most``; at most the next wider type."""
         wider = _WIDER.get(self.bits)
         return _Whole(wider[1] if wider and most >= 2 ** (self.bits - 1) else self.bits, most)
 
 
 def _combined(op: ast.operator, a: _Whole, b: _Whole, divisor: ast.expr) -> _Whole:
-    """Returns the type of an operator's result."""
     bits = max(a.bits, b.bits)
     if isinstance(op, ast.FloorDiv | ast.Mod):
-        # The lowest number divided by -1 does not fit.
+        # -2**31 divided by -1 overflows.
         by_minus_1 = bits == 32 and not isinstance(divisor, ast.Constant)
         quotient = _Whole(bits, 0).holding(a.most) if by_minus_1 else _Whole(bits, a.most)
         return quotient if isinstance(op, ast.FloorDiv) else _Whole(quotient.bits, b.most)
@@ -833,22 +828,24 @@ def _combined(op: ast.operator, a: _Whole, b: _Whole, divisor: ast.expr) -> _Who
 
 
 def _refuse_long(tree: ast.expr, rules: _Rules) -> None:
-    """Raises _Wrong for an operation on uint64 values whose result may not fit in 128 bits."""
+    """Raises _Wrong for operations on uint64 values whose results may not fit in 128 bits."""
     if not any(x.most > 2**63 for x in (rules.kinds or {}).values()):
         return
     of = [x for x in ast.walk(tree) if isinstance(x, ast.BinOp) and rules.kind(x) == "whole"]
     for node in of:
         if _Printer(rules)._whole(node).most >= 2**127:
-            raise _Wrong(node, f"this may need more than 127 bits; {_AS_A_NUMBER}")
+            raise _Wrong(
+                node,
+                "this may need more than 127 bits; multiply a factor by 1.0 to compute in "
+                "floating point, or give int64 in place of uint64",
+            )
 
 
 # ---------------------------------------------------------------------------------------------
-# Python functions
+# Tracing of Python functions
 
 
 def _binary(op: type[ast.operator]) -> tuple[Any, Any]:
-    """Makes the method of an operator, and its reflected method."""
-
     def made(left: Any, right: Any) -> Tracer:
         a, b = Tracer.of(left), Tracer.of(right)
         return Tracer(ast.BinOp(a.node, op(), b.node), a, b)
@@ -871,10 +868,10 @@ _NO_ARRAY = (
 
 
 class Tracer:
-    """A value in a Python function that is being traced.
+    """A traced value, passed to a Python function in place of a number.
 
-    Operators, comparisons, indexing, abs, NumPy's functions and those of this module build the
-    expression. Python's own decisions (if, and, or, not, chained comparisons) raise TypeError.
+    Operators, comparisons, indexing, abs, NumPy functions and functions of this module build the
+    expression. Python control flow (if, and, or, not, chained comparisons) raises TypeError.
     """
 
     __slots__ = ("depth", "node", "size")
@@ -882,16 +879,16 @@ class Tracer:
 
     def __init__(self, node: ast.expr, *parts: Tracer) -> None:
         self.node = node
-        self.size: int = 1 + sum(x.size for x in parts)  # nodes, also repeated ones
+        self.size: int = 1 + sum(x.size for x in parts)  # number of nodes, repeated ones included
         self.depth: int = 1 + max((x.depth for x in parts), default=0)
         if self.size > _LONGEST:
-            raise ValueError(f"the function makes more than {_LONGEST:,} operations; write fewer")
+            raise ValueError(f"the function has more than {_LONGEST:,} operations; use fewer")
         if self.depth > _LONGEST_CHAIN:
             raise ValueError(_too_deep().replace("expression", "function"))
 
     @staticmethod
     def of(value: Any) -> Tracer:
-        """Returns a tracer unchanged, and makes one of a constant."""
+        """Converts a constant to a tracer; returns tracers unchanged."""
         if isinstance(value, np.ndarray) and not value.ndim:
             value = value[()]
         if isinstance(value, Tracer):
@@ -956,14 +953,14 @@ class Tracer:
 
     def _no_number(self) -> Any:
         raise TypeError(
-            "a traced value is not a number yet; use functions of NumPy or "
-            "cupyfa.score.expressions instead of those of math, float, int, round and range"
+            "a traced value cannot be converted to a number; use functions of NumPy or "
+            "cupyfa.score.expressions instead of math, float, int, round and range"
         )
 
     __float__ = __int__ = __index__ = __complex__ = __round__ = __ceil__ = __trunc__ = _no_number
 
     def __iter__(self) -> Iterator[Any]:
-        raise TypeError("a traced value cannot be iterated over; give it an index")
+        raise TypeError("a traced value cannot be iterated over; index it instead")
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
         name = ufunc.__name__
@@ -973,12 +970,12 @@ class Tracer:
             name = _OTHER_NAMES.get(name, name)
             if name in FUNCTIONS:
                 return Tracer.call(name, *inputs)
-        raise TypeError(f"np.{ufunc.__name__} cannot be traced; there are {_FUNCTION_NAMES}")
+        raise TypeError(f"np.{ufunc.__name__} cannot be traced; use one of {_FUNCTION_NAMES}")
 
     def __array_function__(self, function: Any, types: Any, inputs: Any, options: Any) -> Any:
         if function is np.where and len(inputs) == 3 and not options:
             return Tracer.call("where", *inputs)
-        raise TypeError(f"np.{function.__name__} cannot be traced; there are {_FUNCTION_NAMES}")
+        raise TypeError(f"np.{function.__name__} cannot be traced; use one of {_FUNCTION_NAMES}")
 
 
 _OPERATORS: dict[str, Callable[..., Any]] = {
@@ -994,14 +991,13 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
 
 
 def _constant(value: float) -> Tracer:
-    """Makes a tracer of a number; the sign of a negative one is an operator, as when parsed."""
+    """Makes a tracer from a number; like the parser, it turns a minus sign into an operator."""
     if value < 0 or (value == 0 and math.copysign(1, value) < 0):
         return -_constant(-value)
     return Tracer(ast.Name("nan") if value != value else ast.Constant(value))
 
 
 def _traced(option: str, function: Callable[..., Any]) -> str:
-    """Calls a Python function with tracers; returns its expression as a string."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -1016,7 +1012,7 @@ def _traced(option: str, function: Callable[..., Any]) -> str:
         if x.default is not x.empty and x.name not in (SCORE, *POSITIONS):
             if x.kind is x.POSITIONAL_ONLY:
                 ordered.append(x.default)
-            continue  # a default is a constant of the expression
+            continue  # the default is used as a constant
         if x.kind is x.POSITIONAL_ONLY:
             ordered.append(Tracer(ast.Name(x.name)))
         else:
@@ -1028,7 +1024,7 @@ def _traced(option: str, function: Callable[..., Any]) -> str:
         if isinstance(result, tuple | list):
             raise TypeError("the function returns several values; return one expression")
         return ast.unparse(ast.fix_missing_locations(Tracer.of(result).node))
-    except IndexError as error:  # from an array that is indexed with a tracer
+    except IndexError as error:  # raised by NumPy where a tracer indexes an array
         if "only integers" not in str(error):
             raise
         raise TypeError(f"{option}: {_NO_ARRAY}") from error
@@ -1039,7 +1035,7 @@ def _traced(option: str, function: Callable[..., Any]) -> str:
 
 
 def _raised_here(error: BaseException) -> bool:
-    """Whether an error was raised in this module, not in the user's function."""
+    """Returns whether this module, not the user's function, raised the error."""
     trace = error.__traceback__
     while trace and trace.tb_next:
         trace = trace.tb_next

@@ -1,6 +1,6 @@
-"""The functions of expressions, in a table with their values, derivatives and errors.
+"""Table of the functions that expressions may call: values, derivatives and error bounds.
 
-kernels/include/attention/expression.cuh has the same functions for kernels.
+kernels/include/attention/expression.cuh implements the same functions in CUDA.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ import numpy as np
 
 
 class Function(NamedTuple):
-    """A function of expressions.
+    """A function that expressions may call.
 
-    Errors are those of the fast formulas that kernels use, for an exact argument, in eps, the
-    spacing at 1 of the format that a kernel computes in. Near 0, where the result is small, errors
-    are relative to the result, since an expression may multiply it by any number.
+    Errors bound the fast formulas that kernels use, for an exact argument. Their unit is eps, the
+    spacing at 1 of the format that a kernel computes in. Where results are small near 0, errors are
+    relative to the result, because an expression may multiply the result by any number.
     """
 
     name: str
-    meaning: str  # the value in words, for pages
-    value: Callable[..., Any]  # computes with NumPy arrays, complex ones if it has a derivative
-    derivative: Callable[..., Any] | None = None  # None: numpy_evaluation has a method
-    error: Callable[..., Any] | None = None  # the error of f(x) = y, from x and y
-    slope_error: Callable[..., Any] | None = None  # the error of f'(x) = d, from x, y and d
-    work: int = 1  # the approximate number of instructions
-    small_near_0: bool = False  # whether the function is about proportional to x near 0
-    drawn: str = "{}"  # the argument in random expressions; {} is any moderate number
+    meaning: str  # description of the value, for documentation
+    value: Callable[..., Any]  # NumPy implementation; complex-valued if it has a derivative
+    derivative: Callable[..., Any] | None = None  # None if numpy_evaluation implements it
+    error: Callable[..., Any] | None = None  # error bound of f(x) = y, from x and y
+    slope_error: Callable[..., Any] | None = None  # error bound of f'(x) = d, from x, y and d
+    work: int = 1  # approximate number of instructions
+    small_near_0: bool = False  # whether f(x) is roughly proportional to x near 0
+    drawn: str = "{}"  # argument in random expressions; {} stands for any moderate number
     arguments: tuple[str, ...] = ("x",)
     other_names: tuple[str, ...] = ()  # names in other libraries
-    torch: str = ""  # the name in torch, if it differs
-    cpp: str = ""  # the name in C++, if it differs: std::min and std::max need equal types
-    keeps_whole: bool = False  # whether the value is whole if all arguments are
+    torch: str = ""  # name in torch if different
+    cpp: str = ""  # name in C++ if different; std::min and std::max require equal types
+    keeps_whole: bool = False  # whether integer arguments give an integer
 
 
 _LN2 = math.log(2)
-_TANH_NEAR_0, _SINE_NEAR_0 = 0.54, 0.49  # kernels use polynomials at least up to these
+_TANH_NEAR_0, _SINE_NEAR_0 = 0.54, 0.49  # kernels use polynomials at least up to these |x|
 
 
 def _exp2(x: Any) -> Any:
@@ -60,7 +60,7 @@ def _gauss(x: Any) -> Any:
 
 
 def _from_math(f: Callable[[float], float], derivative: Callable[..., Any]) -> Callable[..., Any]:
-    """Vectorises a function that NumPy lacks; f(x + ih) is f(x) + ih f'(x)."""
+    """Vectorizes a function from ``math``; for complex arguments, f(x + ih) is f(x) + ih f'(x)."""
 
     def value(x: Any) -> Any:
         real = np.vectorize(f, otypes=[float])(np.real(x))[()]
@@ -70,15 +70,15 @@ def _from_math(f: Callable[[float], float], derivative: Callable[..., Any]) -> C
 
 
 def _relative(count: float) -> Callable[..., Any]:
-    """Returns the error function ``count`` eps times the value or derivative, its last argument."""
+    """Returns an error bound of ``count`` eps, relative to its last argument."""
     return lambda *known: count * np.abs(known[-1])
 
 
 def _error_far_from_0(x: Any, y: Any) -> Any:
-    """Returns the error of tanh(x), which kernels compute as 1 - r, with a quotient r.
+    """Returns the error bound of tanh(x), which kernels compute as 1 - r with a quotient r.
 
-    It includes the reciprocal, which the softcaps of four scores share, the denominator, the
-    exponential and the difference.
+    It includes the errors of the exponential, the denominator, the reciprocal (shared by the
+    softcaps of four scores) and the difference.
     """
     size = np.abs(y)
     r = 1 - size
@@ -94,7 +94,7 @@ def _error_of_sine(x: Any, y: Any) -> Any:
     return np.where(np.abs(x) < _SINE_NEAR_0, 2 * np.abs(y), 6.0)
 
 
-# Kernels compute exp(x) as a power of two of the rounded x * log2(e), and the derivatives of exp,
+# Kernels compute exp(x) as exp2 of the rounded product x * log2(e), and the derivatives of exp,
 # sigmoid and roots from y.
 # fmt: off
 _ROWS = (
@@ -145,6 +145,6 @@ _ROWS = (
 # fmt: on
 FUNCTIONS = {x.name: x for x in _ROWS}
 DIFFERENTIABLE = {name: x for name, x in FUNCTIONS.items() if x.derivative}
-RECIPROCAL = Function(  # divisions use it; expressions cannot name it
+RECIPROCAL = Function(  # for divisions; expressions cannot call it by name
     *("reciprocal", "1 / x", lambda x: 1 / x, lambda x: -1 / (x * x), _relative(2), _relative(5))
 )

@@ -1,7 +1,7 @@
-"""Evaluates the expression of a mask on whole tiles, by interval arithmetic on whole numbers.
+"""Evaluation of mask expressions on entire tiles by integer interval arithmetic.
 
-If the result is that all pairs of a tile are visible, or none, it is exact. Otherwise, and if the
-expression computes with other than whole numbers, each pair has to be evaluated.
+A result "all pairs visible" or "no pair visible" is exact. Any other result, and expressions that
+compute with non-integers, require evaluating each pair.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import numpy as np
 from cupyfa.score.expressions import Expression, indices_at
 
 Array = np.ndarray[Any, Any]
-_LARGEST = 2**62  # magnitudes are below this
+_LARGEST = 2**62  # exclusive limit for magnitudes
 
 
 @dataclass(frozen=True)
 class Range:
-    """Whole numbers from low to high. Of a condition, low is 1 if it must hold, high if it may."""
+    """Integers from low to high. A condition has low = 1 if always true, high = 0 if never true."""
 
     low: Array
     high: Array
 
 
 class _Unknown(Exception):
-    """The expression uses an operation that ranges do not support."""
+    """Raised for an operation that ranges do not support."""
 
 
 def read(
@@ -36,8 +36,8 @@ def read(
 ) -> Range | None:
     """Evaluates a condition on ranges; returns None if ranges do not support its operations.
 
-    places: the ranges of batch, head, query, key, position, queries and keys, arrays that broadcast
-    to the tiles. names: the captured arrays and numbers.
+    places: maps "batch", "head", "query", "key", "position", "queries" and "keys" to ranges, whose
+    arrays broadcast to the tiles. names: the captured arrays and numbers.
     """
     try:
         return _Reader(places, names).visit(expression.tree)
@@ -81,7 +81,7 @@ def exactly(value: Any) -> Range:
 
 
 def _moderate(array: Array) -> Array:
-    """Checks that whole numbers are small enough for sums of two of them to fit in 64 bits."""
+    """Converts to int64; raises _Unknown if the sum of two elements might overflow."""
     if ((array >= _LARGEST) | (array <= -_LARGEST)).any():
         raise _Unknown
     return array.astype(np.int64)
@@ -94,7 +94,7 @@ def _given(value: Any) -> Range:
 
 
 def _element(array: Any, indices: list[Range]) -> Range:
-    """Returns the smallest and the largest element; at most one index may be a true range."""
+    """Returns the range of the indexed elements; at most one index may be a true range."""
     array = np.asarray(array)
     inside = all((x.low >= 0).all() and (x.high < n).all() for x, n in zip(indices, array.shape))
     wide = [axis for axis, x in enumerate(indices) if (x.low != x.high).any()]
@@ -111,7 +111,7 @@ def _element(array: Any, indices: list[Range]) -> Range:
 
 
 def _extreme(of: np.ufunc, array: Array, index: Range, others: tuple[Array, ...]) -> Array:
-    """Returns the extremes of array[low … high, others], from those of 1, 2, 4, … elements."""
+    """Returns the extremes of array[low … high, others], using extremes of 1, 2, 4, … elements."""
     length = index.high - index.low + 1
     level = np.frexp(length)[1] - 1  # 2^level is at most the length
     found = np.zeros(np.broadcast_shapes(length.shape, *(x.shape for x in others)), np.int64)

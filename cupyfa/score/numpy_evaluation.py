@@ -1,22 +1,23 @@
-"""Evaluates expressions on scores in NumPy: values, derivatives and rounding errors.
+"""Evaluation of score expressions in NumPy, with derivatives and bounds of rounding errors.
 
-An expression is in a subset of Python (cupyfa/score/expressions.py). It is evaluated on all pairs
-of query and key of a tile at once, in float64; whole numbers remain whole.
+An expression is in a subset of Python (cupyfa/score/expressions.py). It is evaluated in float64 on
+all (query, key) pairs of a tile at once; integers stay integers.
 
-**Derivatives** with respect to the score follow the chain rule. A function is differentiated by a
-complex step, f'(x) = Im f(x + ih) / h, which has no cancellation and needs only f; min, max, abs,
+**Derivatives** with respect to the score follow the chain rule. Functions are differentiated by a
+complex step, f'(x) = Im f(x + ih) / h, which avoids cancellation and needs only f. min, max, abs,
 floor and where have the derivative of the argument that they select.
 
 **Errors** are absolute, in units of eps, the spacing at 1 of the format that a kernel computes in.
-The error of a node is the sum of the errors of its arguments times its derivatives, and of its own:
+The error of a node is the sum of its arguments' errors, multiplied by the node's derivatives, plus
+the node's own rounding error:
 
-- half an eps of the result for a sum, a difference, a product, and a number that is rounded when
-  the kernel reads it; two and a half for a quotient, which is the product with a reciprocal;
-- for functions the errors in cupyfa/score/functions.py.
+- 0.5 eps of the result for sums, differences, products, and numbers that are rounded when a kernel
+  reads them; 2.5 eps for quotients, which kernels compute as products with reciprocals;
+- the errors in cupyfa/score/functions.py for functions.
 
-Where an error may change a comparison, floor or the choice of min and max, the error includes the
-distance to the other result. The error of a derivative follows the same rules, from the second
-derivative and from the way it is computed. Results of -inf, +inf and NaN are exact.
+Where an error may change the result of a comparison or floor, or the choice of min or max, the
+error includes the distance to the other result. Errors of derivatives follow the same rules and
+depend on second derivatives. Results of -inf, +inf and NaN count as exact.
 """
 
 from __future__ import annotations
@@ -36,22 +37,22 @@ from cupyfa.score.functions import DIFFERENTIABLE, RECIPROCAL, Function
 Array = np.ndarray[Any, Any]
 
 _STEP = 1e-30  # h of the complex step
-_EXACT_WHOLE = 2.0**24  # float32 represents all whole numbers up to this
-_LARGE = 1e-3  # larger errors are not propagated by the derivative alone
+_EXACT_WHOLE = 2.0**24  # float32 represents all integers up to this magnitude
+_LARGE = 1e-3  # larger errors are propagated by f itself, not only by its derivative
 _EPS = float(np.finfo(np.float32).eps)
 
-Place = Mapping[str, Array]  # batch, head, query and key of pairs; they broadcast
+Place = Mapping[str, Array]  # batch, head, query and key indices of pairs, broadcastable
 
 
 @dataclass
 class Number:
-    """The values of a node, bool, whole numbers or float64, with derivatives and errors.
+    """A node's values (bool, integers or float64) with derivatives and errors.
 
-    Whole numbers are int64, or Python numbers in an array of objects if 64 bits may not suffice.
+    Integers are int64, or Python ints in an object array where 64 bits may not suffice.
 
-    slope: the derivative with respect to the score. error, slope_error: the absolute errors of
-    value and slope, in eps. None stands for 0. The error of a bool is True where rounding may
-    change it.
+    slope: the derivative with respect to the score. error, slope_error: bounds of the absolute
+    errors of value and slope, in eps. None stands for 0. The error of a bool is True where rounding
+    may change the bool.
     """
 
     value: Array
@@ -66,13 +67,13 @@ class Number:
 
 @dataclass(frozen=True, eq=False)
 class Modifications:
-    """Expressions that change scores or hide pairs, and the values that they name.
+    """Expressions that change scores or hide pairs, with the values of the names that they use.
 
-    score_steps are applied one after the other to the scaled score; a pair is visible if all
-    mask_steps are True and causal and window do not hide it. names: the captured arrays and
-    numbers. position: the position of query 0 among the keys. queries, keys: the sizes that
-    expressions read. first: batch, head, query and key of the first element of the arrays, if these
-    are excerpts. dropout: the weights that are kept after the softmax; None if all are.
+    score_steps: expressions that are applied to the scaled score in this order. mask_steps:
+    conditions; a pair is visible if all of them are True and causal and window do not hide it.
+    names: the captured arrays and numbers. position: the position of query 0 among the keys.
+    queries, keys: the sizes that expressions read. first: batch, head, query and key index of the
+    first element, for evaluating an excerpt of a problem. dropout: the dropout mask, if any.
     """
 
     score_steps: Sequence[Expression] = ()
@@ -85,28 +86,28 @@ class Modifications:
     dropout: KeptWeights | None = None
 
     def place(self, batch: Array, head: Array, query: Array, key: Array) -> Place:
-        """Converts indices into the arrays, from 0, to batch, head, query and key."""
+        """Adds the offsets in `first` to indices into an excerpt."""
         given = (batch, head, query, key)
         names = ("batch", "head", "query", "key")
         return {name: x + start for name, x, start in zip(names, given, self.first)}
 
     def kept(self, place: Place) -> Array | None:
-        """Returns the pairs whose weights dropout keeps; None without dropout."""
+        """Returns True where dropout keeps weights; None without dropout."""
         return None if self.dropout is None else self.dropout.kept(**place)
 
     @np.errstate(all="ignore")
     def hidden(
         self, place: Place, masked: Array | None, shape: tuple[int, ...]
     ) -> tuple[Array | None, Array | None]:
-        """Returns the hidden pairs, and the pairs that a float32 kernel may decide differently.
+        """Returns the hidden pairs, and the pairs on which a float32 kernel may decide differently.
 
-        masked: the pairs that causal and window hide, or None. Both results have `shape`, that of
-        the pairs, or are None.
+        masked: the pairs that causal and window hide, or None. Both results are bool arrays of
+        shape `shape`, or None if they would be False everywhere.
         """
         if not self.mask_steps:
             return masked, None
         seen = may = must = np.broadcast_to(True if masked is None else ~masked, shape)
-        for expression in self.mask_steps:  # evaluated for pairs that earlier ones leave visible
+        for expression in self.mask_steps:  # ignores pairs that earlier expressions hide
             step = _Walk(self, expression, place, ~seen, None, _EPS).visit(expression.tree)
             unsure = np.asarray(False if step.error is None else step.error)
             seen = seen & step.value
@@ -115,13 +116,13 @@ class Modifications:
         return ~seen, unsure if unsure.any() else None
 
     def modified(self, scores: Array, place: Place, masked: Array | None) -> Array:
-        """Returns modified scores in float64; those of hidden pairs (masked) are arbitrary."""
+        """Returns modified scores in float64; scores of ``masked`` pairs are arbitrary."""
         return self.number(scores, place, masked).value
 
     def differentiated(
         self, scores: Array, place: Place, masked: Array | None
     ) -> tuple[Array, Array]:
-        """Returns modified scores, and their derivatives with respect to the given ones."""
+        """Returns modified scores and their derivatives with respect to ``scores``."""
         result = self.number(scores, place, masked, slope=1.0)
         slope = 0.0 if result.slope is None else result.slope
         return result.value, np.broadcast_to(slope, scores.shape)
@@ -139,14 +140,14 @@ class Modifications:
     ) -> Number:
         """Computes modified scores, with derivatives and errors if requested.
 
-        slope: 1.0 to compute derivatives. eps: of the kernel's format, to compute errors; `error`
-        is then that of the scores. Raises ValueError if a pair that is not masked reads out of
-        bounds.
+        slope: 1.0 to compute derivatives. eps: the kernel's eps, to compute errors; `error` then
+        holds the errors of ``scores``. Raises ValueError if a pair that is not masked reads a
+        captured array out of bounds.
         """
         number = Number(scores.astype(np.float64, copy=False), slope, error)
         for expression in self.score_steps:
             number = _Walk(self, expression, place, masked, number, eps).real(expression.tree)
-        if number.value.shape != scores.shape:  # of an expression that does not name the score
+        if number.value.shape != scores.shape:  # the expression does not use the score
             return replace(number, value=np.broadcast_to(number.value, scores.shape).copy())
         return number
 
@@ -161,10 +162,10 @@ class Modifications:
         error: Array | None = None,
         eps: float | None = None,
     ) -> Iterator[tuple[str, tuple[Array, ...], Number]]:
-        """Yields (array, indices, modified scores) for each access to one of these arrays.
+        """Yields (array name, indices, modified scores) for each access to one of these arrays.
 
-        The slope of the scores is the derivative with respect to the element that is read. error,
-        eps: as for `number`.
+        The slope of the modified scores is the derivative with respect to the accessed element.
+        error, eps: see `number`.
         """
         for expression in self.score_steps:
             for node in ast.walk(expression.tree):
@@ -180,7 +181,8 @@ class Modifications:
     def applied_to(self, scores: Array, visible: Array | None = None) -> Array:
         """Returns modified scores [batch, heads, M, N], -inf where a pair is hidden.
 
-        visible: the pairs that causal and window do not hide, broadcastable; None for all.
+        visible: a bool array, broadcastable, True for pairs that causal and window leave visible;
+        None if all are visible.
         """
         place = self.place(*np.ogrid[tuple(slice(size) for size in scores.shape)])
         masked, _ = self.hidden(place, None if visible is None else ~visible, scores.shape)
@@ -193,11 +195,10 @@ NONE = Modifications()
 
 @dataclass
 class _Walk:
-    """Evaluates one expression on pairs; all operands are evaluated, as in kernels.
+    """Evaluates one expression on pairs; like kernels, it evaluates all operands.
 
-    masked: the pairs to ignore, or None: there an index out of range is not an error. seed: the
-    access that slopes are derivatives with respect to, instead of the score; ``at`` then gets its
-    indices.
+    masked: pairs to ignore, in which indices may be out of range; or None. seed: an array access to
+    differentiate with respect to, in place of the score; its indices are then stored in ``at``.
     """
 
     mods: Modifications
@@ -240,7 +241,7 @@ class _Walk:
         return self._real(self.visit(node))
 
     def _given(self, value: Any) -> Number:
-        """Returns a constant or captured value, with an error if float32 cannot represent it."""
+        """Returns a constant or captured value, with its rounding error in float32."""
         value = np.asarray(value)
         if value.dtype.kind in "biu":
             return Number(value if value.dtype.kind == "b" else value.astype(np.int64))
@@ -274,7 +275,7 @@ class _Walk:
             for axis, (size, x) in enumerate(zip(array.shape, numbers, strict=True))
         )
         found = self._given(array[at] if array.size else np.zeros_like(array, shape=()))
-        if array.dtype == np.uint64 and _are_large(array):  # decided for the whole array
+        if array.dtype == np.uint64 and _are_large(array):  # one type for all elements
             found.value = array[at].astype(object)
         if node is self.seed:
             self.at, found.slope = at, 1.0
@@ -284,13 +285,13 @@ class _Walk:
         return found
 
     def _inside(self, name: str, axis: int, size: int, index: Array) -> Array:
-        """Checks an index, and clamps it in ignored pairs."""
+        """Raises ValueError for an index out of range; clips indices of ignored pairs."""
         outside = np.asarray((index < 0) | (index >= size), bool)
         if not outside.any():
             return index.astype(np.int64, copy=False)
         if (found := self._first(outside, index)) is not None:
             read, place = found
-            allowed = f"give 0 to {size - 1}" if size else "it has no element"
+            allowed = f"give 0 to {size - 1}" if size else "it has no elements"
             raise self._error(
                 f"index {read} of axis {axis} of {name} is out of range, for "
                 f"{place}; the axis has size {size}: {allowed}"
@@ -300,12 +301,12 @@ class _Walk:
     def _refuse_zeros(self, divisor: Array) -> None:
         if (found := self._first(divisor == 0, divisor)) is not None:
             raise self._error(
-                f"// or % divides by 0, for {found[1]}; let the divisor be "
-                "another number, for example with max(…, 1)"
+                f"// or % divides by 0, for {found[1]}; make the divisor nonzero, for example "
+                "with max(…, 1)"
             )
 
     def _first(self, where: Array, values: Array) -> tuple[int, str] | None:
-        """Returns the value at the first of some pairs that is not ignored, and its indices."""
+        """Returns value and indices of the first pair in ``where`` that is not ignored, or None."""
         here = where if self.masked is None else where & ~self.masked
         if not here.any():
             return None
@@ -351,7 +352,7 @@ class _Walk:
         )
 
     def _whole(self, function: Callable[..., Any], a: Number, b: Number) -> Number:
-        """Computes with whole numbers: exact, unless rounding may have changed an operand."""
+        """Applies an integer operation; exact unless rounding may have changed an operand."""
         error = _sum(a.error, b.error)
         if error is not None:
             error = np.where(error > 0, np.inf, 0.0)
@@ -362,11 +363,10 @@ class _Walk:
         return Number(value, error=error)
 
     def _refuse_long(self, wrong: Array) -> None:
-        """Raises ValueError if a result does not fit in 64 bits."""
         if (found := self._first(wrong, np.zeros((), np.int64))) is not None:
             raise self._error(
-                f"a sum, difference or product of whole numbers needs more "
-                f"than 64 bits, for {found[1]}; make one of them a number, by 1.0 *"
+                f"a sum, difference or product of whole numbers needs more than 64 bits, for "
+                f"{found[1]}; multiply one of them by 1.0 to compute in floating point"
             )
 
     def _product(self, a: Number, b: Number) -> Number:
@@ -376,7 +376,7 @@ class _Walk:
         if self.eps is None:
             return Number(value, slope)
         size_a, size_b, slope_a, slope_b = map(_size, (a.value, b.value, a.slope, b.slope))
-        most_a = _sum(size_a, _times(self.eps, a.error))  # includes the product of both errors
+        most_a = _sum(size_a, _times(self.eps, a.error))  # accounts for the product of both errors
         error = _sum(_times(most_a, b.error), _times(size_b, a.error), 0.5 * _size(value))
         slope_error = _sum(
             _times(_sum(slope_a, _times(self.eps, a.slope_error)), b.error),
@@ -412,7 +412,7 @@ class _Walk:
         return self._checked(Number(y, slope, error, slope_error), x)
 
     def _reach(self, f: Callable[..., Any], x: Number, y: Array, size_d: Array) -> Any:
-        """Returns the error of f(x) due to that of x: by the derivative, or f itself if large."""
+        """Returns the error of f(x) due to x's error: by the derivative, or by f if it is large."""
         if x.error is None or self.eps is None:
             return None
         error, move = size_d * x.error, self.eps * x.error
@@ -445,7 +445,7 @@ class _Walk:
         value = np.floor(x.value)
         if self.eps is None or x.error is None:
             return Number(value)
-        reach = self.eps * x.error  # the floor may change by several whole numbers
+        reach = self.eps * x.error  # may span several integers
         steps = np.maximum(np.floor(x.value + reach) - value, value - np.floor(x.value - reach))
         return self._checked(Number(value, error=steps / self.eps), x)
 
@@ -460,7 +460,7 @@ class _Walk:
         return Number(value, error=unsure if unsure.any() else None)
 
     def _either(self, parts: Sequence[Number], is_and: bool) -> Number:
-        """Computes `and` or `or` of conditions; unsure where rounding may change the result."""
+        """Combines conditions by `and` or `or`; marks results that rounding may change."""
         join = np.logical_and if is_and else np.logical_or
         value = reduce(join, [x.value for x in parts])
         if all(x.error is None for x in parts):
@@ -471,7 +471,7 @@ class _Walk:
         return Number(np.asarray(value), error=may & ~must)
 
     def _chosen(self, test: Number, a: Number, b: Number) -> Number:
-        """Selects a where the test holds, else b; adds their distance as an error if unsure."""
+        """Selects a where the test holds, else b; an unsure test adds |a - b| to the error."""
         if a.value.dtype.kind == b.value.dtype.kind == "b":
             return self._chosen_bool(test, a, b)
         a, b = self._alike(a, b)
@@ -503,7 +503,7 @@ class _Walk:
         return Number(value, error=unsure if unsure.any() else None)
 
     def _alike(self, a: Number, b: Number) -> tuple[Number, Number]:
-        """Converts both to real numbers unless both are whole."""
+        """Converts both operands to floats unless both are integers."""
         if a.is_real or b.is_real:
             return self._real(a), self._real(b)
         return a, b
@@ -518,9 +518,10 @@ class _Walk:
         return Number(value, error=_sum(x.error, rounds))
 
     def _checked(self, x: Number, *parts: Number) -> Number:
-        """Removes the errors of infinite and NaN results of these operands.
+        """Removes errors of infinite and NaN results.
 
-        An infinite error is kept: it belongs to an operand that may or may not be infinite.
+        Where an operand's error is infinite, so is the error of the result, because rounding
+        decides whether the operand is finite.
         """
         known = np.isfinite(x.value)
         for name in ("error", "slope_error"):
@@ -535,12 +536,14 @@ class _Walk:
 
 
 def _name_of(node: ast.Subscript) -> str:
-    """Returns the name of the array that is indexed."""
     return node.value.id  # type: ignore[attr-defined]  # _Rules allows only names here
 
 
 def complex_step(f: Callable[..., Any], df: Callable[..., Any] | None, x: Array, y: Array) -> Array:
-    """Returns the derivative of f at x, where y = f(x); by its formula df if x or y is infinite."""
+    """Differentiates f at x by a complex step, where y = f(x).
+
+    Uses the formula df, if given, where x or y is not finite or the derivative is huge.
+    """
     found = np.asarray(f(x + 1j * _STEP).imag / _STEP)
     known = np.isfinite(x) & np.isfinite(y) & (np.abs(found) < 1e10)
     if known.all():
@@ -550,18 +553,17 @@ def complex_step(f: Callable[..., Any], df: Callable[..., Any] | None, x: Array,
 
 
 def _are_large(*values: Array) -> bool:
-    """Whether a product may need more than 64 bits."""
+    """Returns whether a product of these values may need more than 64 bits."""
     return any(x.size and (int(x.max()) >= 2**31 or int(x.min()) <= -(2**31)) for x in values)
 
 
 def _negatable(value: Array) -> Array:
-    """Converts an array to Python numbers if it has the lowest int64, which has no negative."""
+    """Converts an array to Python ints if it contains -2**63, whose negation overflows int64."""
     is_lowest = value.dtype == np.int64 and bool((value == np.iinfo(np.int64).min).any())
     return value.astype(object) if is_lowest else value
 
 
 def _sum(*terms: Any) -> Any:
-    """Returns the sum of the terms that are not None, or None if all are None."""
     total = None
     for x in terms:
         if x is not None:

@@ -1,4 +1,4 @@
-"""The meaning of a call: every statement of docs/semantics.md, on every backend."""
+"""Semantics of calls: every statement of docs/semantics.md, on every backend."""
 
 import gc
 import warnings
@@ -21,7 +21,7 @@ KERNELS = pytest.mark.parametrize("kernel", FORWARD.values(), ids=name)
 
 
 def arrays(*shape_q, N=None, dv=None, kv_heads=None, dtype=np.float32, seed=0):
-    """q of this shape, and k and v that go with it."""
+    """Returns random q of shape_q, with matching k and v."""
     *lead, M, d = shape_q
     N, dv = M if N is None else N, d if dv is None else dv
     if kv_heads is not None:
@@ -32,12 +32,11 @@ def arrays(*shape_q, N=None, dv=None, kv_heads=None, dtype=np.float32, seed=0):
 
 
 def arrays_for(kernel, *shape_q, **sizes):
-    """Arrays of the kernel's usual dtype."""
     return arrays(*shape_q, dtype=DTYPES[usual_dtype(kernel)].numpy, **sizes)
 
 
 def precision_of(kernel):
-    """The approximate error of a kernel's results."""
+    """Returns a tolerance for the kernel's results."""
     if kernel.rounding == "float8_e4m3":
         return 0.15
     exact = kernel.rounding is None and usual_dtype(kernel) == "float32"
@@ -109,7 +108,7 @@ def test_no_keys_make_empty_rows(backend, kernel):
 
 
 def test_no_rows_with_a_mask_in_memory(backend):
-    """Kernels that copy an array of pairs have none to copy."""
+    """Kernels that copy a mask per block have nothing to copy."""
     q, k, v = (x.astype("f2") for x in arrays(1, 2, 0, 8, N=5))
     for kernel in ("wgmma_persistent", "mma_pipelined"):
         if backend.name == "simulator" or backend.limits.arch.startswith("90"):
@@ -171,7 +170,7 @@ def test_cupy_views_and_out_are_used_in_place(cuda):
     host = arrays(2, 3, 50, 16)
     q, k, v = (cupy.asarray(x)[:, ::-1, ::2] for x in host)
     out = cupy.full((2, 25, 3, 16), np.nan, np.float32).swapaxes(1, 2)
-    cupyfa.attention(q, k, v)  # from now on there is memory for this stream's temporaries
+    cupyfa.attention(q, k, v)  # allocates this stream's workspace
     before = cupy.get_default_memory_pool().used_bytes()
     assert cupyfa.attention(q, k, v, out=out) is out
     assert cupy.get_default_memory_pool().used_bytes() == before
@@ -260,9 +259,9 @@ def test_masked_keys_never_matter(backend, kernel, poison):
     o, lse = cupyfa.attention(
         q, k, v, kernel=kernel, causal="top-left", backend=backend, return_lse=True, check=True
     )
-    # Equal up to the order of a sum: some kernels take it again where they met a NaN.
+    # Equal up to the order of a sum: some kernels repair rows that met a NaN.
     tolerance = precision_of(kernel) / 2
-    if getattr(kernel, "rounding", None) != FLOAT8:  # whose repaired rows are exact
+    if getattr(kernel, "rounding", None) != FLOAT8:  # float8 kernels repair rows more precisely
         np.testing.assert_allclose(o[:, :, :35], clean[:, :, :35], rtol=tolerance, atol=tolerance)
     assert np.isfinite(lse[:, :, :35]).all()
     assert not np.isfinite(o[:, :, 35:]).any()
@@ -318,7 +317,7 @@ def test_a_check_does_not_judge_scores_beyond_float32(backend, signs):
     q = np.full((1, 1, 1, 2), 1e20, np.float32)
     k = (q * signs).astype(np.float32)
     out, pullback = cupyfa.vjp(q, k, np.ones_like(q), backend=backend, check=True)
-    if signs != (1, -1):  # which is infinite or NaN
+    if signs != (1, -1):  # the score of (1, -1) is infinite or NaN
         assert (out == 0).all() if signs == (-1, -1) else np.isnan(out).all()
     pullback(np.ones_like(out))
 
@@ -330,7 +329,7 @@ def test_results_repeat_and_do_not_depend_on_the_batch(backend, kernel):
     again, lse2 = cupyfa.attention(q, k, v, kernel=kernel, backend=backend, return_lse=True)
     np.testing.assert_array_equal(first, again)
     np.testing.assert_array_equal(lse, lse2)
-    # cuBLAS may choose another product for a batch, and there may be other splits of the keys.
+    # cuBLAS may select another GEMM for a batch, and fa2_split_kv another number of splits.
     if not kernel.name.startswith(("baseline", "fa2_split_kv")):
         alone = cupyfa.attention(q[1:2], k[1:2], v[1:2], kernel=kernel, backend=backend)
         np.testing.assert_array_equal(first[1:2], alone)
@@ -367,9 +366,9 @@ def test_calls_keep_no_device_memory(cuda):
     import cupy
 
     used = []
-    gc.collect()  # what earlier tests left is not freed between two calls
+    gc.collect()  # free garbage of earlier tests now rather than between two calls
     few = cupy.zeros((1, 4, 16), np.float32)
-    for kernel in ("fa2", "baseline"):  # now calls of one and of several launches have a workspace
+    for kernel in ("fa2", "baseline"):  # allocates the workspace of one and of several launches
         cupyfa.attention(few, few, few, kernel=kernel)
     del few
     for kernel in FORWARD.values():
@@ -377,7 +376,7 @@ def test_calls_keep_no_device_memory(cuda):
         cupyfa.attention(q, k, v, kernel=kernel.name)
         del q, k, v
         used.append(cupy.get_default_memory_pool().used_bytes())
-    # Calls would add to it; what earlier tests left may be freed meanwhile.
+    # A call that kept memory would raise the total; garbage of earlier tests may still be freed.
     assert used == sorted(used, reverse=True)
 
 
@@ -410,7 +409,7 @@ def test_kernels_lists_every_record():
 
 
 def test_a_function_is_traced_in_each_call(backend):
-    # Python gives the address of a function that is gone to the next one.
+    # Python may reuse the address of a freed function for the next lambda.
     q, k, v = arrays(1, 2, 4, 16)
     for factor in (1.0, 2.0, 3.0):
         out = cupyfa.attention(q, k, v, score_mod=lambda score: score * factor, backend=backend)  # noqa: B023

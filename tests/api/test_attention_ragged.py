@@ -12,7 +12,7 @@ ROWS, KEYS = (5, 0, 12), (7, 3, 0)
 
 
 def drawn(*, heads=2, kv_heads=1, d=24, dtype=F, seed=0):
-    """Lists of q, k and v, [heads, rows, d]."""
+    """Returns random q, k and v: lists of arrays [heads, rows, d]."""
     rng = np.random.default_rng(seed)
     of = (ROWS, heads), (KEYS, kv_heads), (KEYS, kv_heads)
     return [[rng.standard_normal((h, n, d)).astype(dtype) for n in sizes] for sizes, h in of]
@@ -55,7 +55,7 @@ def test_threads_copy_large_lists(monkeypatch):
     how = {"kernel": "fa2", "backend": "simulator"}
     wanted = cupyfa.attention(*drawn(), **how)
     monkeypatch.setattr("cupyfa.runtime.ragged._LARGE", 100)
-    monkeypatch.setattr("cupyfa.runtime.ragged._AT_ONCE", 300)  # a row and a half
+    monkeypatch.setattr("cupyfa.runtime.ragged._AT_ONCE", 300)  # about 1.5 rows
     into = [np.full_like(x, 7) for x in wanted]
     cupyfa.attention(*drawn(), out=into, **how)
     for got, right in zip(into, wanted, strict=True):
@@ -114,7 +114,7 @@ def test_auto_takes_a_kernel_that_can(dtype):
 
 def test_lengths_are_whole_numbers():
     q, k, v, rows, keys = packed()
-    with pytest.raises(TypeError, match="q.offsets is float64; it must be of whole numbers"):
+    with pytest.raises(TypeError, match="q.offsets is float64; it must have an integer"):
         cupyfa.attention(*pack(q, k, v, rows.astype(float), keys), backend="simulator")
     cupyfa.attention(*pack(q, k, v, rows.astype("i8"), list(keys)), backend="simulator")
 
@@ -124,7 +124,7 @@ USED = np.array([5, 0, 9], "i4"), np.array([7, 2, 0], "i4")
 
 @pytest.mark.parametrize("of_shapes", [False, True], ids=["arrays", "shapes"])
 def test_prepared_calls_of_packed_arrays(backend, of_shapes):
-    """For other offsets than those they were made with, and gradients too."""
+    """Calls use other offsets than those given to compile; gradients are compared too."""
     q, k, v, *offsets = (x.copy() for x in packed())
     how = {"kernel": "fa2", "backend": backend, "causal": True}
     sink = np.array([[0.5, 1], [2, 3], [-1, 0]], F)
@@ -137,7 +137,8 @@ def test_prepared_calls_of_packed_arrays(backend, of_shapes):
         dtype = {"dtype": "float32"}
     *like, of_lse, of_sink = like
     structured = pack(*like, *of_sequences)
-    put = backend.upload if of_shapes else np.asarray  # those of shapes take a backend's arrays
+    # Calls prepared from shapes take the backend's arrays.
+    put = backend.upload if of_shapes else np.asarray
     forward = cupyfa.compile(*structured, return_lse=True, sink=of_sink, **how, **dtype)
     made = forward(*map(put, (q, k, v, sink, *offsets, *USED)))
     assert [backend.download(x).tobytes() for x in made] == [out.tobytes(), lse.tobytes()]
@@ -146,7 +147,8 @@ def test_prepared_calls_of_packed_arrays(backend, of_shapes):
     assert [backend.download(x).tobytes() for x in made] == [out.tobytes(), lse.tobytes()]
 
     how |= {"kernel": "two_pass", "deterministic": True}
-    results = (like[0], *structured, like[0], of_lse)  # dv = d
+    # q describes out and dO as well, since dv = d
+    results = (like[0], *structured, like[0], of_lse)
     backward = cupyfa.compile(*results, dlse=of_lse, sink=of_sink, **how, **dtype)
     given = out, q, k, v, out, lse
     dlse = np.where(np.isfinite(lse), 0.5, 0).astype(F)
@@ -158,9 +160,9 @@ def test_prepared_calls_of_packed_arrays(backend, of_shapes):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"cu_seqlens_q": [0, 5, 9, 100]}, "q.offsets go from 0 to 100, and q has 17 rows"),
-        ({"cu_seqlens_k": [0, 9, 5, 6]}, r"k.offsets\[2\] is 5, below 9 before it"),
-        ({"seqused_q": [5, 1, 1]}, r"q.used\[0\] is 5, and sequence 0 has 3 rows"),
+        ({"cu_seqlens_q": [0, 5, 9, 100]}, "q.offsets go from 0 to 100, but q has 17 rows"),
+        ({"cu_seqlens_k": [0, 9, 5, 6]}, r"k.offsets\[2\] is 5, less than 9 before it"),
+        ({"seqused_q": [5, 1, 1]}, r"q.used\[0\] is 5, but sequence 0 has 3 rows"),
     ],
 )
 def test_prepared_calls_look_at_numpy_offsets(change, message):
@@ -182,5 +184,5 @@ def test_prepared_calls_look_at_numpy_lengths():
     how = {"backend": "simulator", "kernel": "fa2"}
     prepared = cupyfa.compile(q, Padded(q, n), Padded(q, n), **how)
     prepared(q, q, q, lengths_k=n)
-    with pytest.raises(ValueError, match=r"k.lengths\[1\] is 6, and batch element 1 has 5 rows"):
+    with pytest.raises(ValueError, match=r"k.lengths\[1\] is 6, but batch element 1 has 5 rows"):
         prepared(q, q, q, lengths_k=np.array([5, 6], "i4"))

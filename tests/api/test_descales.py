@@ -1,6 +1,6 @@
-"""cupyfa.attention of q, k and v in e4m3, and their scales.
+"""cupyfa.attention of q, k and v in e4m3 with descales.
 
-The reference is attention in float64 to the same numbers times their descales.
+The reference is float64 attention to the dequantized values.
 """
 
 from itertools import product
@@ -38,7 +38,7 @@ def inputs(d=D):
 
 
 def descales(seed=0, least=-2.0):
-    """Factors of both signs, and 0."""
+    """Returns random factors of both signs, one of them 0."""
     rng = np.random.default_rng(seed)
     found = {x: rng.uniform(least, 2, (BATCH, KV_HEADS)).astype("f4") for x in DESCALES}
     found["k_descale"][1, 0] = 0
@@ -50,9 +50,9 @@ def attended(*arrays, **how):
 
 
 def test_descales_multiply_the_heads_of_a_key_head():
-    """A check compares with the reference, the prepared form with the call.
+    """Compares with float64 attention and with prepared calls.
 
-    Sums of multiples of 1/2 up to 4 are exact.
+    Inputs are multiples of 1/2 up to 4, so that their sums are exact.
     """
     arrays = [(np.round(2 * x.astype("f4")).clip(-8, 8) / 2).astype(E4M3) for x in inputs()]
     factors = descales()
@@ -106,7 +106,7 @@ def test_few_keys(keys):
 
 @pytest.mark.parametrize("keys", [0, 5])
 def test_rows_without_keys_are_0(keys):
-    """And not -0, which 0 times a negative number is."""
+    """The output is +0, not -0, even for negative descales."""
     q, k, v = inputs()
     factors = {x: -y for x, y in descales(least=0.3).items()}
     out = attended(*wrap(q, k[:, :, :keys], v[:, :, :keys], factors), causal=True)
@@ -122,7 +122,7 @@ def _extremes():
 
 @pytest.mark.parametrize("name, value", list(_extremes()))
 def test_extreme_descales(name, value):
-    """Of a factor that is not finite, the other heads stay as they are."""
+    """A non-finite descale of one head changes no other head."""
     factors = descales(least=0.3)
     before = attended(*wrap(*inputs(), factors), causal=True)
     factors[name][1, 1] = value
@@ -142,7 +142,7 @@ def test_descales_of_which_only_the_product_is_a_usual_number(large, how):
 
 
 def test_nan_reaches_those_who_see_it():
-    """Rows are repaired, with q and k that times their own descale would be infinite or tiny."""
+    """Rows are repaired although q · q_descale overflows float32 and k · k_descale is tiny."""
     q, k, v = inputs()
     q[..., 0] = 448
     q[0, 1, 3, 4] = k[0, 1, 60, 3] = v[1, 1, 85, 5] = np.nan
@@ -163,7 +163,7 @@ def test_arrays_of_any_strides():
     columns = (np.asfortranarray(x) for x in (q, k, v))
     wide = np.repeat(factors["q_descale"], 2, axis=1)[:, ::2]
     backwards = (x[:, ::-1, ::-1, ::-1].copy()[:, ::-1, ::-1, ::-1] for x in (q, k, v))
-    odd = (np.pad(x.ravel(), (1, 0))[1:].reshape(x.shape) for x in (q, k, v))  # addresses
+    odd = (np.pad(x.ravel(), (1, 0))[1:].reshape(x.shape) for x in (q, k, v))  # unaligned addresses
     for arrays in (turned, columns, backwards, odd):
         again = attended(*wrap(*arrays, {**factors, "q_descale": wide}))
         assert again.tobytes() == out.tobytes()
@@ -182,14 +182,14 @@ def test_parts_of_numpy_arrays_have_their_descales(devices):
     try:
         far = FarDevice()
         found = attended(*wrap(*arrays, factors), backend=Devices(devices, backend=far))
-        assert 4 in {size for *_, size in far.copied}  # the descale of one key head
+        assert 4 in {size for *_, size in far.copied}  # 4 bytes: one key head's descale
     finally:
         transfer.configure(**vars(before))
     assert found.tobytes() == out.tobytes()
 
 
 def test_bounds_find_what_is_wrong():
-    """Descales of other heads, none, and inputs that were rounded again."""
+    """Errors exceed the bound for swapped or omitted descales and for inputs rounded twice."""
     q, k, v = inputs()
     factors = descales(least=0.5)
     p = Problem.of(
@@ -237,7 +237,7 @@ ONE = np.ones((BATCH, KV_HEADS), "f4")
 def test_calls_on_parts_are_refused():
     array, _ = map(pytest.importorskip, ("dask.array", "cupyfa.dask"))
     q, k, v = (array.from_array(x, chunks=-1) for x in inputs())
-    with pytest.raises(Unsupported, match="which calls on parts do not take; convert them"):
+    with pytest.raises(Unsupported, match="which partitioned calls reject; convert"):
         cupyfa.attention(q, k, v)
     with pytest.raises(TypeError, match="v is of type Scaled; give a Dask array"):
         cupyfa.attention(q, k, Scaled(v, ONE))
@@ -268,7 +268,7 @@ def test_nvrtc_compiles_what_is_launched(d, dv):
 @pytest.mark.gpu
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_long_sequences_on_a_gpu(hopper, d):
-    """With the tiles that a GPU has; of a kernel that other GPUs do not have."""
+    """Runs the Hopper kernel with the tiles selected for the GPU."""
     rng = np.random.default_rng(d)
     q, k, v = (drawn(2, heads, 1000, d, seed=heads) for heads in (8, 2, 2))
     factors = {x: rng.uniform(-2, 2, (2, 2)).astype("f4") for x in DESCALES}
@@ -280,15 +280,15 @@ def test_long_sequences_on_a_gpu(hopper, d):
 
 @pytest.mark.gpu
 def test_arrays_in_gpu_memory_and_a_captured_call(hopper):
-    """What is captured reads descales when it runs; columns that are apart are copied."""
+    """A captured call reads descales when its graph runs; strided columns are copied."""
     import cupy
 
-    q, k, v = inputs(48)  # rows of whole 16 bytes, which TMA loads from where they are
+    q, k, v = inputs(48)  # rows are multiples of 16 bytes, so TMA loads them in place
     factors = descales(least=0.3)
     there = {name: cupy.asarray(x) for name, x in factors.items()}
     arrays = [hopper.upload(x) for x in (q, k, v)]
     wanted = cupyfa.attention(*wrap(q, k, v, factors), backend=hopper, check=True)
-    for _ in range(3):  # the later ones on the very arrays
+    for _ in range(3):  # repeats the call with the same arrays
         assert cupyfa.attention(*wrap(*arrays, there)).get().tobytes() == wanted.tobytes()
     columns = [cupy.asfortranarray(x.view("u1")).view(E4M3) for x in arrays]
     assert cupyfa.attention(*wrap(*columns, there)).get().tobytes() == wanted.tobytes()
@@ -311,7 +311,7 @@ def test_arrays_in_gpu_memory_and_a_captured_call(hopper):
 @pytest.mark.gpu
 def test_tensors_of_torch(hopper):
     torch = pytest.importorskip("torch")
-    arrays, factors = inputs(), descales(least=0.3)  # rows of 40 bytes, which are copied
+    arrays, factors = inputs(), descales(least=0.3)  # rows of 40 bytes are copied for TMA
     wanted = cupyfa.attention(*wrap(*arrays, factors), backend=hopper)
     there = [torch.from_numpy(x.view("u1")).cuda().view(torch.float8_e4m3fn) for x in arrays]
     given = {name: torch.from_numpy(x).cuda() for name, x in factors.items()}

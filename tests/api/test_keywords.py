@@ -1,4 +1,4 @@
-"""Keywords of all functions: given or not, of which type, and for which kernel."""
+"""Keyword arguments of all functions: defaults, types, and kernels that accept them."""
 
 import re
 
@@ -50,7 +50,7 @@ def of_ranks(function):
     return call
 
 
-# Calls of every function that takes options, by name.
+# Maps test ids to calls of every function that accepts options.
 FUNCTIONS = {
     "attention": lambda **how: cupyfa.attention(Q, Q, Q, **SIM, **how),
     "lists": lambda **how: cupyfa.attention([Q[0]], [Q[0]], [Q[0]], **SIM, **how),
@@ -72,7 +72,7 @@ FUNCTIONS = {
     "ranks": of_ranks(cupyfa.attention),
     "ranks vjp": of_ranks(cupyfa.vjp),
 }
-# What callers write for the default of an option.
+# Explicit values that equal the default of an option.
 DEFAULTS = {"causal": False} | dict.fromkeys(
     ("window", "offset", "scale", "softcap", "score_mod", "mask", "dropout", "precision")
 )
@@ -80,7 +80,7 @@ DEFAULTS = {"causal": False} | dict.fromkeys(
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_defaults_may_be_given(function):
-    """And None of arrays."""
+    """Functions also accept None for optional arrays."""
     arrays = dict.fromkeys(("alibi_slopes", "bias", "sink", "captured"))
     FUNCTIONS[function](**DEFAULTS, **arrays)
 
@@ -93,7 +93,7 @@ def test_problems_take_none_for_the_default_of_an_option():
     )
 
 
-# What stands in the place of former keywords.
+# Maps former keywords to the replacement that the error suggests.
 FORMER = {
     "mask_mod": 'mask="key <= query"',
     "out_dtype": 'out="float32"',
@@ -128,7 +128,7 @@ def test_a_former_keyword_shows_what_to_write(function, name):
         FUNCTIONS[function](**{name: 1})
 
 
-# Types
+# Types of keyword arguments
 
 FLAGS = {
     "check": ("attention", "backward", "vjp", "ragged", "ragged backward", "decode", "lists"),
@@ -182,7 +182,7 @@ def test_numbers_may_be_arrays_without_axes(name, of):
 def test_an_array_without_axes_may_change_between_calls():
     scale = np.array(0.5)
     found = cupyfa.attention(Q, Q, Q, scale=scale, **SIM)
-    scale[...] = 0.5 + 2**-50  # a number of which repr of an array shows the first digits
+    scale[...] = 0.5 + 2**-50  # differs in digits that repr of an array omits
     again = cupyfa.attention(Q, Q, Q, scale=scale, **SIM)
     scale[...] = 0.25
     other = cupyfa.attention(Q, Q, Q, scale=scale, **SIM)
@@ -239,7 +239,7 @@ def test_caches_take_lists_of_numbers():
     np.testing.assert_array_equal(results[:2], results[2:])
 
 
-# Kernels as records, and numbers in keys of calls
+# Kernel records, and scalars in cache keys
 
 OF_RECORDS = {
     "number": {"score_mod": "score * c", "captured": {"c": 0.5}},
@@ -270,7 +270,7 @@ def test_a_record_takes_numbers(sort):
 
 
 def test_records_keep_their_options_apart():
-    """The numbers of texts alone do not decide what a record computes."""
+    """A record's results depend on all options, not only on captured scalars."""
     how = {"backend": "simulator", "score_mod": "score * c", "captured": {"c": 0.5}}
     record = cupyfa.kernel("fa2")
     for more in ({}, {"causal": True}, {"softcap": 1.0}, {"scale": 0.1}, {"captured": {"c": 2}}):
@@ -295,7 +295,7 @@ def test_zeros_of_two_signs_are_two_numbers(kernel):
     assert plus.tobytes() != minus.tobytes()
 
 
-# Which kernel tiles are for
+# Tile sizes of the two kernels of vjp
 
 
 @pytest.mark.parametrize("function", ["vjp", "vjp of lists", "ragged vjp"])
@@ -342,12 +342,12 @@ def test_gradients_are_deterministic_if_asked_for_everywhere():
         assert signature(function).parameters["deterministic"].default is False
 
 
-# Messages
+# Error messages
 
 
 @pytest.mark.parametrize("wrong", [{"tiles": {"Br": 64.0}}, {"layout": ["bhsd"]}, {"dropout": 0.5}])
 def test_a_refused_call_is_refused_again(wrong):
-    """What the first one was given is not known afterwards."""
+    """A rejected call is not cached."""
     for _ in range(2):
         with pytest.raises((TypeError, ValueError), match="Br=64.0|layout is|dropout is"):
             cupyfa.attention(Q, Q, Q, **wrong, **SIM)

@@ -1,4 +1,4 @@
-"""How many Python functions of the library a repeated call enters: none plans or reads again."""
+"""Repeated calls enter few Python functions of the library and plan nothing."""
 
 import sys
 import threading
@@ -21,7 +21,7 @@ TOKENS = [np.ascontiguousarray(x[:, :, :2]) for x in (Q, K, V)]
 
 @contextmanager
 def counted():
-    """A list that gets the names of the library's functions that this thread enters."""
+    """Yields a list that collects the names of library functions as threads enter them."""
     entered = []
 
     def profile(frame, event, argument):
@@ -38,7 +38,7 @@ def counted():
 
 
 def repeated(call):
-    """How many functions of the library a call enters after three others, in all its threads."""
+    """Returns how many library functions the fourth call enters, over all threads."""
     for _ in range(3):
         call()
     with counted() as entered:
@@ -113,7 +113,7 @@ def test_new_tokens_that_have_to_be_copied_are_read_again_in_each_call():
 
 
 def optional_arrays(name):
-    """An optional array of a call on Q, K and V, and another one."""
+    """Returns two different random arrays that are valid as this option for Q, K and V."""
     shapes = {"alibi_slopes": (4,), "sink": (4,), "bias": (1, 4, 64, 64), "mask": (1, 4, 64, 64)}
     drawn = RNG.standard_normal((2, *shapes[name])).astype(np.float32)
     return drawn > 0 if name == "mask" else drawn

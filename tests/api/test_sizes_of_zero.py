@@ -1,4 +1,4 @@
-"""Sizes of 0 on every path: no sequence, no element, no row, no key, no head, no column."""
+"""Sizes of 0 on every path: sequences, batch elements, rows, keys, heads and columns."""
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +14,7 @@ SIZES = {"batch": 2, "heads": 2, "M": 3, "N": 4, "d": 8, "dv": 8}
 DTYPES = ("float32", "float64", "float16", ml_dtypes.bfloat16)
 
 
-# Of no sequence
+# Packed arrays without sequences
 
 
 @pytest.mark.few(1)
@@ -70,15 +70,15 @@ def test_lists_of_no_array():
         pull(np.ones(3))
     x = np.ones((2, 3, 16), F)
     for lists in (([], [x], [x]), ([x], [], [x]), ([x], [x], [])):
-        with pytest.raises(ValueError, match="has 0 arrays.*; give the same number of each"):
+        with pytest.raises(ValueError, match="has 0 arrays.*; give lists of equal length"):
             cupyfa.attention(*lists, **SIM)
 
 
-# Of no element
+# Arrays with a size of 0
 
 
 def inputs(**sizes):
-    """q, k and v, and every sort of input with the sizes that it has then."""
+    """Returns q, k, v and a dict of optional inputs, with shapes for the given sizes."""
     s = {**SIZES, **sizes}
     B, H, M, N = (s[x] for x in ("batch", "heads", "M", "N"))
     q, k, v = (

@@ -1,4 +1,4 @@
-"""What the library offers: few names, few keywords, and a line for names that there were."""
+"""The public interface: few names, few keywords, and errors for former names."""
 
 import importlib
 import inspect

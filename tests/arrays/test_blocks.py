@@ -1,4 +1,4 @@
-"""Block masks: the states of their tiles, joins, drawings and errors."""
+"""Block masks: tile states, set operations, drawings and errors."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ RNG = np.random.default_rng(0)
 DOC = np.sort(RNG.integers(0, 6, N))
 QUERY, KEY = np.arange(M)[:, None], np.arange(N)
 POSITION = QUERY + N - M
-# Texts, what they name, and the pairs that they show.
+# Mask expressions, the arrays that they capture, and the pairs that they leave visible.
 TEXTS = {
     "doc[query] == doc[key]": ({"doc": DOC}, DOC[QUERY] == DOC[KEY]),
     "doc[query] == doc[key] and key <= position": (
@@ -35,7 +35,7 @@ def made(text="key <= query", captured=None, **sizes):
 
 
 def expected(seen, rows, keys):
-    """The states of tiles, one by one."""
+    """Returns the state of every tile, computed one by one."""
     return [
         [
             tile_maps.FULL if tile.all() else tile_maps.PARTIAL if tile.any() else tile_maps.EMPTY
@@ -89,7 +89,7 @@ def test_launches_make_the_same_maps(backend, name, alone):
 
 @pytest.mark.parametrize("on_device", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_updated_arrays(backend, on_device, monkeypatch):
-    if on_device:  # as on a GPU, whose launches find the tiles
+    if on_device:  # as on a GPU, where a kernel computes the tile states
         monkeypatch.setattr(block_mask, "_is_host", lambda backend: False)
     doc, other = DOC.copy(), np.sort(RNG.integers(0, 3, N))
     mask = made("doc[query] == doc[key]", {"doc": doc})
@@ -109,7 +109,7 @@ def test_updated_arrays(backend, on_device, monkeypatch):
         later = mask & joined
     mask.update({"doc": other})
     assert (joined & ~made("doc[query] == doc[key]", {"doc": DOC})).density == joined.density
-    assert later.density == 0  # both are of DOC
+    assert later.density == 0  # both masks use DOC
     assert not np.array_equal(mask.states(64, 64), states)
 
 

@@ -1,7 +1,7 @@
-"""Attention of new tokens to a cache of keys and values, contiguous or in pages.
+"""Attention of new tokens to a contiguous or paged cache of keys and values.
 
-What no sequence has in a cache is NaN. The reference is dense attention in float64 of one sequence
-after the other, whose keys a loop collects.
+Unused cache rows are NaN. The reference is dense float64 attention, one sequence at a time, to keys
+that a loop gathers.
 """
 
 import ml_dtypes
@@ -21,11 +21,11 @@ from cupyfa.planner import choose_kernel as planning
 from cupyfa.problem.problem import Problem
 
 DTYPES = {"float16": "f2", "bfloat16": ml_dtypes.bfloat16, "float32": "f4", "float64": "f8"}
-SIZE, MOST, SPARE = 16, 4, 3  # of a page, of pages of a sequence, of pages that none has
+SIZE, MOST, SPARE = 16, 4, 3  # page size, pages per sequence, unused pages
 N = SIZE * MOST
 BATCH, HEADS, KV_HEADS, D, DV = 6, 4, 2, 24, 16
 LENGTHS = np.array([0, 1, SIZE - 1, SIZE, SIZE + 1, N], "i4")
-SMALL = {"Br": 16, "Bc": 32, "Wr": 16, "stages": 2}  # two pages in a tile of keys
+SMALL = {"Br": 16, "Bc": 32, "Wr": 16, "stages": 2}  # two pages per tile of keys
 RNG = np.random.default_rng(3)
 
 
@@ -40,7 +40,7 @@ def laid_out(array, layout):
 def cache_of(
     k, v, lengths=LENGTHS, *, pages=False, layout="bshd", size=SIZE, table=None, rotary=None
 ):
-    """A cache with the first rows of k and v [batch, rows, kv_heads, columns], all else NaN."""
+    """Returns a cache of the first rows of k, v [batch, rows, kv_heads, columns], else NaN."""
     batch, rows = k.shape[:2]
     how = {"layout": layout, "rotary": rotary}
     if not pages:
@@ -60,13 +60,13 @@ def cache_of(
             for j in range(n):
                 to[table[b, j // size], j % size] = x[b, j]
     table = table.copy()
-    for b, n in enumerate(lengths):  # what no key needs is no page
+    for b, n in enumerate(lengths):  # unused entries hold invalid page indices
         table[b, -(-int(n) // size) :] = -7 if b % 2 else 2**30
     return cupyfa.KVCache(*(laid_out(x, layout) for x in made), lengths.copy(), table, **how)
 
 
 def require(out, lse, q, k, v, lengths, **options):
-    """Raises if results differ from those of sequences with so many keys of k and v."""
+    """Raises if results differ from attention to the first lengths[b] rows of k and v."""
     for b, n in enumerate(lengths):
         keys, values = (x[b, :n].swapaxes(0, 1) for x in (k, v))
         wanted = expected_causal(q[b], keys, values, **options)
@@ -84,7 +84,7 @@ def decoded(backend, q, cache, **how):
     return cupyfa.attention(q, cache, backend=backend, return_lse=True, **how)
 
 
-# Which kernels, dtypes, layouts
+# Kernels, dtypes and layouts
 
 
 KERNELS = [
@@ -108,7 +108,8 @@ def test_each_sequence_has_its_own_keys(backend, kernel, dtype, tiles, pages):
         require(out, lse, q, k, v, LENGTHS)
         assert out.dtype == q.dtype
         assert (out[0] == 0).all() and (lse[0] == -np.inf).all()
-        assert (out[1, :, :2] == 0).all() and (lse[1, :, :2] == -np.inf).all()  # of one key
+        # Two queries precede the only key.
+        assert (out[1, :, :2] == 0).all() and (lse[1, :, :2] == -np.inf).all()
 
 
 @pytest.mark.sampled(4)
@@ -116,7 +117,7 @@ def test_each_sequence_has_its_own_keys(backend, kernel, dtype, tiles, pages):
 @pytest.mark.parametrize("size", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("d", [24, 64, 96, 128])
 def test_pages_of_all_sizes(backend, size, d):
-    """Smaller and larger than a tile of keys, for all distances of a thread's rows."""
+    """Covers pages smaller and larger than a tile of keys, and all strides of a thread's rows."""
     lengths = np.array([1, size - 1, size + 1, 2 * size], "i4")
     q, k, v = given("float16", rows=2 * size, batch=4, d=d, dv=d)
     cache = cache_of(k, v, lengths, pages=True, size=size)
@@ -188,7 +189,7 @@ def test_options_of_attention(backend, kernel, number):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_few_tokens_of_wide_dtypes_fill_a_device(dtype):
-    """One query and 8192 keys with 8 key heads; many queries are left to other kernels."""
+    """One query and 8,192 keys fill the GPU with 8 key heads; many queries use other kernels."""
     limits = limits_of("90")
     for lengths in ({}, {"lengths_k": True}):
         p = Problem.of_sizes(M=1, N=8192, heads=32, kv_heads=8, d=128, dtype=dtype, **lengths)
@@ -199,24 +200,24 @@ def test_few_tokens_of_wide_dtypes_fill_a_device(dtype):
     assert for_decoding("fa2", "auto", dtype, 1) == "fa2"
 
 
-# New tokens
+# Appended tokens
 
 
 def turned(x, first, rotary, interleaved, dtype):
-    """Rows x [..., tokens, d] at positions from `first` on."""
+    """Returns x [..., tokens, d] rotated for positions from `first` on."""
     at = first + np.arange(x.shape[-2])
     cos, sin = (table[at] for table in rotary)
     return tolerance.expected_rotation(x, cos, sin, interleaved=interleaved, dtype=dtype)
 
 
 def quarter_turns(positions, angles, dtype):
-    """Angles of whole quarters of a circle, by which numbers are turned exactly."""
+    """Returns cosines and sines of random multiples of 90°, which rotate exactly."""
     quarters = RNG.integers(0, 4, (positions, angles))
     return [np.array(x)[quarters].astype(DTYPES[dtype]) for x in ([1, 0, -1, 0], [0, 1, 0, -1])]
 
 
 def rows_of(cache, array, b, rows):
-    """Rows of a sequence in an array of a cache, [rows, kv_heads, columns]."""
+    """Returns the rows of sequence b in a cache array, [rows, kv_heads, columns]."""
     found = array if cache.layout == "bshd" else array.swapaxes(1, 2)
     if cache.pages is None:
         return np.array(found[b, rows])
@@ -225,7 +226,7 @@ def rows_of(cache, array, b, rows):
 
 
 def with_room(cache, k, tokens):
-    """The same cache with pages for new tokens."""
+    """Adds pages for new tokens to the page table and returns the cache."""
     if cache.pages is not None:
         used = {
             cache.pages[b, i]
@@ -246,7 +247,7 @@ NEW_LENGTHS = np.array([0, 1, SIZE - 2, SIZE, SIZE + 1, N - 3], "i4")
 @pytest.mark.parametrize("layout, pages", [("bshd", True), ("bhsd", False), ("bhsd", True)])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_new_tokens_are_turned_and_appended(backend, dtype, layout, pages, interleaved):
-    """By quarters of a circle, so that rows of the cache have exactly these bits."""
+    """Rotations by multiples of 90° are exact, so cache rows are compared bit by bit."""
     q, k, v = given(dtype, tokens=3)
     new_k, new_v = (drawn((BATCH, KV_HEADS, 3, x), dtype, seed=9 + x) for x in (D, DV))
     rotary = quarter_turns(N, 5, dtype)
@@ -268,7 +269,7 @@ def test_new_tokens_are_turned_and_appended(backend, dtype, layout, pages, inter
     for old, new, columns in ((before[0], cache.k, D), (before[1], cache.v, DV)):
         bits = f"u{old.itemsize}"
         changed = (old.view(bits) != new.view(bits)).sum()
-        assert changed <= written * columns  # and nothing else
+        assert changed <= written * columns  # no other element is written
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -322,7 +323,7 @@ def test_append_alone_writes_what_attention_does(backend, dtype, layout, pages):
     assert [x.tobytes() for x in found] == [x.tobytes() for x in wanted]
 
 
-# Arrays elsewhere, and wrong ones
+# Caches in another memory, and invalid caches
 
 
 @pytest.mark.parametrize("pages", [False, True], ids=["contiguous", "pages"])
@@ -359,7 +360,7 @@ def test_flashinfers_tables_are_read(backend):
 
 
 def test_new_keys_need_arrays_of_their_own():
-    """Both halves of one array are such, whatever its axes: FlashInfer has pages of both."""
+    """K and V may be halves of one array along any axis, as in FlashInfer's pages."""
     q = drawn((2, 2, 1, 8))
     new = drawn((2, 1, 1, 8))
     lengths, table = np.array([3, 0], "i4"), np.array([[1], [0]], "i4")
@@ -383,7 +384,9 @@ def test_new_keys_need_arrays_of_their_own():
             np.testing.assert_array_equal(half[table[:, 0], 0, lengths], written[:, 0, 0])
     rows = np.zeros((4, 1, 16, 8), "f4")
     for same in ((rows[:2], rows[:2]), (rows[:2], rows[1:3]), (rows[:2], rows[1::-1])):
-        with pytest.raises(ValueError, match="cache.k and cache.v share memory.*give two arrays"):
+        with pytest.raises(
+            ValueError, match="cache.k and cache.v share memory.*give separate arrays"
+        ):
             decode(same, new, new)
         decode(same)
 
@@ -392,7 +395,7 @@ def test_new_keys_need_arrays_of_their_own():
 @pytest.mark.parametrize("pages", [False, True], ids=["contiguous", "pages"])
 @pytest.mark.parametrize("kernel", ["mma_split_kv", "fa2_split_kv", "fa2"])
 def test_wrong_pages_and_lengths_reach_nothing_outside(kernel, pages, monkeypatch):
-    """As on a device, where nobody looks at them: kernels run, and the simulator sees all."""
+    """Skips the host's checks, as for device arrays; the simulator reports stray accesses."""
     monkeypatch.setattr("cupyfa.arrays.kv_cache._check_contents", lambda *_: None)
     monkeypatch.setattr("cupyfa.runtime.ragged._check_counts", lambda *_: None)
     q, k, v = given("float16", tokens=3)
@@ -404,9 +407,9 @@ def test_wrong_pages_and_lengths_reach_nothing_outside(kernel, pages, monkeypatc
     before = cache.k.copy()
     for new in (None, (new_k, new_v)):
         decoded("simulator", q, cache, kernel=kernel, append=new)
-    if pages:  # those that are not there are not written
+    if pages:  # invalid pages are not written
         np.testing.assert_array_equal(before, cache.k)
-    else:  # row N - 1 is, and rows from 0 and 7 on
+    else:  # only row N - 1 and rows from 0 and 7 on are written
         changed = np.argwhere((before.view("u2") != cache.k.view("u2")).any(axis=(2, 3)))
         written = {0: range(3), 1: [N - 1], 4: range(3), 5: range(7, 10)}
         places = [[b, row] for b, rows in written.items() for row in rows]
@@ -457,7 +460,7 @@ def test_a_captured_call_takes_other_lengths(cuda, pages):
     cupyfa.attention(there, cache, **how, check=True)
     cupy.cuda.Device().synchronize()
     with cupy.cuda.Stream(non_blocking=True) as stream:
-        cupyfa.attention(there, cache, **how)  # compiles, and takes memory for this stream
+        cupyfa.attention(there, cache, **how)  # compiles, and allocates this stream's workspace
         cache.lengths += 0
         stream.begin_capture()
         _, lse = cupyfa.attention(there, cache, **how)

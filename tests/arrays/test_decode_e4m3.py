@@ -1,7 +1,7 @@
-"""Attention to a cache with keys and values in e4m3, and their scales.
+"""Attention to a cache with e4m3 keys and values and their scales.
 
-The reference is dense attention in float64 to the same e4m3 numbers times their scales. What no
-sequence has in a cache is NaN, and so are the scales of pages that none has.
+The reference is dense float64 attention to the dequantized values. Unused cache rows, and scales of
+unused pages, are NaN.
 """
 
 import ml_dtypes
@@ -23,13 +23,13 @@ from cupyfa.problem.dtypes import E4M3
 from cupyfa.problem.problem import Problem
 from cupyfa.runtime.simulator import Simulator
 
-SIZE, MOST = 16, 6  # of a page, of pages of a sequence
+SIZE, MOST = 16, 6  # page size, pages per sequence
 N = SIZE * MOST
 BATCH, HEADS, KV_HEADS, D, DV = 4, 4, 2, 48, 24
 LENGTHS = np.array([0, 1, SIZE + 5, N], "i4")
-COUNT = BATCH * MOST + 3  # of pages
+COUNT = BATCH * MOST + 3  # number of pages
 DTYPE = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-SMALL = {"Br": 16, "Bc": 32, "Wr": 16, "stages": 2}  # two pages in a tile of keys
+SMALL = {"Br": 16, "Bc": 32, "Wr": 16, "stages": 2}  # two pages per tile of keys
 SCALES = {None: None, "heads": (KV_HEADS,), "batch": (BATCH, KV_HEADS), "pages": (COUNT, KV_HEADS)}
 
 
@@ -38,25 +38,25 @@ def drawn(shape, seed=0, dtype=np.float32):
 
 
 def scale(form, seed):
-    """Scales of very different sizes."""
+    """Returns random scales between 2**-6 and 2**2, or None."""
     if form is None:
         return None
     return 2 ** np.random.default_rng(seed).uniform(-6, 2, SCALES[form]).astype("f4")
 
 
 def scaled(arrays, scales):
-    """Arrays with those of the scales that are given."""
+    """Wraps each array that has a scale in Scaled."""
     return [x if of is None else Scaled(x, of) for x, of in zip(arrays, scales, strict=True)]
 
 
 def tokens(count, dtype=np.float16):
-    """Queries, and new keys and values."""
+    """Returns random queries, new keys and new values."""
     sizes = (HEADS, D), (KV_HEADS, D), (KV_HEADS, DV)
     return tuple(drawn((BATCH, h, count, x), x, dtype) for h, x in sizes)
 
 
 class Filled:
-    """A cache, and the numbers that it stands for: k and v [batch, rows, kv_heads, columns]."""
+    """A cache and its dequantized values: k and v [batch, rows, kv_heads, columns]."""
 
     def __init__(
         self, *, pages=False, layout="bshd", forms=(None, None), lengths=LENGTHS, room=0, **how
@@ -87,7 +87,7 @@ class Filled:
                 of_rows *= factor[self.at[0]] if form == "pages" else factor[..., None, :]
             self.factors.append(of_rows[..., None])
         if pages:
-            for b, n in enumerate(lengths):  # what no key needs is no page
+            for b, n in enumerate(lengths):  # unused entries hold invalid page indices
                 table[b, -(-int(n + room) // SIZE) :] = -7 if b % 2 else 2**30
         arrays = [x if layout == "bshd" else x.swapaxes(1, 2).copy() for x in self.stored]
         table = table if pages else None
@@ -95,7 +95,7 @@ class Filled:
         self.cache = cupyfa.KVCache(*arrays, lengths.copy(), table, layout=layout, **how)
 
     def bits(self):
-        """What the cache has of each row, [batch, rows, kv_heads, columns]."""
+        """Returns the stored k and v in sequence order, [batch, rows, kv_heads, columns]."""
         found = (self.cache.k, self.cache.v)
         bshd = [x if self.cache.layout == "bshd" else x.swapaxes(1, 2) for x in found]
         return [x[np.broadcast_arrays(*self.at)[0], self.at[1]] for x in bshd]
@@ -156,7 +156,7 @@ def test_tiles_of_few_and_of_many_rows(backend, tokens, tiles):
 
 
 def test_a_window_hides_what_is_not_finite(backend):
-    """Rows that it reaches on the way are computed again."""
+    """Rows whose tile contains a hidden NaN key are repaired."""
     filled = Filled(pages=True, forms=("pages", "pages"))
     b, (place, row) = 3, np.broadcast_arrays(*filled.at)
     for name in ("k", "v"):
@@ -177,14 +177,14 @@ def test_scores_change_as_in_attention(backend):
         decoded(backend, q, filled, check=True, **options)
 
 
-# New tokens
+# Appended tokens
 
 NEW_LENGTHS = np.array([0, 1, SIZE - 2, N - 3], "i4")
 
 
 @pytest.mark.parametrize("pages, layout, forms, dtype", FORMS)
 def test_new_rows_are_divided_and_rounded(backend, pages, layout, forms, dtype):
-    """Also numbers beyond the largest one, which become that, and NaN."""
+    """Values beyond ±448 saturate, and NaN stays NaN."""
     filled = Filled(pages=pages, layout=layout, forms=forms, lengths=NEW_LENGTHS, room=3)
     q, new_k, new_v = tokens(3, DTYPE[dtype])
     new_v *= np.asarray(2.0**9, new_v.dtype)
@@ -200,7 +200,7 @@ def test_new_rows_are_divided_and_rounded(backend, pages, layout, forms, dtype):
         wanted = np.clip(quotient, -448, 448).astype(E4M3)
         np.testing.assert_array_equal(found[every, at].astype("f4"), wanted.astype("f4"))
         old[every, at] = found[every, at]
-        np.testing.assert_array_equal(old.view("u1"), found.view("u1"))  # and nothing else
+        np.testing.assert_array_equal(old.view("u1"), found.view("u1"))  # no other row is written
     assert np.isnan(lse[1, 2:, 2]).all()
     assert np.isfinite(np.delete(lse, 1, axis=0)).all()
 
@@ -264,11 +264,11 @@ def test_devices_before_sm_89_are_refused(monkeypatch):
         decoded(Simulator(), q, filled)
 
 
-# Compilation, and a device
+# Compiled programs, and tests on a GPU
 
 
 def launches(dtype, arch, *, cached=E4M3, size, by_page=False, M=1, d=128, N=8192):
-    """What decoding launches for a cache of such a form."""
+    """Yields the programs that decoding launches for a cache of this dtype and size."""
     count = N // size if size else 0
     rows = (count, 8, size, d) if size else (1, 8, N, d)
     q, k = np.zeros((1, 32, M, d), DTYPE[dtype]), np.zeros(rows, cached)
@@ -313,7 +313,7 @@ def test_nvrtc_compiles_what_decoding_launches(arch, dtype, form):
 @pytest.mark.gpu
 @pytest.mark.parametrize("forms", [("heads", "batch"), ("pages", "pages")], ids=str)
 def test_arrays_in_gpu_memory_and_a_captured_call(cuda, forms):
-    """What is captured reads lengths, tables and scales when it runs."""
+    """A captured call reads lengths, page table and scales when its graph runs."""
     import cupy
 
     pages = "pages" in forms
@@ -350,7 +350,7 @@ def test_arrays_in_gpu_memory_and_a_captured_call(cuda, forms):
 @pytest.mark.parametrize("dtype", DTYPE)
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_long_sequences_on_a_gpu(cuda, d, dtype):
-    """With the tiles, and the number of splits, that a GPU has."""
+    """Uses the tiles and the number of splits selected for the GPU."""
     rng = np.random.default_rng(d)
     lengths = np.array([3000, 1234], "i4")
     k, v = (rng.standard_normal((2, 3000, 2, d)).astype(E4M3) for _ in range(2))
@@ -363,7 +363,7 @@ def test_long_sequences_on_a_gpu(cuda, d, dtype):
 @pytest.mark.parametrize("form", [None, "heads"])
 @pytest.mark.parametrize("in_cache", [False, True], ids=["arrays", "cache"])
 def test_a_prefix_of_e4m3_stands_before_the_keys(backend, form, in_cache):
-    """What one cache with the keys of both gives."""
+    """Results match one cache that holds the prefix and the sequence's own keys."""
     n, scales = 20, [None, None]
     q = drawn((BATCH, HEADS, 1, D), 9, np.float16)
     shared = [drawn((1, n, KV_HEADS, x), x).astype(E4M3) for x in (D, DV)]

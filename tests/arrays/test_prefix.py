@@ -1,7 +1,6 @@
-"""Caches with prefixes: keys that sequences share stand before those of their own.
+"""Caches with prefixes: shared keys that precede each sequence's own keys.
 
-The reference is dense attention in float64 of one sequence after the other to all of its keys, as
-one cache would have them.
+The reference is dense float64 attention, one sequence at a time, to all keys in one array.
 """
 
 from itertools import pairwise
@@ -25,7 +24,7 @@ def drawn(*shape, dtype="float32", seed=0):
 
 
 class Case:
-    """Sequences of lengths of their own behind prefixes of [(how many, how many keys of each)]."""
+    """Sequences of different lengths behind prefixes [(number of prefixes, keys of each)]."""
 
     def __init__(self, dtype="float32", tokens=1, prefixes=((1, 20),), appended=True):
         self.dtype, self.tokens = dtype, tokens
@@ -37,7 +36,7 @@ class Case:
         own = [drawn(BATCH, ROOM, KV_HEADS, x, dtype=dtype, seed=x) for x in (D, DV)]
         self.lengths = LENGTHS.copy()
         self.used = LENGTHS + tokens if appended else LENGTHS
-        self.own = own  # of which the new ones are given as such
+        self.own = own  # including the tokens to append
         self.given = [np.full_like(x, np.nan) for x in own]
         for b, n in enumerate(LENGTHS):
             for to, x in zip(self.given, own):
@@ -50,7 +49,7 @@ class Case:
             self.new = [x[at].swapaxes(1, 2).copy() for x in own]
 
     def keys_of(self, b):
-        """All keys and values of a sequence, [kv_heads, keys, columns], and where parts begin."""
+        """Returns a sequence's keys and values [kv_heads, keys, columns] and each part's start."""
         parts = [[x[b * len(x) // BATCH] for x in pair] for pair in self.shared]
         parts.append([x[b, : self.used[b]].swapaxes(0, 1) for x in self.own])
         starts = np.cumsum([0, *(x[0].shape[1] for x in parts)])
@@ -68,7 +67,7 @@ class Case:
         for b in range(BATCH):
             k, v, starts = self.keys_of(b)
             mine = dict(options)
-            if "score_mod" in mine:  # the reference has one sequence
+            if "score_mod" in mine:  # the reference computes a single sequence
                 mine["score_mod"] = mine["score_mod"].replace("batch", str(b))
             hidden = mine.pop("mask", "True")
             parts = []
@@ -110,24 +109,25 @@ OPTIONS = (
 @pytest.mark.few(2)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda x: "+".join(x) or "none")
 def test_options_are_those_of_one_cache(backend, options):
-    """Of nested prefixes, the inner one of two sequences each."""
+    """With nested prefixes, two sequences share each inner prefix."""
     case = Case(tokens=2, prefixes=NESTED)
     case.require(*case.decoded(backend, check=True, **options), **options)
 
 
 @pytest.mark.parametrize("new", [False, True], ids=["there already", "appended"])
 def test_tokens_may_be_more_than_keys_of_their_own(backend, new):
-    """So that those without keys of their own stand before the end of the prefix."""
+    """With more tokens than own keys, the first tokens lie within the prefix."""
     case = Case("float16", tokens=3, prefixes=NESTED, appended=new)
     case.require(*case.decoded(backend, check=True))
 
 
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_positions_go_on_from_the_prefix(backend, tokens):
-    """A prefix whose keys were rotated before gives what one cache with all of them does."""
+    """A prefix of rotated keys matches one cache that holds all keys."""
     case = Case(tokens=tokens, prefixes=NESTED)
     quarters = np.random.default_rng(1).integers(0, 4, (80, 5))
-    rotary = [np.array(x, "f4")[quarters] for x in ([1, 0, -1, 0], [0, 1, 0, -1])]  # exact
+    # Multiples of 90° rotate exactly.
+    rotary = [np.array(x, "f4")[quarters] for x in ([1, 0, -1, 0], [0, 1, 0, -1])]
     out, lse = case.decoded(backend, rotary=rotary, check=True)
     before = sum(n for _, n in NESTED)
 
@@ -148,7 +148,7 @@ def test_positions_go_on_from_the_prefix(backend, tokens):
 
 
 def in_pages(k, v, spare=2):
-    """[1, kv_heads, 32, columns] in pages of 16, with NaN in the others."""
+    """Returns a paged cache of k and v [1, kv_heads, up to 32, columns]; unused pages are NaN."""
     table = np.array([[1 + spare, 0]], "i4")
     made = []
     for x in (k, v):
@@ -176,7 +176,7 @@ def test_a_prefix_may_be_a_cache(backend, pages):
 
 
 def test_a_prefix_may_lie_in_pages_of_the_same_arrays(backend):
-    """As where sequences begin with pages that another one has written."""
+    """Models sequences that begin with pages written by another sequence."""
     case = Case("float16")
     ((k, v),) = case.shared
     arrays, table = [], np.arange(2 * BATCH, dtype="i4").reshape(BATCH, 2)
@@ -233,7 +233,7 @@ def test_what_is_refused_is_not_begun(backend):
     before = case.given[0].tobytes()
     with pytest.raises(cupyfa.Unsupported):
         case.decoded(backend, kernel="minimal")
-    with pytest.raises(ValueError, match=r"out is float16 \(4, 4, 1, 5\), the result is float16"):
+    with pytest.raises(ValueError, match=r"out is float16 \(4, 4, 1, 5\), but the result"):
         case.decoded(backend, out=np.zeros((BATCH, HEADS, 1, 5), "f2"))
     assert case.given[0].tobytes() == before
 
@@ -241,7 +241,7 @@ def test_what_is_refused_is_not_begun(backend):
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", OPTIONS[:2] + OPTIONS[-1:], ids=str)
 def test_a_captured_call_takes_other_lengths(cuda, options):
-    """Of the cache, and of a prefix that is one."""
+    """Lengths of the cache and of a prefix cache change between replays."""
     import cupy
 
     case = Case("float16", tokens=2, prefixes=NESTED, appended=False)
@@ -254,11 +254,12 @@ def test_a_captured_call_takes_other_lengths(cuda, options):
     how |= {x: cupy.asarray(y) if hasattr(y, "dtype") else y for x, y in options.items()}
     q = cupy.asarray(case.q)
     with cupy.cuda.Stream(non_blocking=True) as stream:
-        cupyfa.attention(q, cache, **how)  # compiles, and takes memory
+        cupyfa.attention(q, cache, **how)  # compiles, and allocates memory
         stream.begin_capture()
         out, lse = cupyfa.attention(q, cache, **how)
         graph = stream.end_capture()
-        noise = [cupy.full(1 << n, cupy.nan) for n in range(4, 20)]  # in memory that is free
+        # Overwrites free memory with NaN.
+        noise = [cupy.full(1 << n, cupy.nan) for n in range(4, 20)]
         for used, n in (([2, 3, 17, ROOM], most), ([5, 2, 30, 2], 7), ([2, 2, 2, 2], 1)):
             cache.lengths[...] = cupy.asarray(used, "i4")
             outer.lengths[...] = n
@@ -272,9 +273,7 @@ def test_a_captured_call_takes_other_lengths(cuda, options):
 
 @pytest.mark.gpu
 def test_a_long_prefix_is_read_once(cuda):
-    """64 sequences with 32,768 keys that they share and 256 of their own: 8 times as fast as 64
-    caches with all keys, which are read by each.
-    """
+    """64 sequences with 32,768 shared and 256 own keys are 8 times as fast as 64 full caches."""
     import cupy
 
     batch, shared, own, heads, kv_heads, d = 64, 32768, 256, 32, 8, 128

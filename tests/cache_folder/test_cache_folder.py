@@ -1,4 +1,4 @@
-"""The cache folder: whose it is, who can write it, and what lies in it in place of files."""
+"""The cache folder: owner, permissions, and entries that are not regular files."""
 
 import os
 import stat
@@ -16,13 +16,13 @@ from cupyfa.lab.analysis import diagnosis
 from cupyfa.runtime.simulator import machine
 
 NAME = f"fa2-{32 * '0'}.so"
-OTHERS = 12345  # a user that is not this one
+OTHERS = 12345  # another user's id
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A chosen folder that is used as it is."""
+    """Selects a cache folder with CUPYFA_CACHE_DIR and checks that it is used."""
     path = tmp_path / "above" / "cache"
     monkeypatch.setenv("CUPYFA_CACHE_DIR", str(path))
     monkeypatch.setattr(cache_folder, "_elsewhere", {})
@@ -78,13 +78,14 @@ def test_a_folder_that_others_can_change_is_not_used(folder, expose):
     used = cache_folder.folder()
     assert used != folder and used.stat().st_mode & 0o077 == 0
     assert not cache_folder.is_kept()
-    (used / NAME).unlink(missing_ok=True)  # of another run: the folder is that of the process
+    # Left by an earlier test: the process has one fallback folder.
+    (used / NAME).unlink(missing_ok=True)
     assert cache_folder.compiled(used / NAME) is None
     with pytest.warns(
         UserWarning, match="is not used: .* so nothing is stored; set CUPYFA_CACHE_D"
     ):
         cache_folder.keep_compiled(used / NAME, b"new")
-    with warnings.catch_warnings(action="error"):  # once in a process
+    with warnings.catch_warnings(action="error"):  # warns once per process
         cache_folder.keep_compiled(used / NAME, b"newer")
     finding = diagnosis._own_folder(folder)
     assert finding.state == diagnosis.FAULT and "is not used" in finding.found
@@ -133,7 +134,7 @@ def socket(path):
     import socket
 
     here = os.getcwd()
-    os.chdir(path.parent)  # a long path is no address
+    os.chdir(path.parent)  # a long path does not fit into a socket address
     try:
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(path.name)
@@ -244,7 +245,7 @@ def test_a_linked_folder_of_facts_is_not_followed(folder, tmp_path):
     ],
 )
 def test_commands_run_whatever_lies_in_the_cache(tmp_path, found, objects):
-    """Twice: the second run has what the first one could keep, and neither hangs."""
+    """The second run reads what the first one stored, and neither hangs."""
     folder = with_runtime(tmp_path / "cache")
     env = {"CUPYFA_CACHE_DIR": folder}
     run = ["run", "fa2", *SIMULATOR, *SMALL]
@@ -269,7 +270,7 @@ struct Planted { Planted() { std::fclose(std::fopen("MARK", "w")); } } planted;
 
 @pytest.mark.slow
 def test_a_planted_library_does_not_run(tmp_path):
-    """Its seal is right, as anybody can make it; only whose it is says that it is foreign."""
+    """The library's seal is valid; only its permissions show that it is foreign."""
     folder = with_runtime(tmp_path / "cache")
     env = {"CUPYFA_CACHE_DIR": folder}
     run = ["run", "fa2", *SIMULATOR, *SMALL]
@@ -289,6 +290,6 @@ def test_a_planted_library_does_not_run(tmp_path):
         done = process(run, env=env)
         assert done.returncode == 0 and not (tmp_path / "ran").exists()
     assert "other users can write" in done.stderr
-    load = f"import ctypes; ctypes.CDLL({str(built)!r})"  # it would have
+    load = f"import ctypes; ctypes.CDLL({str(built)!r})"  # checks that loading runs it
     subprocess.run([sys.executable, "-c", load], check=True)
     assert (tmp_path / "ran").exists()

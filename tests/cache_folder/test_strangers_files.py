@@ -1,4 +1,4 @@
-"""Files that a stranger may hand over: each is read or refused, in bounded time and memory."""
+"""Untrusted files: each is read or rejected in bounded time and memory."""
 
 import json
 import random
@@ -54,7 +54,7 @@ def of_failures():
 
 
 def write_failure(folder, case=None):
-    """A failure as `check` writes it, of a kernel of the ladder."""
+    """Writes a failure of a ladder kernel as `check` does."""
     case = case or of_failures()[0]
     arrays = {**case.inputs(), "actual_O": np.zeros((1, 2, 5, 3), case.problem.dtype.numpy)}
     verdict = failures.Verdict("O", float("inf"), 1e-6, 3.0, (0, 1, 2, 0), float("nan"), 1.0, 0)
@@ -94,7 +94,7 @@ def read_tuned(path):
     plan(cupyfa.kernel("fa2"), problem(), replace(limits, tuned=found))
 
 
-IN_THE_CACHE = ("tuned", "tuning")  # where a damaged file is as none
+IN_THE_CACHE = ("tuned", "tuning")  # where damaged files count as missing
 KINDS = {
     "failure": (write_failure, failures.read),
     "results": (write_results, Results.load),
@@ -104,7 +104,7 @@ KINDS = {
 
 
 def about(path):
-    """The JSON value of a file, and what writes another one into it."""
+    """Returns a file's JSON value and a function that writes another value."""
     if path.suffix == ".json":
         return json.loads(path.read_text()), lambda text: path.write_text(text)
     with np.load(path) as members:
@@ -117,7 +117,7 @@ def about(path):
 
 
 def places(value, path=()):
-    """The paths of all fields in a JSON value."""
+    """Yields the path of every field in a JSON value."""
     yield path
     inner = enumerate(value) if isinstance(value, list) else ()
     for key, x in value.items() if isinstance(value, dict) else inner:
@@ -143,7 +143,7 @@ def without(value, path):
 
 
 def mutate_field(path, rng):
-    """Puts an odd value in place of a field, or leaves it out, or gives it twice."""
+    """Replaces a field by an odd value, removes it, or duplicates it."""
     value, write = about(path)
     place = rng.choice([x for x in places(value) if x])
     how = rng.random()
@@ -173,9 +173,9 @@ def mutate_bytes(path, rng):
 
 
 def read_or_refused(kind, path):
-    """Whether a file is read; one that is refused is so by an error with one line."""
+    """Returns whether a file is read; a rejection must be a one-line error."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of damaged files in the cache
+        warnings.simplefilter("ignore")  # about damaged files in the cache
         try:
             KINDS[kind][1](path)
             return True
@@ -198,7 +198,7 @@ def test_failures_of_every_form_are_read_as_written(tmp_path, number):
 @pytest.mark.parametrize("mutate", [mutate_field, mutate_bytes])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_mutated_file_is_read_or_refused(tmp_path, kind, mutate):
-    """200 of each; with five kinds and two ways 2,000."""
+    """Tries 200 mutations; five kinds and two methods make 2,000."""
     whole = KINDS[kind][0](tmp_path)
     content, read = whole.read_bytes(), 0
     for seed in range(200):
@@ -207,7 +207,7 @@ def test_a_mutated_file_is_read_or_refused(tmp_path, kind, mutate):
         mutate(whole, rng)
         read += read_or_refused(kind, whole)
     if kind not in IN_THE_CACHE:
-        assert read < 200  # or nothing was mutated
+        assert read < 200  # some mutations were rejected
 
 
 def about_changed(path, place, to):
@@ -277,12 +277,12 @@ def test_odd_json_is_refused_or_ignored(tmp_path, kind, spoil):
 
 def test_endless_files_are_refused(monkeypatch):
     monkeypatch.setattr(results, "_MOST_BYTES", 1000)
-    with pytest.raises(ValueError, match="more than 1,000 bytes"):
+    with pytest.raises(ValueError, match="larger than 1,000 bytes"):
         Results.load("/dev/zero")
 
 
 def bomb(path):
-    """Compressed: a million times as large as the file."""
+    """Appends 64 MiB of zeros, compressed about a thousandfold."""
     with (
         zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive,
         archive.open("x.npy", "w") as x,
@@ -292,14 +292,14 @@ def bomb(path):
 
 
 def header(path, shape, dtype):
-    """An array whose header promises more than the file has."""
+    """Appends an array whose header promises more data than the file holds."""
     with zipfile.ZipFile(path, "a") as archive, archive.open("actual_x.npy", "w") as file:
         about = {"descr": dtype, "fortran_order": False, "shape": shape}
         np.lib.format.write_array_header_1_0(file, about)
 
 
 def overlapping(path):
-    """Two members of one place: the list of members has one twice, by another name."""
+    """Lists the last member 50 more times in the archive's directory."""
     content = path.read_bytes()
     at = content.rindex(b"PK\x01\x02")
     end = content.rindex(b"PK\x05\x06")
@@ -360,7 +360,7 @@ def test_no_script_of_a_file_is_run(tmp_path):
     path = write_failure(tmp_path)
     for name in (f"{script}:mine", f"{script}", "evil.py:mine", "x:y", "auto"):
         about_changed(path, ("kernel",), name)
-        with pytest.raises(ValueError, match="not run; give the kernel as kernel="):
+        with pytest.raises(ValueError, match="not run; pass the kernel as kernel="):
             cupyfa.lab.replay(path, backend="simulator")
         assert "--kernel script.py:name" in cli("replay", path, *SIMULATOR, code=2).stderr
     assert not (tmp_path / "ran").exists()
@@ -368,7 +368,7 @@ def test_no_script_of_a_file_is_run(tmp_path):
 
 @pytest.mark.parametrize("form", ["table", "json", "csv", "md"])
 def test_control_characters_of_files_reach_no_terminal(tmp_path, form):
-    """In every text of a file, by every command that reads it, errors included."""
+    """Covers every string of a file and every command that reads it, including error messages."""
     made = {kind: KINDS[kind][0](tmp_path) for kind in ("failure", "results")}
     commands = {
         "failure": lambda path: ("replay", path, *SIMULATOR, "--kernel", "nope", "--format", form),

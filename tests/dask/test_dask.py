@@ -1,4 +1,4 @@
-"""Dask arrays: results of tasks are those of one call on the whole arrays."""
+"""Dask arrays: results of tasks match one call on the whole arrays."""
 
 import os
 import pickle
@@ -35,7 +35,7 @@ BACKWARD = {"backward_kernel": "two_pass"}
 SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "M": 48, "N": 80, "d": 8, "dv": 8}
 EVEN = {"batch": 1, "heads": 1, "rows": 16, "keys": 32}
 WHOLE = {"batch": 2, "heads": 2, "rows": -1, "keys": -1}
-# Sizes that differ from SIZES, how many there are in a chunk (of key heads), and options.
+# Overrides of SIZES, chunk sizes (heads: key heads) and options.
 CASES = {
     "plain": ({}, EVEN, {}),
     "causal": ({}, EVEN, {"causal": True}),
@@ -72,7 +72,7 @@ def arrays(batch, heads, kv_heads, M, N, d, dv, dtype="float32"):
 
 
 def cut(q, k, v, chunks):
-    """The arrays as Dask's; chunks of q's heads belong to those of k."""
+    """Returns Dask arrays; chunks of q's heads correspond to chunks of key heads."""
     batch, heads, rows, keys = (chunks[x] for x in ("batch", "heads", "rows", "keys"))
     group = q.shape[1] // max(k.shape[1], 1)
     of_k = batch, heads, keys, -1
@@ -90,7 +90,7 @@ def case(name):
 
 
 def merging(q, k, v, fan_in=4):
-    """The arrays, of whose keys tasks take one chunk at a time."""
+    """Returns the arrays with k wrapped, so that each task reads one chunk of keys."""
     return q, MergedKeys(k, fan_in), v
 
 
@@ -105,10 +105,10 @@ def assert_same_bits(found, right):
 
 
 def require_right(found, given, chunked, *, fan_in=None, dout=None, dlse=None, **options):
-    """Raises if results are off by more than the bounds.
+    """Raises if results exceed the error bounds.
 
-    found: out, lse, and the gradients for dout, if it is given. fan_in: how many parts were merged
-    at a time; None where keys were gathered.
+    found: out, lse and, with dout, the gradients. fan_in: number of partial results merged at a
+    time; None where keys are gathered.
     """
     p = Problem.of(*given, options=AttentionOptions(**options))
     arrays = dict(zip("QKV", given))
@@ -152,7 +152,7 @@ def test_gradients_are_those_of_one_call(name):
     found, right = computed(*results, *found), (out, lse, *back(dout))
     if name != "ragged chunks":
         assert_same_bits(found, right)
-    else:  # Chunks of keys that do not end with a tile have their sums in another order.
+    else:  # chunks of keys that end within a tile change the order of sums
         require_right(found, given, chunked, dout=dout, **options)
 
 
@@ -179,7 +179,7 @@ def test_merged_results_are_rounded_once(dtype):
 
 
 def test_rows_that_see_no_key():
-    """Of a chunk none, or some."""
+    """Some chunks have no visible key in any row, one chunk in some of its rows."""
     q, k, v = arrays(**{**SIZES, "M": 64, "N": 24})
     chunked, how = cut(q, k, v, EVEN), {"causal": True, "return_lse": True, **FORWARD}
     for given in (chunked, merging(*chunked)):
@@ -210,7 +210,7 @@ def test_chunks_of_d_and_of_other_arrays_are_rechunked():
 
 
 def test_the_plan_is_made_once_for_the_whole():
-    """By itself a chunk would have other tiles; bits are those of the whole."""
+    """Chunks planned separately would have other tiles and other bits."""
     q, k, v = arrays(**{**SIZES, "M": 256, "N": 40, "d": 16})
     chunked = cut(q, k, v, {"batch": 2, "heads": 1, "rows": 128, "keys": 20})
     found = cupyfa.attention(*chunked, causal=True, backend="simulator")
@@ -244,7 +244,7 @@ def test_equal_calls_have_equal_names():
 
 
 def test_tasks_can_be_sent():
-    """Also those with a Python function as text, which is traced by the caller."""
+    """A Python function is traced by the caller and sent as an expression."""
     chunked = case("causal")[1]
     found = cupyfa.attention(
         *chunked, score_mod=lambda score, position, slope: score - slope * position,
@@ -286,10 +286,14 @@ def test_options_are_as_of_attention():
 X = np.ones((1, 2, 8, 4), np.float32)
 A = da.from_array(X, chunks=(1, 1, 4, 4))
 WRONG = {
-    "numpy": ({"q": X}, TypeError, r"q is of type ndarray; give a Dask array, as dask.array.from"),
-    "numpy v": ({"v": X}, TypeError, r"v is of type ndarray; give a Dask array, as dask.array.fr"),
+    "numpy": (
+        {"q": X},
+        TypeError,
+        r"q is of type ndarray; give a Dask array such as dask.array.from",
+    ),
+    "numpy v": ({"v": X}, TypeError, r"v is of type ndarray; give a Dask array such as"),
     "axes": ({"k": A[0]}, ValueError, r"k has shape \(2, 8, 4\); give \[batch, heads, rows, d\]"),
-    "unknown": ({"v": A[:, :, A[0, 0, :, 0] > 0]}, ValueError, r"compute_chunk_sizes\(\) before"),
+    "unknown": ({"v": A[:, :, A[0, 0, :, 0] > 0]}, ValueError, r"compute_chunk_sizes\(\) first"),
     "heads": ({"q": A[:, [0, 0, 1]]}, ValueError, "heads=3 is not a multiple of kv_heads=2"),
     "d": ({"q": A[..., :3]}, ValueError, "d, the last axis of q and k, must be equal"),
     "rows": ({"v": A[:, :, :5]}, ValueError, "the number of keys, must be equal"),
@@ -302,9 +306,9 @@ WRONG = {
     "no tiles": ({"tiles": 16}, TypeError, "tiles is 16; give tile sizes by name"),
     "causal": ({"causal": 1}, ValueError, "causal is 1; use False, True"),
     "offset": ({"offset": 3}, ValueError, "nothing depends on the positions of queries"),
-    "bias": ({"bias": X}, Unsupported, "bias is of type ndarray, and parts read no arrays besides"),
+    "bias": ({"bias": X}, Unsupported, "bias is of type ndarray, but parts read only the arrays"),
     "mask": ({"mask": A}, Unsupported, "give causal=, window= or an expression"),
-    "sink": ({"sink": [1.0]}, Unsupported, r"sink is \[1.0\], and parts .*; leave it out"),
+    "sink": ({"sink": [1.0]}, Unsupported, r"sink is \[1.0\], but parts .*; leave it out"),
     "lengths": ({"q": Padded(A, [3])}, TypeError, "q is of type Padded; give a Dask array"),
     "packed": ({"q": Packed(A, [3])}, TypeError, "q is of type Packed; give a Dask array"),
     "captured": (
@@ -317,17 +321,17 @@ WRONG = {
     "head": (
         {"score_mod": "score + head"},
         Unsupported,
-        "score_mod names head, and tasks count from 0 in each of the 2 chunks of heads; rechunk",
+        "score_mod names head, which starts at 0 in each of the 2 chunks of heads; rechunk",
     ),
-    "query": ({"mask": "query > 1"}, Unsupported, "names query, and tasks .* of queries"),
+    "query": ({"mask": "query > 1"}, Unsupported, "names query, which .* of queries"),
     "merged keys": (
         {"mask": "key > 1", "k": MergedKeys(A)},
         Unsupported,
-        "mask_mod names key, and tasks count from 0 in each of the 2 chunks of keys",
+        "mask_mod names key, which starts at 0 in each of the 2 chunks of keys",
     ),
-    "devices": ({"backend": Devices("all")}, Unsupported, "workers have devices of their own"),
+    "devices": ({"backend": Devices("all")}, Unsupported, "which Dask arrays do not support"),
     "layout": ({"layout": "bshd"}, Unsupported, r"layout is 'bshd', .* q.swapaxes\(1, 2\)"),
-    "out": ({"out": X}, (Unsupported, ValueError), "out is of type ndarray, and .*dtype"),
+    "out": ({"out": X}, (Unsupported, ValueError), "out is of type ndarray, but .*dtype"),
     "is_causal": ({"is_causal": True}, TypeError, "no argument 'is_causal'; write causal=True"),
 }
 
@@ -335,7 +339,7 @@ WRONG = {
 @pytest.mark.parametrize("what", WRONG)
 @pytest.mark.parametrize("function", [cupyfa.attention, cupyfa.vjp])
 def test_wrong_arguments(function, what):
-    """Found before anything is computed."""
+    """Errors are raised before anything is computed."""
     wrong, error, message = WRONG[what]
     with pytest.raises(error, match=message):
         function(**{"q": A, "k": A, "v": A, "backend": "simulator", **wrong})
@@ -345,13 +349,13 @@ def test_wrong_arguments(function, what):
     "wrong, error, message",
     [
         ((X,), TypeError, "dout is of type ndarray; give a Dask array like out"),
-        ((A[..., :3],), ValueError, r"dout has shape \(1, 2, 8, 3\); expected is \(1, 2, 8, 4\)"),
+        ((A[..., :3],), ValueError, r"dout has shape \(1, 2, 8, 3\); it must be \(1, 2, 8, 4\)"),
         (
             (A.astype("f2"),),
             TypeError,
-            "dout is float16; expected is float32 for these q, k and v: convert it",
+            "dout is float16; it must be float32 for these q, k and v: convert it",
         ),
-        ((A, A), ValueError, r"dlse is float32 .*; it must be float32 \(1, 2, 8\), as lse is"),
+        ((A, A), ValueError, r"dlse is float32 .*; it must be float32 \(1, 2, 8\) like lse"),
     ],
 )
 def test_wrong_gradients(wrong, error, message):
@@ -362,7 +366,7 @@ def test_wrong_gradients(wrong, error, message):
 
 def test_kernels_that_are_not_deterministic_are_refused_if_they_have_to_be():
     how = {"backend": "simulator", "backward_kernel": "columns"}
-    with pytest.raises(Unsupported, match="sums dQ in any order"):
+    with pytest.raises(Unsupported, match="sums dQ in arbitrary order"):
         cupyfa.vjp(A, A, A, deterministic=True, **how)
     cupyfa.vjp(A, A, A, **how)
 
@@ -382,7 +386,7 @@ def test_what_texts_count(text, found):
 
 
 def test_gradients_that_name_key_need_one_chunk_of_keys():
-    with pytest.raises(Unsupported, match="names key, and tasks"):
+    with pytest.raises(Unsupported, match="names key, which starts at 0"):
         cupyfa.vjp(A, A, A, mask="key > 1", backend="simulator")
     whole = A.rechunk({2: -1})
     cupyfa.vjp(A, whole, whole, mask="key > 1", backend="simulator")
@@ -453,7 +457,7 @@ def test_what_is_missing_is_said_in_one_line(before, message):
 
 @pytest.fixture(scope="module")
 def client():
-    """Two processes of one thread."""
+    """Starts two worker processes with one thread each."""
     distributed = pytest.importorskip("distributed")
     quiet = {"silence_logs": 50, "dashboard_address": None}
     with (
@@ -488,7 +492,7 @@ def test_an_error_of_a_worker_arrives_as_itself(client):
 
 
 def deadly(x, folder, block_id):
-    """The first that comes here ends its process."""
+    """Kills the first worker process that calls this function."""
     runs = folder / "-".join(map(str, block_id))
     with runs.open("a") as file:
         file.write("run ")
@@ -500,7 +504,7 @@ def deadly(x, folder, block_id):
 
 
 def require_right_if_one_dies(client, folder, given, chunked, **options):
-    """A worker dies in a task, which is computed again; another one takes its place."""
+    """Checks results after a worker dies and another worker repeats its task."""
     q, k, v = chunked
     of_q = q.map_blocks(deadly, folder, dtype=q.dtype, meta=q._meta)
     future = client.compute(cupyfa.attention(of_q, k, v, **options))
@@ -519,7 +523,7 @@ def test_tasks_of_a_worker_that_dies_are_repeated(client, tmp_path):
 
 @pytest.fixture(scope="module")
 def of_two_gpus(two_gpus):
-    """Two processes of one thread, each with a GPU of its own, as the example starts them."""
+    """Starts two worker processes, each with its own GPU, as the example does."""
     distributed = pytest.importorskip("distributed")
     start = runpy.run_path(str(ROOT / "examples" / "dask_attention.py"))["cluster"]
     with start(2) as cluster, distributed.Client(cluster) as client:
@@ -527,7 +531,7 @@ def of_two_gpus(two_gpus):
         yield client
 
 
-# Rows and keys are cut at multiples of the tile sizes of all kernels.
+# Chunk boundaries are multiples of every kernel's tile sizes.
 OF_GPUS = {**SIZES, "batch": 1, "M": 1536, "N": 1536, "d": 64, "dv": 64}
 STRIPS = {"batch": 1, "heads": 1, "rows": 768, "keys": 768}
 
@@ -547,7 +551,7 @@ def test_each_worker_has_a_gpu_of_its_own(of_two_gpus):
 @pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16])
 @pytest.mark.parametrize("keys", ["gather", "merge"])
 def test_workers_with_a_gpu_each_compute_the_same(of_two_gpus, keys, dtype):
-    """Of NumPy chunks, which move between the processes."""
+    """Chunks are NumPy arrays, which move between the processes."""
     given = arrays(**{**OF_GPUS, "dtype": dtype})
     chunked = cut(*given, STRIPS)
     how = {"causal": True, "return_lse": True, "deterministic": True}
@@ -555,7 +559,7 @@ def test_workers_with_a_gpu_each_compute_the_same(of_two_gpus, keys, dtype):
     results, pullback = cupyfa.vjp(q, k, v, **how)
     kept = of_two_gpus.persist([*results, *pullback(chunked[0])])
     found = computed_by(of_two_gpus, *kept)
-    assert all(of_two_gpus.has_what().values())  # each has computed some of them
+    assert all(of_two_gpus.has_what().values())  # each worker computed some results
     if keys == "merge":
         require_right(found, given, chunked, fan_in=4, dout=given[0], causal=True)
     else:
@@ -565,9 +569,9 @@ def test_workers_with_a_gpu_each_compute_the_same(of_two_gpus, keys, dtype):
 
 @pytest.mark.gpu
 def test_chunks_in_the_memory_of_two_gpus(of_two_gpus):
-    """Each worker has those of one key head, which do not leave it.
+    """Each worker holds one key head's chunks, which stay on its GPU.
 
-    By itself a head takes a kernel that splits keys by the number of rows.
+    The kernel is fixed, because "auto" would select one whose splits depend on the number of rows.
     """
     import cupy
 

@@ -1,4 +1,4 @@
-"""cupyfa.distributed: results of ranks are those of one call on the whole arrays."""
+"""cupyfa.distributed: results of ranks match one call on the whole arrays."""
 
 import os
 import signal
@@ -37,7 +37,7 @@ TILES = {"Br": 16, "Bc": 16}
 FORWARD = {"kernel": "fa2", "tiles": TILES, "backend": "simulator"}
 BACKWARD = {"kernel": "two_pass", "tiles": TILES, "backend": "simulator"}
 SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "M": 64, "N": 96, "d": 8, "dv": 8}
-# The number of ranks, sizes that differ from SIZES, and options; and what is given besides.
+# Number of ranks, overrides of SIZES, and options of the call.
 CASES = {
     "causal": (2, {}, {"causal": True}),
     "ragged": (2, {"M": 37, "N": 51}, {"causal": True}),
@@ -65,7 +65,7 @@ CASES = {
     "no batch": (2, {"batch": 0}, {"causal": True}),
     "four ranks": (4, {"kv_heads": 4, "M": 77}, {"window": (30, 3)}),
 }
-# Rarer cases have "ring" and one of the others in turn, to save time.
+# From the ninth case on, cases alternate between the two schedules to save time.
 RUNS = [
     (name, schedule)
     for i, name in enumerate(CASES)
@@ -75,7 +75,7 @@ RUNS = [
 
 
 def arrays(batch, heads, kv_heads, M, N, d, dv, dtype="float32"):
-    """q, k, v, dout and dlse."""
+    """Returns random q, k, v, dout and dlse."""
     rng = np.random.default_rng(0)
     of_q = batch, heads, M
     shapes = ((*of_q, d), (batch, kv_heads, N, d), (batch, kv_heads, N, dv), (*of_q, dv), of_q)
@@ -84,7 +84,7 @@ def arrays(batch, heads, kv_heads, M, N, d, dv, dtype="float32"):
 
 
 def run(given, count, order="zigzag", schedule="gather", **options):
-    """out, lse, dq, dk and dv of all ranks, joined, and the bytes that each rank sent."""
+    """Returns out, lse, dq, dk and dv joined over all ranks, and the bytes that each rank sent."""
     M, N = given[0].shape[2], given[1].shape[2]
     dtype = {"out": options.pop("out")} if "out" in options else {}
 
@@ -103,7 +103,7 @@ def run(given, count, order="zigzag", schedule="gather", **options):
 
 
 def whole(given, **options):
-    """The same of one call."""
+    """Returns the results of one call on the whole arrays."""
     q, k, v, dout, dlse = given
     out, lse = cupyfa.attention(q, k, v, return_lse=True, **FORWARD, **options)
     backward = partial(cupyfa.backward, dlse=dlse, **BACKWARD, **options)
@@ -137,7 +137,7 @@ def test_results_are_those_of_one_call(name, schedule, one_head_in_a_step):
 
 
 def formula(p, count, rank, schedule):
-    """Bytes that a rank sends, forward and backward, for zigzag shards."""
+    """Returns the bytes that a rank with zigzag shards sends forward and backward."""
     keys = Shards.of(p.N, count, "zigzag")
     size, sums, width = p.dtype.numpy.itemsize, p.dtype.sums.itemsize, p.d + p.dv
     digests = 64 * (count - 1)
@@ -165,14 +165,14 @@ def test_results_of_16_bits_without_their_last_rounding(schedule):
     wide, _ = run(given, 2, schedule=schedule, causal=True, out="float32")
     assert {x.dtype.name for x in wide} == {"float32"}
     off = abs(wide[0].astype("float16") - narrow[0])
-    # A ring rounds parts and their mean, and here the other result is rounded: by half a step of
-    # float16 each, at numbers up to the largest of v.
+    # With "ring", partial outputs, their merged output and, here, `wide` are rounded, each by at
+    # most half a float16 step at the magnitude of v's largest element.
     most = 1.5 * np.spacing(abs(given[2]).max()) if schedule == "ring" else 0
     assert off.max() <= most and (wide[0] != narrow[0]).any()
 
 
 def test_rows_of_nobody_are_not_added_up(monkeypatch):
-    """Where ranks have rooms for more keys than they have; these may be any numbers."""
+    """Padding rows of a rank's buffers may hold any value; here they hold the largest float."""
 
     def new(like, shape, dtype=None):
         made = packing.new(like, shape, dtype)
@@ -188,7 +188,7 @@ def test_rows_of_nobody_are_not_added_up(monkeypatch):
 
 
 def test_gradients_of_keys_are_added_up_in_the_order_of_ranks():
-    """Those of a part are rounded to the dtype; sums are of float32, and rounded once."""
+    """Gradients of parts are rounded to float16; their float32 sum is rounded once more."""
     given = arrays(**{**SIZES, "dtype": "float16"})
     q, k, v, dout, dlse = given
     (out, lse, _, *found), _ = run(given, 2, causal=True)
@@ -217,10 +217,10 @@ def test_every_run_gives_the_same_bits(schedule):
 
 
 def test_a_ring_of_many_ranks_merges_before_its_end(monkeypatch):
-    """Some without rows.
+    """Some ranks have no rows.
 
-    Results of float64 are held to the bounds of float32: a wrong place or weight exceeds them, the
-    roundings of many merges do not.
+    float64 results are held to float32 bounds, which a wrong position or weight exceeds and the
+    rounding of many merges does not.
     """
     monkeypatch.setattr(ring, "MOST_HELD", 2)
     narrow = arrays(**{**SIZES, "batch": 1, "M": 9, "N": 30})
@@ -230,7 +230,7 @@ def test_a_ring_of_many_ranks_merges_before_its_end(monkeypatch):
     tolerance.require(tolerance.compare(dict(zip(wanted, found)), wanted), "ring")
 
 
-# What each schedule allows.
+# Expressions that each schedule supports.
 TEXTS = {
     "gather": {"score_mod": "score - 0.1 * position * key / keys + batch", "window": (20, 10)},
     "ring": {"score_mod": "score + batch - 0.125 * (position - key)"},
@@ -239,7 +239,7 @@ TEXTS = {
 
 @pytest.mark.parametrize("schedule", ["gather", pytest.param("ring", marks=pytest.mark.slow)])
 def test_texts_count_as_in_the_whole(schedule):
-    """Of gradients too, whose kernels "gather" would else give some keys."""
+    """Compares gradients too; without `key`, "gather" passes only visible keys to their kernels."""
     given, asked = arrays(**SIZES), TEXTS[schedule]
     how = {}
     if schedule == "ring":
@@ -273,7 +273,7 @@ def test_the_pullback_gives_the_gradients():
 
 
 def test_the_plan_is_that_of_the_whole():
-    """By itself a part would have other tiles; bits are those of the whole."""
+    """A part planned separately would have other tiles and other bits."""
     q, k, v = arrays(**{**SIZES, "batch": 1, "M": 256, "N": 40, "d": 16})[:3]
     right = cupyfa.attention(q, k, v, backend="simulator")
 
@@ -288,7 +288,7 @@ def test_the_plan_is_that_of_the_whole():
     "schedule, kernel", [("gather", "wgmma_persistent"), ("ring", "wgmma_overlap")]
 )
 def test_a_ring_takes_no_persistent_blocks(monkeypatch, schedule, kernel):
-    """Where messages hold multiprocessors, they begin late."""
+    """Persistent blocks would start late while messages occupy multiprocessors."""
     monkeypatch.setattr(OTHER, "read_limits", lambda device: H100)
     made = []
     monkeypatch.setattr(job, "attention", lambda *args, **how: made.append(how["kernel"]) or 1 / 0)
@@ -303,9 +303,9 @@ def test_a_ring_takes_no_persistent_blocks(monkeypatch, schedule, kernel):
     "multiprocessors, of_rows, of_keys", [(132, 17, 33), (66, 9, 17), (16, 8, 16)]
 )
 def test_heads_of_a_step_fill_the_device(multiprocessors, of_rows, of_keys):
-    """Parts have 512 rows, 16 blocks of 128 for each key head, and 4 MiB of keys and values.
+    """Parts have 512 rows, that is 16 blocks of 128 per key head, and 4 MiB of K and V.
 
-    On the smallest device the second level of the cache would hold those of more heads.
+    On the smallest device the byte limit of a step (32 or 64 MiB) determines the number of heads.
     """
     x = np.broadcast_to(np.zeros((), "f2"), (1, 32, 8192, 128))
     p, shards = Problem.of(x, x[:, :8], x[:, :8]), Shards.of(8192, 8, "zigzag")
@@ -360,7 +360,7 @@ def test_shard_takes_any_axis():
 # Errors
 
 H100 = Limits("an H100", 232448, arch="90")
-OTHER = Simulator()  # as a GPU of another model
+OTHER = Simulator()  # poses as a GPU of another model
 OTHER.read_limits = lambda device: Limits("another", 232448, multiprocessors=7)
 X = np.ones((1, 2, 8, 4), np.float32)
 
@@ -375,7 +375,7 @@ WRONG = {
     "rows": (
         {"q": X[:, :, :5], "M": 16},
         ValueError,
-        r"q has 5 rows, and rank 1 of 2 has 8 of 16; give those of rows\(16, group",
+        r"q has 5 rows, and rank 1 of 2 must have 8 of 16; give the rows listed by rows\(16",
     ),
     "M": ({"M": -1}, ValueError, "rows is -1; give a whole number from 0"),
     "order": ({"order": "blocks"}, ValueError, "order is 'blocks'; use 'zigzag' or 'contiguous'"),
@@ -387,7 +387,7 @@ WRONG = {
     ),
     "dtype": ({"q": X.astype(int)}, TypeError, "q has dtype int64, which is not supported"),
     "list": ({"q": [1.0]}, TypeError, "q is"),
-    "bias": ({"bias": X}, Unsupported, "bias is of type ndarray, and parts read no arrays besides"),
+    "bias": ({"bias": X}, Unsupported, "bias is of type ndarray, but parts read only the arrays"),
     "head": (
         {"score_mod": "score + head"},
         Unsupported,
@@ -403,12 +403,12 @@ WRONG = {
 
 
 def attention(*, q=X, k=X, v=X, group, M=None, N=None, order="zigzag", schedule="gather", **how):
-    """Attention of a rank's rows, whose arguments are given by name."""
+    """Calls attention on a rank's shards; takes all arguments by name."""
     return cupyfa.attention(*sharded(q, k, v, group, M, N, order, schedule), **{**FORWARD, **how})
 
 
 def called(count, of_rank, *, timeout=20.0):
-    """The errors of all ranks, and what those without one return; no rank is left waiting."""
+    """Returns each rank's result or error; no rank may be left waiting."""
     found = [None] * count
 
     def run(group):
@@ -423,7 +423,7 @@ def called(count, of_rank, *, timeout=20.0):
 
 @pytest.mark.parametrize("what", WRONG)
 def test_a_wrong_argument_of_one_rank_is_the_error_of_all(what):
-    """The group goes on: the next call is right."""
+    """The group stays usable: the next call succeeds."""
     wrong, error, message = WRONG[what]
 
     def of_rank(group):
@@ -444,7 +444,7 @@ def test_a_wrong_argument_of_one_rank_is_the_error_of_all(what):
         ),
         (
             {"M": 25, "q": X[:, :, :8]},
-            "sizes .*: M=24 on ranks 0, 2; M=25 on rank 1; give rows= of the whole on",
+            "sizes .*: M=24 on ranks 0, 2; M=25 on rank 1; give Sharded the total rows=",
         ),
         (
             {x: X.astype("f2") for x in "qkv"},
@@ -476,7 +476,7 @@ def test_calls_that_differ_are_the_same_error_on_all_ranks(others, message):
 
 
 def test_numbers_for_texts_do_not_hide_options():
-    """And their order does not count."""
+    """Captured numbers may be given in any order."""
 
     def of_rank(group):
         numbers = {"scale": 2.0, "shift": 1.0}
@@ -491,7 +491,7 @@ def test_numbers_for_texts_do_not_hide_options():
 
 
 def test_every_field_has_to_be_equal():
-    """Versions too."""
+    """Covers all fields of the agreement, including versions."""
 
     def of_rank(group):
         for name, what in agreement.FIELDS.items():
@@ -504,7 +504,7 @@ def test_every_field_has_to_be_equal():
 
 
 def test_a_failure_of_one_rank_ends_the_call_of_all(monkeypatch):
-    """And every later call of the group. Gradients of keys are sums over all ranks."""
+    """Later calls of the group raise too. Key gradients are summed over ranks, so others wait."""
     backward, lse = job.backward, X[..., 0]
     fault = SimulatorFault("fa2", (0, 0, 0), (0, 0, 0), "reads nothing", "")
 
@@ -557,7 +557,7 @@ def test_the_first_error_of_threads_is_raised():
 
 
 def test_a_rank_that_closes_waits_for_the_others(monkeypatch):
-    """They read what it has sent, however late; a closed group takes no calls."""
+    """Other ranks may read its messages late; a closed group rejects calls."""
     put = in_threads._ThreadGroup.put
 
     def slow(group, source, message):
@@ -590,7 +590,7 @@ def test_a_rank_that_closes_while_another_one_calls():
 
 
 def test_ranks_take_the_device_of_their_caller(monkeypatch):
-    """A new thread begins with device 0."""
+    """New threads start on device 0, so ranks have to select the caller's device."""
     local = threading.local()
     cuda = SimpleNamespace(device=3, use=lambda device: setattr(local, "device", device))
     monkeypatch.setattr(in_threads, "backend_named", lambda name: cuda)
@@ -599,9 +599,9 @@ def test_ranks_take_the_device_of_their_caller(monkeypatch):
 
 @pytest.mark.parametrize("interrupts", [True, False])
 def test_ctrl_c_ends_all_ranks(interrupts):
-    """No thread is at work when it is raised, also if it comes again.
+    """No rank's thread is running when KeyboardInterrupt is raised, even after a second signal.
 
-    interrupts: whether signals interrupt system calls; asyncio has them restarted.
+    interrupts: whether signals interrupt system calls; asyncio restarts them.
     """
     before, errors = threading.active_count(), []
 
@@ -628,7 +628,7 @@ def test_ctrl_c_ends_all_ranks(interrupts):
 
 
 def test_equal_calls_are_checked_and_planned_once(monkeypatch):
-    """Others are not taken for equal: of another type, or with what may have changed."""
+    """Calls of other types, or with objects that may have changed, are planned again."""
     planned, calls = agreed_arguments.planned, []
 
     def counted(*args, **options):
@@ -652,7 +652,7 @@ def test_equal_calls_are_checked_and_planned_once(monkeypatch):
 
 
 def test_what_is_no_group():
-    with pytest.raises(TypeError, match="group is 3; give Sharded that of cupyfa.distributed.gro"):
+    with pytest.raises(TypeError, match="group is 3; give Sharded the result of cupyfa.dis"):
         cupyfa.attention(*sharded(X, X, X, 3))
 
 
@@ -663,12 +663,12 @@ def test_what_is_no_group():
         (
             lambda group: ranks.Sharded(X, group, order="contiguous"),
             ValueError,
-            "q, k and v have different order; give all the same",
+            "q, k and v have different order; give all three the same order",
         ),
         (
             lambda group: ranks.Sharded(X, group, 8),
             ValueError,
-            "k has rows=None and v rows=8; every key has a value",
+            "k has rows=None and v has rows=8; make them equal",
         ),
     ],
     ids=["array", "order", "rows"],

@@ -1,4 +1,4 @@
-"""Ranks that are processes: how they find each other, and give up."""
+"""Ranks as processes: rendezvous, time-outs and failures."""
 
 import importlib
 import os
@@ -29,7 +29,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path
 
 
 def launched(count, *command, timeout=60):
-    """Runs processes with ranks: their outputs, and the first exit status besides 0."""
+    """Runs one process per rank; returns their output and the first nonzero exit status."""
     common = {**ENVIRONMENT, "WORLD_SIZE": str(count)}
     started = [
         subprocess.Popen(
@@ -47,12 +47,12 @@ def launched(count, *command, timeout=60):
     return SimpleNamespace(stdout=shown, stderr="", returncode=status)
 
 
-# The file of rank 0
+# Rendezvous by a file of rank 0
 
 
 @pytest.fixture
 def connected(monkeypatch):
-    """By rank the unique id that it connects with, without NCCL; rank 0 waits for the others."""
+    """Replaces NCCL; maps each rank to the unique id with which it connects."""
     found, others = {}, threading.Event()
 
     def connect(rank, count, name):
@@ -88,10 +88,10 @@ def test_ranks_find_each_other_by_a_file(tmp_path, connected):
 
 def test_a_rank_0_that_does_not_come(tmp_path, connected):
     with pytest.raises(
-        DeviceError, match=r"rank 3 found no unique id in .*id within 0.1 s; does r"
+        DeviceError, match=r"rank 3 found no unique id in .*id within 0.1 s; check that"
     ):
         ranks.group(3, 4, file=tmp_path / "id", timeout=0.1)
-    (tmp_path / "id").write_bytes(b"half")  # of what rank 0 writes
+    (tmp_path / "id").write_bytes(b"half")  # an incomplete unique id
     with pytest.raises(DeviceError, match="found no unique id"):
         ranks.group(3, 4, file=tmp_path / "id", timeout=0.1)
 
@@ -99,7 +99,7 @@ def test_a_rank_0_that_does_not_come(tmp_path, connected):
 def test_a_file_of_another_run(tmp_path, connected):
     (tmp_path / "id").write_bytes(bytes(128))
     with pytest.raises(
-        ValueError, match=r"id exists, .*; remove it, or give each run another name"
+        ValueError, match=r"id exists, .*; remove it, or use a new name for each run"
     ):
         ranks.group(0, 2, file=tmp_path / "id")
     assert (tmp_path / "id").exists() and not connected
@@ -112,7 +112,7 @@ def test_ranks_that_do_not_know_the_unique_id(connected):
         ranks.group(1, 2, b"short")
 
 
-# The group of a process
+# Rank and device of a process
 
 LAUNCHERS = [
     ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, (1, 4, 0)),
@@ -138,13 +138,13 @@ def test_places_that_are_given():
 @pytest.mark.parametrize(
     "given, message",
     [
-        ({"rank": 3, "ranks": 3}, "rank is 3 of 3; ranks count from 0"),
+        ({"rank": 3, "ranks": 3}, "rank is 3 and ranks is 3; give a rank from 0 to 2"),
         ({"rank": 0}, "rank is 0 and ranks is None; give both"),
         ({"rank": 0, "ranks": 0}, "ranks is 0; give a whole number from 1"),
         ({"timeout": 0}, "timeout is 0; give seconds above 0"),
         ({"timeout": "3"}, "timeout is '3'; give seconds above 0"),
-        ({"timeout": float("inf")}, "timeout is inf; give seconds above 0, at most"),
-        ({"over": "mpi", "device": 0}, "device is 0, and with over='mpi' .*; leave it out"),
+        ({"timeout": float("inf")}, "timeout is inf; give seconds above 0 and at most"),
+        ({"over": "mpi", "device": 0}, "device is 0, and over='mpi' .*; leave it out"),
         ({"over": "tcp"}, "over is 'tcp'; use 'nccl' or 'mpi'"),
     ],
     ids=lambda x: None,
@@ -172,17 +172,17 @@ def test_without_a_gpu(no_device):
 
 
 def test_a_host_with_gpus_of_several_models(monkeypatch):
-    """Each rank takes its own; those that differ are found when ranks agree on a call."""
+    """Each rank selects its own GPU; different models are detected when ranks agree on a call."""
     used = []
     cuda = SimpleNamespace(models=("one", "other"), devices=1, use=used.append)
     monkeypatch.setattr(joining, "backend_named", lambda name: cuda)
     assert joining._use_device(joining.Place(1, 2, 1)) is cuda and used == [1]
-    with pytest.raises(DeviceError, match="rank 2 takes device 2 of this host, which has 2; start"):
+    with pytest.raises(DeviceError, match="rank 2 is assigned device 2, and this host has 2"):
         joining._use_device(joining.Place(2, 3, 2))
 
 
 def test_mpi_that_a_library_has_imported_does_not_count(monkeypatch):
-    """Then its world has this process alone."""
+    """Without mpiexec, the MPI world consists of this process alone."""
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
     monkeypatch.setattr(joining, "_mpi", lambda: SimpleNamespace(COMM_WORLD=Communicator()))
     monkeypatch.setattr(joining, "unique_id", lambda: b"by MPI")
@@ -199,7 +199,7 @@ def test_without_mpi4py(monkeypatch):
 
 @pytest.mark.parametrize("given", [None, "1"])
 def test_nvlink_multicast_is_off_unless_the_user_wants_it(monkeypatch, given):
-    """And without NCCL one line says what to install."""
+    """Without NCCL, the error names the package to install."""
     import cupy
 
     from cupyfa.runtime.cuda import nccl
@@ -218,12 +218,12 @@ def test_nvlink_multicast_is_off_unless_the_user_wants_it(monkeypatch, given):
 
 def test_connections_that_are_not_made():
     never = threading.Event()
-    with pytest.raises(DeviceError, match=r"they were not made in 0.1 s; do all ranks run"):
+    with pytest.raises(DeviceError, match=r"they took more than 0.1 s; do all ranks run"):
         joining._within(0.1, never.wait, "they")
     never.set()
 
 
-# The watchdog
+# Watchdog
 
 
 class Event:
@@ -232,7 +232,7 @@ class Event:
 
 
 class Engine:
-    """NCCL of a rank alone. With a fault nothing arrives, until it is aborted."""
+    """An NCCL engine with a single rank. With a fault, no message arrives before an abort."""
 
     failures = (ZeroDivisionError,)
     is_capturing = False
@@ -243,7 +243,7 @@ class Engine:
         self.events = []
 
     def exchange(self, sends, recvs):
-        if self.fault == "blocks":  # as the first message to a rank that has died
+        if self.fault == "blocks":  # like the first message to a dead rank
             assert self.aborted.wait(20)
             raise ZeroDivisionError("aborted")
         if self.fault == "raises":
@@ -281,7 +281,7 @@ X = np.ones(4, "f4")
 
 @contextmanager
 def ending(engine, timeout, message):
-    """A group, whose work has to end with this error, soon after the time-out, and for good."""
+    """Yields a group that must fail with this error soon after the time-out and in later calls."""
     group = NcclGroup(0, 2, timeout, engine)
     begin = time.monotonic()
     with pytest.raises(
@@ -298,7 +298,7 @@ def test_a_message_that_does_not_come_ends_the_group():
     with ending(Engine("silent"), 0.2, "rank 0 waited 0.2 s for messages") as group:
         group.agree(b"digest")
     with ending(Engine("silent"), 0.2, "rank 0 waited 0.2 s") as group, group.calling():
-        group.exchange([(X, 1)], [(X.copy(), 1)])()  # does not wait
+        group.exchange([(X, 1)], [(X.copy(), 1)])()  # returns without waiting
 
 
 def test_a_process_that_waits_in_another_call_of_cuda_ends_the_group():
@@ -335,7 +335,7 @@ def test_an_error_of_nccl_ends_the_group():
 
 
 def test_a_gpu_that_fails_ends_the_group():
-    """Who asks for an event gets the error, also the watchdog; and so does who ends the group."""
+    """The error is raised by event queries, including the watchdog's, and by aborting the group."""
 
     class Failed:
         @property
@@ -366,7 +366,7 @@ def test_another_error_in_a_call_ends_the_group():
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, MemoryError])
 def test_a_failure_while_ranks_agree_ends_the_group(monkeypatch, failure):
-    """Else calls of this rank would be one ahead of those of the others for ever."""
+    """Otherwise the calls of this rank would stay one ahead of the other ranks' calls."""
     engine = Engine()
     group = NcclGroup(0, 2, 30, engine)
 
@@ -414,7 +414,7 @@ def test_a_group_that_has_ended_keeps_no_arrays():
     group.abort("a test")
     assert alive() is None
     with pytest.raises(DeviceError, match="a test"):
-        group.settle()  # as what was queued has not arrived
+        group.settle()  # the queued message has not arrived
 
 
 def test_calls_are_not_captured():
@@ -429,19 +429,19 @@ def test_calls_are_not_captured():
 def test_nccl_takes_arrays_in_gpu_memory():
     with (
         NcclGroup(0, 2, 30, Engine()) as group,
-        pytest.raises(TypeError, match=r"NCCL sends those in GPU memory: give cupy.asarray\(q\)"),
+        pytest.raises(TypeError, match=r"NCCL sends arrays in GPU memory; convert"),
     ):
         group.require_place(in_gpu=False)
 
 
-# Messages of MPI
+# MPI messages
 
 
 class Communicator:
-    """MPI of a rank alone, whose messages do not arrive."""
+    """An MPI communicator of a single rank; messages never arrive."""
 
     freed = False
-    is_late = False  # another rank, with Idup
+    is_late = False  # whether another rank has not called Idup yet
 
     def Idup(self):
         return self, SimpleNamespace(Test=lambda: not self.is_late)
@@ -491,10 +491,10 @@ def test_a_communicator_of_mpi_is_freed_when_all_have_closed():
     failed = Communicator()
     with pytest.raises(KeyError), mpi.MpiGroup(failed, 30):
         raise KeyError("mine")
-    assert not failed.freed  # which would wait for the others
+    assert not failed.freed  # Free would wait for the other ranks
 
 
-# Processes
+# Programs of several processes
 
 
 def require_right(done, count):
@@ -545,7 +545,7 @@ def test_the_example_on_two_processes_of_mpi():
 
 @pytest.mark.slow
 def test_mpi_gives_all_ranks_the_unique_id_of_rank_0(tmp_path):
-    """As NCCL needs it."""
+    """NCCL requires the same unique id on all ranks."""
     text = """import sys
 import mpi4py.MPI
 from cupyfa.distributed import joining
@@ -586,7 +586,7 @@ def test_ranks_of_nccl(nccl_of_two, tmp_path, what):
 
 @pytest.mark.gpu
 def test_a_rank_that_is_killed(nccl_of_two, tmp_path):
-    """The other one raises within the time-out and 5 s."""
+    """The surviving rank raises within the time-out plus 5 s."""
     done = launched(2, str(PROGRAM), "nccl", "killed", "20", str(tmp_path / "id"), timeout=300)
     assert done.returncode == -signal.SIGKILL
     assert "rank 0 of 2 is right" in done.stdout

@@ -1,9 +1,9 @@
 """NVRTC compiles every kernel for every architecture that its record claims; needs no GPU.
 
-A kernel's dtypes and masks take turns: each of several architectures compiles a third of them.
-A tensor-core kernel must not spill, since its accumulators lie in registers. Other kernels may:
-without launch bounds, ptxas keeps to 48, 80 or 168 registers a thread for the sake of occupancy and
-spills a few dozen bytes.
+Dtypes and masks alternate: each of several architectures compiles a third of a kernel's programs. A
+tensor-core kernel must not spill, since its accumulators are registers. Other kernels may: without
+launch bounds, ptxas limits them to 48, 80 or 168 registers a thread for occupancy and spills a few
+dozen bytes.
 """
 
 import re
@@ -34,7 +34,7 @@ TENSOR_CORES = re.compile(r"#include <[\w/]*mma\w*\.cuh>")
 
 
 def plans(arch, d):
-    """Every plan for an architecture: each kernel, dtype and mask that it claims."""
+    """Yields a plan for each kernel, dtype and mask that the architecture supports."""
     masks = MASKS if arch == "90" else ("full", "causal")
     for kernel, dtype, mask in product(EVERY, (*DTYPES, E4M3_INPUTS.name), masks):
         problem = Problem.of_sizes(M=64, d=d, dtype=dtype, **MASKS[mask])
@@ -43,7 +43,7 @@ def plans(arch, d):
 
 
 def cases():
-    """(architecture, launch) with an id; each architecture has some of a file's distinct texts."""
+    """Returns (architecture, launch) pairs; architectures divide a file's programs among them."""
     files = defaultdict(lambda: defaultdict(dict))
     for turn, (arch, d) in enumerate([*((arch, 64) for arch in ARCHES), ("80", 40)]):
         for plan in plans(arch, d):
@@ -54,7 +54,7 @@ def cases():
                 files[launch.path][turn].setdefault(key, param)
     chosen = []
     for turns in files.values():
-        for turn, texts in enumerate(turns.values()):  # no text is left out of a file's turns
+        for turn, texts in enumerate(turns.values()):  # spreads the programs over the turns
             step = min(PARTS, len(texts), len(turns))
             chosen += list(texts.values())[turn % step :: step]
     return chosen
@@ -72,15 +72,15 @@ def test_every_kernel_for_every_architecture(arch, launch):
         assert made.spilled_bytes <= SPILLED_BY_ALL.get(launch.entry, 0)
 
 
-# Bytes that are known to be spilled: the fastest tiles need a few registers more than there are.
-SPILLED_BY_ALL = {  # at d = 64, outside of the loops of products
+# Bytes known to be spilled: the fastest tiles need slightly more registers than a thread has.
+SPILLED_BY_ALL = {  # at d = 64, outside the main loop
     "mma_fp16x2": 40,
     "mma_fp16x2_two_pass_rows": 8,
 }
 SPILLED = {
     ("mma_async", "120", 256, "window"): 4,
     ("mma_pipelined", "90", 128, "causal"): 12,
-    # What the end of a section of keys, or of rows, needs.
+    # Spilled at the end of a section of keys, or in the epilogue.
     ("mma_fp16x2", "80", 128, "window"): 4,
     ("mma_fp16x2", "80", 256, "causal"): 36,
     ("mma_fp16x2", "90", 128, "window"): 8,
@@ -90,8 +90,8 @@ SPILLED = {
     ("wgmma_fp16x2", "90", 256, "window"): 8,
     ("wgmma_fp16x2", "90", 40, "full"): 4,  # in repair_split_output
     ("wgmma_fp16x2", "90", 64, "full"): 4,
-    # Mostly addresses of copies, read once for each tile. The largest is that of the launch for dQ:
-    # ten sums of dQ, read and written once for each tile in both copies of the loop body.
+    # Mostly addresses of copies, read once per tile. The largest entry is the dQ launch: ten
+    # accumulators of dQ, read and written once per tile in both copies of the loop body.
     ("mma_fp16x2_two_pass", "80", 64, "causal"): 8,
     ("mma_fp16x2_two_pass", "80", 128, "window"): 56,
     ("mma_fp16x2_two_pass", "80", 256, "causal"): 164,
@@ -102,15 +102,15 @@ SPILLED = {
     ("mma_tf32", "90", 256, "full"): 16,
     ("mma_tf32", "90", 256, "window"): 12,
 }
-# Addresses, in a launch that memory bounds: it is faster with few registers and more blocks.
+# split_operands spills addresses: it is memory-bound and faster with few registers and more blocks.
 SPILLED_BY_SPLITTING = {"split_operands": 36}
 HOPPER = [name for name in LADDER["forward"] if name.startswith("wgmma")]
 
 
 def without_spills():
-    """(kernel, architecture, d, mask, other sizes) of plans whose launches must not spill.
+    """Yields (kernel, architecture, d, mask, other sizes) of plans whose launches must not spill.
 
-    sm_86 and sm_89 have the instructions of sm_80. Of M = 3840 no launch has few blocks.
+    sm_86 and sm_89 have the instructions of sm_80. With M = 3840 no launch has few blocks.
     """
     masks = list(MASKS)
     for i, arch in enumerate(("75", "80", "100", "120", "90")):
@@ -151,7 +151,7 @@ def without_spills():
             yield name, "90", d, mask, sizes
     for mask in ("full", "causal"):
         yield "wgmma_columns", "90", 64, mask, {"M": 512, "batch": 8, "heads": 16}
-    # Launches whose last blocks finish dQ, and those above d = 128.
+    # Launches whose last blocks finish dQ, and launches for d > 128.
     yield "wgmma_columns", "90", 128, "causal", {"M": 512, "batch": 8, "heads": 16}
     yield "wgmma_columns", "90", 256, "window", {"M": 64, "N": 64, "heads": 128}
     yield "wgmma_columns", "90", 256, "full", {"M": 5000, "N": 64, "dtype": "bfloat16"}
@@ -175,7 +175,7 @@ def test_tensor_core_kernels_do_not_spill_or_serialize_products(name, arch, d, m
 
 
 def planned(name, arch, d, mask, Br=None, multiprocessors=None, **sizes):
-    """The launches of a kernel on an architecture; none where it cannot do it."""
+    """Returns a kernel's launches on an architecture, or () if it does not support the problem."""
     kernel, limits = record_named(name), limits_of(arch)
     if multiprocessors is not None:
         limits = replace(limits, multiprocessors=multiprocessors)
@@ -211,7 +211,6 @@ GRADIENTS = (
 
 
 def plan_of_gradients(name, dtype, d=64):
-    """The plan of a kernel that gives the gradients of arrays too."""
     plain = Problem.of_sizes(batch=1, heads=H, M=M, d=d, dtype=dtype)
     options = AttentionOptions(score_mod="tanh(score) * slope[head]", dropout=0.1, dropout_seed=1)
     problem = replace(plain, options=options, operands=(*GRADIENTS, DLSE))
@@ -226,7 +225,7 @@ def test_gradients_of_arrays_compile(dtype):
 
 
 def plan_of_a_bias(d, options):
-    """The plan of a kernel that gives the gradient of a bias on Hopper's tensor cores."""
+    """Plans a bias gradient on Hopper's tensor cores."""
     plain = Problem.of_sizes(batch=2, heads=H, M=M, d=d, dtype="bfloat16")
     bias = Operand("bias", "bfloat16", (1, H, M, M), gradient=True)
     problem = replace(plain, options=AttentionOptions(**options), operands=(bias,))
@@ -297,12 +296,11 @@ def test_every_launch_of_every_record_is_compiled():
 OFFSETS = tuple(Operand(f"cu_seqlens_{x}", "int32", (4,)) for x in "qk")
 COUNTS = tuple(Operand(f"seqused_{x}", "int32", (3,)) for x in "qk")
 LENGTHS = tuple(Operand(f"lengths_{x}", "int32", (3,)) for x in "qk")
-# Three sequences, packed or padded: the batch and what says their lengths.
+# Batch size and operands of three packed or padded sequences.
 SEQUENCES = {"ragged": (1, (*OFFSETS, *COUNTS)), "lengths": (3, LENGTHS)}
 
 
 def plan_of_sequences(kernel, feature, arch):
-    """The plan of a kernel for sequences of different lengths."""
     batch, operands = SEQUENCES[feature]
     plain = Problem.of_sizes(batch=batch, heads=H, M=M, d=64, dtype=usual_dtype(kernel))
     problem = replace(plain, options=AttentionOptions(causal=True, softcap=30.0), operands=operands)
@@ -320,7 +318,6 @@ def test_sequences_compile_in_every_kernel(kernel, feature):
 
 
 def made_of(registers, threads, shared_bytes, arch):
-    """A compiled launch with these resources."""
     launch = planning.plan(LADDER["forward"]["v1"], Problem.of_sizes(M=1, d=8), limits_of(arch))
     launch = replace(launch.launches[0], threads=threads, shared_bytes=shared_bytes)
     return Compiled(launch, arch, b"", f"Used {registers} registers, 0 bytes spill stores")
@@ -360,5 +357,5 @@ def test_an_architecture_with_its_own_instructions():
     compiled = compiling.compile_launch(plan.launches[0], "90a")
     assert compiled.registers > 0 and compiled.occupancy[0] > 0
     assert ".target sm_90a" in compiling.ptx(plan.launches[0], "90a")
-    with pytest.raises(ValueError, match="architecture '80a' is unknown; there are 75, 80"):
+    with pytest.raises(ValueError, match="architecture '80a' is unknown; choose from 75, 80"):
         compiling.limits_of("80a")

@@ -1,4 +1,4 @@
-"""Dropout: the same weights in every kernel with any tiles, forward and backward, and in NumPy."""
+"""Dropout: all kernels and tiles, forward and backward, drop the same weights as NumPy."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from cupyfa.problem.options import AttentionOptions
 F = np.float32
 KERNELS = able("dropout")
 DROPOUT = Dropout(0.3, 2**40 + 7, 3)
-OPTIONS = {"dropout": 0.3, "dropout_seed": 2**40 + 7, "dropout_offset": 3}  # of problems
+OPTIONS = {"dropout": 0.3, "dropout_seed": 2**40 + 7, "dropout_offset": 3}  # options of a Problem
 SIZES = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 35, "N": 41, "d": 16}
 
 
@@ -41,7 +41,7 @@ def test_rows_that_are_computed_again(backend, kernel, values):
 @pytest.mark.parametrize("values", ["nan", "inf"])
 @pytest.mark.parametrize("kernel", KERNELS, ids=name)
 def test_dropped_weights_of_a_text_keep_nan(backend, kernel, values):
-    """Where dO is NaN or infinite, 0 * dO is NaN."""
+    """A dropped weight times a NaN or infinite dO is NaN."""
     check(backend, kernel, values, score_mod="score * (1 + 0.1 * sin(key))", M=7)
 
 
@@ -49,7 +49,7 @@ def test_dropped_weights_of_a_text_keep_nan(backend, kernel, values):
     "kernel, sizes, tiles",
     [
         ("fa2", {"heads": 4, "M": 20, "N": 37}, {"Br": 4, "Bc": 4}),
-        # A tile has rows of three heads.
+        # Three heads share a tile.
         ("mma_pipelined", {"heads": 6, "M": 5, "N": 70}, {}),
         (
             "mma_split_kv",
@@ -129,7 +129,7 @@ def test_without_dropout_a_seed_changes_nothing():
     assert AttentionOptions(dropout=None) == AttentionOptions(dropout=np.float32(0))
 
 
-# A seed and an offset in memory, and the numbers that they are.
+# Pairs of a Dropout with seed or offset in arrays, and its equivalent with scalars.
 IN_MEMORY = (
     (Dropout(0.3, np.array([2**40 + 7]), np.array(3, np.uint32)), DROPOUT),
     (Dropout(0.3, np.array(-5), np.array([-1])), Dropout(0.3, 2**64 - 5, 2**32 - 1)),
@@ -139,7 +139,7 @@ IN_MEMORY = (
 
 
 def results(kernel, backend, dropout):
-    """What a kernel computes with dropout, of random inputs; no sums that come in any order."""
+    """Returns a kernel's results with dropout, except sums without a fixed order."""
     dtype = DTYPES[usual_dtype(kernel)].numpy
     rng = np.random.default_rng(2)
     q, k, v, dout = (
@@ -211,4 +211,4 @@ def test_arrays_that_are_no_seed_are_refused(backend, given, error, message):
     x = np.zeros((1, 2, 3), F)
     with pytest.raises(error, match=message):
         cupyfa.attention(x, x, x, dropout=Dropout(0.5, given), backend=backend)
-    cupyfa.attention(x, x, x, dropout=Dropout(0.0, given), backend=backend)  # nobody reads it
+    cupyfa.attention(x, x, x, dropout=Dropout(0.0, given), backend=backend)  # the seed is unread

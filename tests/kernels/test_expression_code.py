@@ -1,4 +1,4 @@
-"""Texts of the user as C++: values and slopes in the simulator, and compilation by NVRTC."""
+"""User expressions as C++: values and slopes in the simulator, and compilation by NVRTC."""
 
 import time
 
@@ -42,11 +42,11 @@ KINDS = {name: Captured(name, "float", x.ndim) for name, x in ARRAYS.items()} | 
     "cap": Captured("cap", "float", 0),
 }
 TYPES = {"slope": "float", "doc": "long long", "table": "__half", "see": "bool"}
-SCORES, KEYS, ROWS = np.linspace(-1.97, 2.5, 11), 7, 2  # no score is a corner of a text
+SCORES, KEYS, ROWS = np.linspace(-1.97, 2.5, 11), 7, 2  # no score is at a kink of an expression
 
 
 def head_of(texts, real, bounded=lambda *place: False):
-    """The text above a kernel: as a planner writes it, with a function for each text."""
+    """Returns the source that a planner prepends to a kernel, with one function per expression."""
     lines = [
         f"using real = {real};",
         "#include <cuda_fp16.h>",
@@ -73,7 +73,7 @@ def head_of(texts, real, bounded=lambda *place: False):
 
 
 def body_of(texts, threads=11):
-    """Values and slopes of all texts, for a score of each thread and all pairs of rows and keys."""
+    """Returns code that stores values and slopes of all expressions, with one score per thread."""
     calls = "".join(
         f"  at[{i}] = modified_{i}(score, mods, Index(2), Index(1), query, key, position, M, N);\n"
         for i in range(len(texts))
@@ -100,7 +100,7 @@ for (int pair = 0; pair < {ROWS * KEYS}; ++pair) {{
 
 
 def in_python(text, score, query, key):
-    """The value of a text in Python itself, for one pair."""
+    """Evaluates an expression in Python for one pair."""
     names = {**TRACEABLE, **ARRAYS, **SCALARS, "abs": abs, "min": min, "max": max}
     names |= {"score": score, "query": query, "key": key, "position": query + 2}
     names["doc"] = ARRAYS["doc"].tolist()
@@ -109,7 +109,7 @@ def in_python(text, score, query, key):
 
 
 def wanted(text):
-    """Values, and slopes by central differences, for all pairs and scores."""
+    """Yields values, and slopes by central differences, for all pairs and scores."""
     step = 1e-5
     for query in (1, 4):
         for key in range(KEYS):
@@ -123,7 +123,7 @@ DTYPE = {"float": np.float32, "double": np.float64}
 
 
 def evaluated(run, texts, scores, real, arrays=ONES):
-    """Values and slopes [text, pair, score] of a kernel for all texts, pairs and scores."""
+    """Returns a kernel's values and slopes, each [expression, pair, score]."""
     A = np.zeros((len(texts), ROWS * KEYS, len(scores), 2), DTYPE[real])
     body, head = body_of(texts, len(scores)), head_of(texts, real)
     run(body, A, *arrays, np.array(scores, DTYPE[real]), head=head, threads=len(scores))
@@ -140,8 +140,8 @@ def test_values_and_slopes_are_those_of_python(run_code, real, close):
         np.testing.assert_allclose(found[1].ravel(), slopes, 1e-4, 1e-4, err_msg=text)
 
 
-# At 0, NaN and infinity, and where powers overflow. One side that is not chosen has an infinite
-# slope.
+# Scores of 0, NaN and infinity, and scores at which powers overflow. In one expression the branch
+# that is not taken has an infinite slope.
 CORNERS = [0.0, 1.0, 88.0, 3e38, np.inf, np.nan, -1.0, -88.0, -3e38, -np.inf, -0.0]
 AT_CORNERS = [
     *(f"{name}(score)" for name in ("exp", "exp2", "tanh", "sigmoid", "softplus", "floor", "erf")),
@@ -170,7 +170,7 @@ def test_corners_are_those_of_numpy(run_code, real, close):
         np.testing.assert_allclose(slopes, wanted_slopes, 1e-5, 2e-6, err_msg=text)
 
 
-# Of small arguments, which a large number makes moderate again; and slopes that are small.
+# Expressions evaluated near an argument of 0, and (FAR) where their slopes are small.
 NEAR_0 = [
     *(f"{x.name}(score)" for x in FUNCTIONS.values() if x.small_near_0),
     *(
@@ -205,7 +205,7 @@ SLOPES_OF = {  # by formulas without cancellation
 @pytest.mark.parametrize("texts, scores", [([*NEAR_0, "cos(score)"], SMALL), (FAR, 40 * SMALL)])
 @pytest.mark.parametrize("real, close", [("float", 2e-6), ("double", 2e-14)])
 def test_errors_are_relative_to_small_results(run_code, texts, scores, real, close):
-    """Of values near an argument of 0, and of slopes wherever they are small."""
+    """Values are checked near an argument of 0, slopes wherever they are small."""
     at = scores.astype(DTYPE[real]).astype(float)
     for text, *found in zip(texts, *evaluated(run_code, texts, scores, real)):
         values, slopes = (x[0] for x in found)
@@ -228,14 +228,14 @@ def test_nvrtc_compiles_every_text(arch, real):
 
 
 def balanced(term, count):
-    """The sum of so many terms, in parentheses."""
+    """Returns the sum of `count` terms as a balanced tree of parentheses."""
     if count == 1:
         return term
     return f"({balanced(term, count // 2)} + {balanced(term, count - count // 2)})"
 
 
 SIX_AXES = "t[min(head, 5), batch, min(query, 5), min(key + 7, 5), abs(position) % 9, min(key, 8)]"
-# Of the largest size that is read, and of as many derivatives as are compiled.
+# Expressions of the maximum size, and with the maximum number of derivatives.
 LARGEST = {
     "functions": ({}, f"score + {balanced('log1p(score)', 230)}"),
     "128 bits": ({"u": "u64[N]"}, f"score + {balanced('u[key] // (u[query] + 1) % 7', 110)}"),
@@ -248,7 +248,7 @@ LARGEST = {
 @pytest.mark.parametrize("kernel", ["wgmma_persistent", "wgmma_columns", "mma_f64"])
 @pytest.mark.parametrize("captured, text", LARGEST.values(), ids=LARGEST)
 def test_the_largest_texts_compile(kernel, captured, text):
-    """In a minute at most, where half of them took longer than ten when they were repeated."""
+    """Compiles in at most a minute; half took over ten when expressions were inlined repeatedly."""
     pytest.importorskip("cupyfa.runtime.cuda.compiler", reason="there is no NVRTC")
     kernel = record_named(kernel)
     is_gradient = kernel.operation == "backward" and text == LARGEST["derivatives"][1]

@@ -1,4 +1,4 @@
-"""Faults inserted into a correct kernel: each must be found by the right check."""
+"""Faults inserted into a correct kernel: each must be detected by the right check."""
 
 import re
 from dataclasses import replace
@@ -24,7 +24,7 @@ def run(kernel, backend, sizes=SIZES, **tiles):
 
 
 BARRIER = re.compile(r"__sync(?:threads|warp)\(\);  // (.*)")
-# Only where there is no tile of keys may Q still be on its way when O takes its place.
+# Q may still be in flight when O overwrites it only if there is no tile of keys.
 WHERE_NO_KEYS_ARE = "Q is no longer read, and its copy has completed"
 OF_SPLITS_WITHOUT_KEYS = "the initial maxima and sums are written, even without keys"
 WAIT = re.compile(
@@ -33,7 +33,7 @@ WAIT = re.compile(
 
 
 def statements(pattern):
-    """Each statement that orders something in a forward kernel: its number in the file."""
+    """Returns file and index of each statement in the forward kernels that matches the pattern."""
     files = sorted((sources.KERNELS / "forward").glob("*.cu"))
     return [
         pytest.param(file.stem, number, id=f"{file.stem}-{found[1]}")
@@ -45,18 +45,18 @@ def statements(pattern):
 
 
 def run_without(tmp_path, monkeypatch, kernel, pattern, number, **changes):
-    """Runs a kernel without one such statement, in several orders of its threads."""
+    """Runs a kernel without one matching statement, under several thread schedules."""
     text = (sources.KERNELS / f"forward/{kernel}.cu").read_text()
     without = changed(tmp_path, kernel, text, optional(text, pattern))
     monkeypatch.setenv(VARIABLE, str(number))
-    # Few blocks, so that each goes on to another tile of Q; several slices of d and dv; and a NaN
-    # in a masked value, which makes v3 read V again; a scale below 0, whose sign is taken into Q.
+    # Few blocks, so that each processes several tiles of Q; several slices of d and dv; a NaN in a
+    # masked value, which makes v3 reread V; and a negative scale, whose sign is applied to Q.
     launch = without.launches[0]
     if launch.entry == kernel:
         without = replace(without, launches=(replace(launch, grid=lambda p, c: min(2, p.heads)),))
     sizes = {"heads": 2, "M": 140, "N": 75, "d": 40, "dv": 70, "causal": "top-left", "scale": -0.2}
     sizes |= changes
-    # With few stages there are the most barriers.
+    # The fewest stages need the most barriers.
     stages = {name: min(x) for name, x in without.candidates.items() if name == "stages"}
     plan = planned(without, Simulator(), sizes, **stages)
     inputs = inputs_of(plan)

@@ -1,4 +1,4 @@
-"""float8_e4m3: conversions and products in the simulator, kernels that use it, accuracy."""
+"""float8_e4m3: conversions and products in the simulator, kernels and their accuracy."""
 
 import ml_dtypes
 import numpy as np
@@ -52,7 +52,7 @@ def test_conversions_are_to_nearest_even_and_saturate():
 
 
 def products(a, b, in_registers=False, run=launch):
-    """A [64][128] times B [128][32]."""
+    """Multiplies A [64][128] by the transpose of B [32][128]."""
     order = np.arange(8) ^ np.arange(64)[:, None] % 8
 
     def boxed(x):
@@ -78,7 +78,7 @@ def on_device(body, *operands, head):
 
 @pytest.mark.parametrize("in_registers", [False, True])
 def test_products(in_registers):
-    """Of values that sum exactly."""
+    """Operands are integers, whose sums are exact."""
     rng = np.random.default_rng(1)
     a, b = (rng.integers(-4, 5, (n, 128)).astype(np.float32) for n in (64, 32))
     assert (products(a, b, in_registers) == a @ b.T).all()
@@ -89,7 +89,7 @@ SUMS = [(x, y) for x in e4m3_sums.KINDS for y in (False, True)]
 
 @pytest.mark.parametrize("kind, in_registers", SUMS)
 def test_sums_are_cut_off(kind, in_registers, run=launch):
-    """As helpers.e4m3_sums emulates it, bit by bit."""
+    """Matches the emulation by helpers.e4m3_sums bit by bit."""
     a, b = (e4m3_sums.drawn(kind, (n, 128), seed=n) for n in (64, 32))
     np.testing.assert_array_equal(products(a, b, in_registers, run), e4m3_sums.multiplied(a, b))
 
@@ -112,7 +112,7 @@ def test_float8_must_be_requested():
     asked = Problem.of_sizes(M=64, d=64, dtype="float16", precision="float8_e4m3")
     with pytest.raises(cupyfa.Unsupported, match=r"computes float16 in float16; .*wgmma_fp8"):
         planning.plan(FORWARD["wgmma"], asked, limits)
-    with pytest.raises(cupyfa.Unsupported) as refused:  # no remedy that nobody asked for
+    with pytest.raises(cupyfa.Unsupported) as refused:  # float8 must not be suggested
         planning.plan(FORWARD["mma_pipelined"], replace_d(problem, 300), limits)
     assert "wgmma_fp8" not in str(refused.value)
 
@@ -122,7 +122,7 @@ def replace_d(problem, d):
 
 
 def test_masked_keys_do_not_change_the_scale_of_others():
-    """Doubling a tile's scale changes no element that is not 2^15 times smaller."""
+    """A larger tile scale changes only elements 2^15 times smaller than the tile's maximum."""
     plan = planned(M=60, N=60, d=32, causal="top-left", tiles={"Br": 64, "Bc": 64})
     inputs = inputs_of(plan)
     before = guard.checked(Simulator(), plan, inputs, {})
@@ -133,7 +133,7 @@ def test_masked_keys_do_not_change_the_scale_of_others():
     assert (after["O"][..., :50, :] == before["O"][..., :50, :]).mean() > 0.99
 
 
-@pytest.mark.parametrize("dv", [32, 144])  # above 128 the softmax is in halves
+@pytest.mark.parametrize("dv", [32, 144])  # dv > 128 splits the softmax into halves
 @pytest.mark.parametrize("sizes", [(1e3, 500, 1e-3, 0), (1e-3, 1e3, 1, 1e4)])
 def test_tiles_of_different_magnitude(sizes, dv):
     plan = planned(M=70, N=256, d=32, dv=dv, tiles={"Br": 64, "Bc": 64})

@@ -10,7 +10,7 @@ from cupyfa.planner import choose_kernel as planning
 from cupyfa.planner.source import INCLUDE, KERNELS, WITH
 from cupyfa.problem.options import AttentionOptions
 
-# Constants that a header may read, besides the types scalar, operand and real.
+# Host constants that a header may read, besides the types scalar, operand and real.
 MAY_READ = {
     "row_max.cuh": {"has_row_max"},
     "finish_rows.cuh": {"has_row_max"},
@@ -77,7 +77,7 @@ MAY_READ = {
     "row_tile_loads.cuh": {"has_row_tiles"},
 }
 NOT_CODE = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"|^[ \t]*#(?:[^\n]*\\\n)*[^\n]*', re.MULTILINE)
-# A name that is a parameter or a variable where it stands, and one of another scope.
+# Patterns of a name that the definition declares, and of a member of another scope.
 DECLARED = (
     r"\b(?:int|bool|unsigned|long|float|auto|class|typename)[\s*&]+{0}\b"
     r"|(?<=[\w>])& {0}\b|\(&{0}\)|,\s*{0}\s*(?:;|=(?!=))"
@@ -87,7 +87,7 @@ HEADERS = sorted([*INCLUDE.rglob("*.cuh"), *WITH.rglob("*.cuh"), *KERNELS.glob("
 
 
 def constants_of_the_host():
-    """The names of all constants that plans of the ladder's kernels have."""
+    """Yields the names of all constants in plans of the ladder's kernels."""
     for kernel in cupyfa.kernels():
         for d in (64, 256):
             dtype, limits = kernel.dtypes[0], limits_of(kernel.target or "80")
@@ -101,7 +101,7 @@ HOST = frozenset(constants_of_the_host())
 
 
 def definitions(text):
-    """The functions, structs and constants of a header, one by one."""
+    """Yields the functions, structs and constants of a header one by one."""
     depth = start = 0
     for i, char in enumerate(text):
         depth += {"{": 1, "}": -1}.get(char, 0)
@@ -111,7 +111,7 @@ def definitions(text):
 
 
 def read_from_outside(code):
-    """The constants of the host that a definition names without declaring them."""
+    """Yields the host constants that a definition uses without declaring them."""
     for found in re.finditer(rf"\b(?:{'|'.join(sorted(HOST))})\b", code):
         of_another = re.search(OF_ANOTHER, code[: found.start()])
         if not of_another and not re.search(DECLARED.format(found[0]), code):

@@ -1,4 +1,4 @@
-"""Every wait, arrival, fence and barrier of the rungs for Hopper is needed: without it, a fault."""
+"""Removing any wait, arrival, fence or barrier of the Hopper rungs causes a fault."""
 
 import os
 import re
@@ -29,14 +29,14 @@ ORDERS = re.compile(
     r"|bulk_commit_group|bulk_wait_group_read|bulk_wait_group|__syncthreads)\([^;{]*\);"
 )
 RUNGS = {name: kernel for kernels in LADDER.values() for name, kernel in kernels.items()}
-# Tiles with which stages come again; of dS there is but one.
+# Tiles whose stages are reused; dS has a single stage.
 TILES = {
     "wgmma_persistent": {"Br": 128, "Bc": 64, "stages": 2, "Q_stages": 1},
     "wgmma_columns": {"Br": 64, "Bc": 128, "stages": 2, "dS_stages": 1},
     "wgmma_two_pass": {"Br": 64, "Bc": 128, "Bk": 64, "stages": 2},
     "wgmma_fp16x2_two_pass": {},
 }
-# Headers that order things, each with a rung that needs all that it says.
+# Maps headers with synchronization to a rung that needs each of their statements.
 HEADERS = {
     "warpgroup.cuh": "wgmma",
     "tma_tile.cuh": "wgmma",
@@ -51,48 +51,48 @@ HEADERS = {
     "split_key_pass.cuh": "wgmma_fp16x2_two_pass",
 }
 SIZES = {"heads": 3, "M": 200, "N": 300, "d": 72, "dv": 64, "causal": "top-left"}
-# For files up to d = 64, and for what wgmma_columns does in blocks that go from tile to tile and in
-# tiles whose quarter is left out.
+# For files up to d = 64, persistent blocks of wgmma_columns, and tiles with a skipped quarter.
 OF_NARROW = ("wgmma_fp16x2_two_pass_columns.cu", "register_operands.cuh")
 OF_STAYING = ("shared.K_pipeline.release(keys);", "shared.V_pipeline.release(keys);")
 OF_QUEUE = "tile_queue.cuh"
 OF_QUARTERS = "dS_of"
 NARROW = {**SIZES, "d": 40}
-# For sums of dQ: without a mask blocks of a head follow each other, and one ends while others add.
+# For accumulation of dQ: without a mask, blocks of a head run in sequence, and one ends while other
+# blocks still add.
 OF_SUMS = "add_dQ.cuh"
 SUMS = {**SIZES, "causal": None}
-# For the launch that computes the gradient of a bias.
+# For the launch that computes a bias gradient.
 OF_BIAS = "wgmma_bias_gradient.cu"
 BIAS = {**SIZES, "batch": 2, "bias": "f16[1hmn]", "wrt": "bias"}
-# For files of their own above d = 128.
+# For kernels with separate files for d > 128.
 WIDE = {"heads": 4, "kv_heads": 2, "M": 140, "N": 100, "d": 136, "dv": 24, "causal": True}
-# Turns are for speed, so nobody need wait for them.
+# Ping-pong turns only affect speed, so no kernel has to wait for them.
 AWAITS_TURN = "barrier_sync(1 + warpgroup, 2 * warpgroup_size);"
 AWAIT_TURNS = (AWAITS_TURN, "Turns::wait(warpgroup);")
-# Registers written since the last wait must be announced to a device's products alone.
+# Only hardware requires a fence after registers were written; the simulator does not.
 ANNOUNCES_REGISTERS = "int first_row, int first_key, int first_box) {\n  wgmma_fence();"
 ANNOUNCES_V = '"B has one box");\n  wgmma_fence();'
-# The wait for a skipped tile of V keeps the phases of its stage apart if a copy is two tiles late,
-# which no schedule here brings about.
+# Waiting for a skipped tile of V keeps its stage's phases apart when a copy is two tiles late,
+# which no schedule here produces.
 AWAITS_SKIPPED = "for (; tiles > 0; --tiles) {\n      shared.V_pipeline.wait(values);"
-# The simulator reads A in registers when the product begins, so they may be written at once.
+# The simulator reads register operand A at issue, so registers may be overwritten at once.
 KEEPS_REGISTERS = (
     "if (k + 1 < Bv / step) {\n        wgmma_commit_group();\n        wgmma_wait_group<1>();"
 )
-# Nor does one bring a skipped tile's V before its K.
+# No schedule here delivers a skipped tile's V before its K.
 AWAITS_SKIPPED_KEYS = "void skip() {\n    shared.K_pipeline.wait(keys);"
-# For the branch alone: the barrier is known to be complete.
+# The kernel needs only the branch of this wait: the barrier is already complete.
 BRANCHES = "if constexpr (overlaps) shared.dO_pipeline.wait(rows);"
-# Of a block without keys, as ragged batches have.
+# For a block without keys, which only ragged batches have.
 WAITS_WITHOUT_KEYS = f"first_key)) {{\n    {OF_EARLY_LAUNCH}();"
-# Nothing is repaired here (REPAIRED).
+# No row is repaired here (see REPAIRED).
 WAITS_FOR_REPAIR = f"}} else {{\n      {OF_EARLY_LAUNCH}();"
 NOT_NEEDED_HERE = (
     *(BRANCHES, WAITS_WITHOUT_KEYS, WAITS_FOR_REPAIR),
     *(ANNOUNCES_REGISTERS, ANNOUNCES_V, AWAITS_SKIPPED, AWAITS_SKIPPED_KEYS),
     KEEPS_REGISTERS,
 )
-# Sums that are not finite would be computed again: that hides what is missing.
+# Changes that disable the repair of nonfinite sums, which would hide a missing statement.
 REPAIRED = {
     "all_finite.cuh": ("return __all_sync(full_warp, finite);", "return true;"),
     "nonfinite.cuh": ("return __any_sync(full_warp, overflows", "return false && (overflows"),
@@ -113,7 +113,7 @@ def text_of(file):
 
 
 def written(folder, file, text):
-    """Writes another text of a file where a kernel of the folder includes it from, or has it."""
+    """Writes a changed file into the folder, under the path by which kernels find it."""
     path = path_of(file)
     within = sources.INCLUDE if path.is_relative_to(sources.INCLUDE) else sources.KERNELS
     to = folder / (path.name if path.suffix == ".cu" else path.relative_to(within))
@@ -126,23 +126,22 @@ def files_of(kernel):
 
 
 def before(file, number):
-    """The text of a file before one of its synchronizing statements."""
+    """Returns the file's text before one of its synchronizing statements."""
     text = text_of(file)
     return text[: list(ORDERS.finditer(text))[number - 1].start()]
 
 
 def statement(file, number):
-    """One of the synchronizing statements of a file."""
     return list(ORDERS.finditer(text_of(file)))[number - 1][0]
 
 
 def is_of_mods(before):
-    """Whether the code after a text is compiled only for modified scores."""
+    """Returns whether the code after `before` is compiled only for modified scores."""
     return before.rfind("if constexpr (has_score_mod) {") > before.rfind("} else {")
 
 
 def places():
-    """Each synchronizing statement: its kernel, its file, and its number there."""
+    """Yields kernel, file and number of each synchronizing statement."""
     files = [(kernel, file) for file, kernel in HEADERS.items()]
     files += [
         (name, file)
@@ -165,7 +164,7 @@ def places():
 
 
 def files():
-    """The kernels and files of those places."""
+    """Yields the kernels and files that contain synchronizing statements."""
     for kernel, file in sorted({place.values[:2] for place in places()}):
         yield pytest.param(kernel, file, marks=[pytest.mark.slow] * (file == OF_BIAS))
 
@@ -173,7 +172,7 @@ def files():
 def run_without(folder, kernel, file, with_turns, schedules=(None, 1, 2, 7, 9)):
     """Runs a kernel without one statement of a file, with two warpgroups and reused stages.
 
-    Unless that is about turns, nobody waits for them, so that they make up for nothing.
+    Unless with_turns, waits for ping-pong turns are removed so that they cannot hide the fault.
     """
     for repairs, change in REPAIRED.items():
         assert change[0] in text_of(repairs), "the change must change something"

@@ -1,4 +1,4 @@
-"""The headers of Hopper, mbarrier.cuh, tma.cuh, wgmma.cuh and setmaxnreg.cuh, in the simulator."""
+"""The Hopper headers mbarrier.cuh, tma.cuh, wgmma.cuh and setmaxnreg.cuh in the simulator."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ BODIES = Path(__file__).with_name("device_code")
 
 
 def faults(section):
-    """What is wrong in a piece of code: (right, wrong, message, line) by its name."""
+    """Maps names to (right code, wrong code, message, line) for a section of faults.txt."""
     text = (BODIES / "faults.txt").read_text().split(f"## {section}\n")[1].partition("\n## ")[0]
     rows = [line.replace("\\n", "\n").split(" | ") for line in text.splitlines()]
     return {name: (*cells, None)[:4] for name, *cells in rows}
@@ -53,7 +53,7 @@ def test_boxes_end_where_the_array_ends(schedule):
 
 
 def boxes(matrix):
-    """The chunks of a matrix [rows][columns of whole boxes] in the order of TmaTile."""
+    """Returns the chunks of a matrix [rows, whole boxes of 64 columns] in TmaTile order."""
     rows, columns = matrix.shape
     chunks = matrix.reshape(rows, columns // 64, 8, 8).transpose(1, 0, 2, 3)
     order = np.arange(8) ^ np.arange(rows)[:, None] % 8
@@ -78,7 +78,7 @@ def test_products_by_rows(c_type, dtype, n):
 @pytest.mark.gpu
 @TYPES
 def test_sums_are_cut_off(hopper, c_type, dtype):
-    """As helpers.parts emulates it, bit by bit; the other products are zeros."""
+    """Matches the emulation by helpers.parts bit by bit; the other products are zero."""
     products, sums = parts.probes()
     A, B, got = np.zeros((64, 128), dtype), np.full((16, 128), 2.0**-12, dtype), np.zeros((64, 16))
     A[: len(products), :16] = products * 2.0**12
@@ -123,7 +123,7 @@ RING = code("ring") + WRITE.format(n=32)
 
 
 def ring(body=RING, **options):
-    """The kernel's result and the expected one, for 5 tiles; the last is partly outside."""
+    """Returns the kernel's and the expected result for 5 tiles, the last partly out of bounds."""
     A, B = numbers((1, 3, 64, 304), np.float16), numbers((1, 3, 27, 304), np.float16, 1)
     got = np.zeros((3, 64, 32), np.float32)
     launch(
@@ -183,7 +183,7 @@ def test_a_wait_of_one_lane_covers_others_after_a_barrier(barrier):
 
 def test_a_tensor_map_larger_than_its_array():
     wrong, *others = boxed_arrays()
-    wrong.value["address"] += 1 << 32  # where no other array can be
+    wrong.value["address"] += 1 << 32  # an address outside all arrays
     caught = fault(COPY, wrong, *others, head=BOX)
     assert re.search("reads .* bytes.* (past the end|before the start|outside)", caught.what)
     assert caught.place == "test.cu:10"
@@ -198,12 +198,12 @@ SQUARES = "struct Shared { TmaTile<__half, 64, 64> A; TmaTile<__half, 64, 64> B;
 
 
 def boxed_arrays():
-    """The arguments of COPY for a source, a target and a tile."""
+    """Returns COPY's arguments: source, target and tile."""
     source = np.zeros((2, 3, 29, 96), np.uint16)
     return Map(source, 16), Map(source.copy(), 16), np.zeros((16, 128), np.uint16)
 
 
-# Pieces of code, their arguments and what stands above them, by their section of faults.txt.
+# Code, arguments and preceding source for each section of faults.txt.
 PIECES = {
     "products": lambda: (code("faults_of_products"), [numbers((64, 64), np.float16)], SQUARES),
     "copy": lambda: (COPY, boxed_arrays(), BOX),

@@ -1,4 +1,4 @@
-"""The rungs for Hopper: scales, nonfinite inputs, short lengths, alignment, persistent blocks."""
+"""The Hopper rungs: scales, nonfinite inputs, short lengths, alignment, persistent blocks."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ MASKS = (
 
 
 def planned(kernel, backend, dtype="float16", multiprocessors=None, tiles=SMALL, **sizes):
-    """A plan with many small tiles."""
+    """Plans a kernel with many small tiles."""
     dtype = dtype if dtype in kernel.dtypes else kernel.dtypes[0]
     problem = Problem.of_sizes(**{"heads": 1, "d": 16, **sizes}, dtype=dtype)
     limits = backend.limits
@@ -59,7 +59,7 @@ def test_any_scale(backend, kernel, scale):
 @EACH
 @pytest.mark.parametrize("step", [0.5, 7.9, 8.1, 40.0, -20.0])
 def test_scores_that_rise_from_tile_to_tile(backend, kernel, step):
-    """By less and by more than 2^8, the slack of a row's maximum."""
+    """Steps lie below and above 8, the slack of the row maximum in log2 units."""
     plan = planned(kernel, backend, M=70, N=200, scale=np.log(2))
     inputs = inputs_of(plan)
     inputs["Q"][...] = 0
@@ -78,7 +78,7 @@ def test_scores_that_rise_from_tile_to_tile(backend, kernel, step):
 def test_nonfinite_inputs_do_not_change_rows_that_do_not_see_them(
     backend, kernel, mask, poison, scale
 ):
-    """A key spoils scores, and a value one column."""
+    """A nonfinite key affects all columns of a row, a nonfinite value only one."""
     sizes = {"heads": 4, "kv_heads": 2, "M": 70, "N": 110, "d": 40, "dv": 24}
     plan = planned(kernel, backend, **sizes, **mask, scale=scale, multiprocessors=3)
     inputs = inputs_of(plan)
@@ -142,7 +142,7 @@ def test_results_of_a_head_do_not_depend_on_other_heads(backend, kernel):
 @pytest.mark.parametrize("Q_stages", [1, 2])
 @pytest.mark.parametrize("mask", MASKS[:4], ids=str)
 def test_any_number_of_blocks_gives_the_same_bits(backend, kernel, mask, Q_stages):
-    """Rows are written once each, to the same bits: by one block or by one for each tile."""
+    """Each row is written once with the same bits, by one block or by one block per tile."""
     results = []
     for count in (1, 2, 3, 5, 7, 13, 64):
         tiles = {**SMALL, "Q_stages": Q_stages}
@@ -158,9 +158,9 @@ def test_any_number_of_blocks_gives_the_same_bits(backend, kernel, mask, Q_stage
     [(70, 35, 12, 16), (130, 7, 3, 16), (250, 9, 4, 16), (70, 34, 33, 72), (70, 31, 33, 72)],
 )
 def test_tiles_in_turn_give_the_same_bits(backend, M, heads, blocks, d):
-    """Each tile once: the last group of causal heads is not full, or some heads are left over.
+    """Each tile is computed once, even in an incomplete group of heads or for leftover heads.
 
-    Of 33 blocks with two tiles a head, one has no tile of the heads in turn.
+    With two tiles per head, one of 33 blocks gets no tile in a round.
     """
     sizes = {"heads": heads, "M": M, "N": 40, "d": d, "causal": "top-left"}
     alone, together = (
@@ -186,7 +186,7 @@ def test_tiles_in_turn_give_the_same_bits(backend, M, heads, blocks, d):
 )
 @pytest.mark.parametrize("mask", [{"causal": "top-left"}, {"window": (70, 3)}], ids=str)
 def test_warpgroups_skip_masked_tiles_without_deadlock(backend, kernel, mask, sizes, Q_stages):
-    """The next task's Q is loaded only after V of all tiles of this one."""
+    """Q of the next tile is loaded only after all V tiles of the current one."""
     how = {"multiprocessors": 1, "tiles": {**sizes, "Q_stages": Q_stages}}
     checked(backend, planned(kernel, backend, heads=2, M=390, N=400, **mask, **how))
 

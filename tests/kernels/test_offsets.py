@@ -1,4 +1,4 @@
-"""Offsets: the position of query 0, with which a part of a problem is masked as in the whole."""
+"""Offsets: the position of query 0, so that a part of a problem is masked like the whole."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def test_query_0_is_at_the_offset(offset, limits):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kernels_are_right(backend, kernel):
-    """With rows that see nothing, some keys, or all; most kernels with two of the offsets."""
+    """Some rows see no key, some keys, or all keys; most kernels run with two of the offsets."""
     is_able = "window" in kernel.features
     for i, offset in enumerate(OFFSETS if kernel.name in USUAL else OFFSETS[1:3]):
         limits = LIMITS[i % 2] if is_able else LIMITS[0]
@@ -54,7 +54,7 @@ def test_kernels_are_right(backend, kernel):
 
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": (40, 3)}], ids=str)
 def test_parts_have_the_bits_of_the_whole(backend, options):
-    """Rows cut at whole tiles; positions that a text reads move too."""
+    """Rows are cut at tile boundaries; positions in expressions shift with the offset."""
     q, k, v = arrays(96, 120)
     how = {"kernel": "fa2", "tiles": {"Br": 32, "Bc": 32}, "backend": backend, **options}
     how["score_mod"] = "score - 0.01 * abs(position - key)"

@@ -1,4 +1,4 @@
-"""Results of 16-bit inputs in float32, which are those before their last rounding."""
+"""Float32 results of 16-bit inputs equal the results before the last rounding."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def checked(kernel, backend, p, inputs):
 @pytest.mark.parametrize("dtype, d", [("float16", 64), ("bfloat16", 41)])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_float32_results_round_to_those_of_16_bits(backend, kernel, dtype, d):
-    """Rows of 64 numbers are stored in pairs; the same gradients need the same O."""
+    """Rows of 64 elements are stored in pairs. Gradients of both runs use the same O."""
     p = Problem.of_sizes(**SIZES, d=d, dtype=dtype)
     inputs = Case(kernel.operation, p).inputs()
     narrow = checked(kernel, backend, p, inputs)
@@ -62,7 +62,7 @@ def test_the_bound_of_float32_results_lacks_a_rounding(dtype):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_results_that_were_rounded_before_are_found(dtype):
-    """Not those whose correct values the dtype has, or nearly."""
+    """Values that the dtype represents exactly, or nearly, are not reported."""
     values = np.random.default_rng(0).standard_normal((4, 64))
     exact = values.astype(np.dtype(dtype)).astype("f8")
     for value, is_right in ((values, False), (exact, True), (np.zeros((4, 64)), True)):
@@ -106,7 +106,7 @@ def test_decoding_gives_float32(prefix):
     assert made is out and not (made == made.astype(np.float16)).all()
     again = cupyfa.attention(q, cache, out="float32", backend="simulator")
     np.testing.assert_array_equal(again, out)
-    with pytest.raises(ValueError, match=r"out is float64 .*, the result is float16"):
+    with pytest.raises(ValueError, match=r"out is float64 .*, but the result is float16"):
         cupyfa.attention(q, cache, out=out.astype(np.float64), backend="simulator")
 
 
@@ -119,10 +119,10 @@ def test_the_dtype_of_the_inputs_is_the_usual_one():
 @pytest.mark.parametrize(
     "dtype, out_dtype, error",
     [
-        ("float16", "float64", "out_dtype is 'float64', and the dtype is float16; give 'float16' "),
+        ("float16", "float64", "out_dtype is 'float64', but the dtype is float16; give 'float16' "),
         ("float16", "bfloat16", "give 'float16' or 'float32', or leave it out"),
-        ("float32", "float16", "and the dtype is float32; give 'float32', or leave it out"),
-        ("float64", "float32", "and the dtype is float64; give 'float64', or leave it out"),
+        ("float32", "float16", "but the dtype is float32; give 'float32', or leave it out"),
+        ("float64", "float32", "but the dtype is float64; give 'float64', or leave it out"),
         (
             "float16",
             np.int32,
@@ -141,15 +141,15 @@ def test_arrays_of_another_dtype_are_refused():
     how = {"backend": "simulator"}
     out, lse = cupyfa.attention(q, k, v, return_lse=True, out="float32", **how)
     narrow = out.astype(np.float16)
-    with pytest.raises(ValueError, match="out is float64 .*, the result is float16"):
+    with pytest.raises(ValueError, match="out is float64 .*, but the result is float16"):
         cupyfa.attention(q, k, v, out=out.astype(np.float64), **how)
     prepared = cupyfa.compile(q, k, v, out="float32", **how)
-    with pytest.raises(ValueError, match=r"out is float16 .*, the result is float32 .*; give an"):
+    with pytest.raises(ValueError, match=r"out is float16 .*, but the result is float32 .*; give"):
         prepared(q, k, v, out=narrow)
     of_narrow = cupyfa.backward(narrow, q, k, v, narrow, lse, **how)
     of_wide = cupyfa.backward(narrow, q, k, v, out, lse, **how)
     assert [x.dtype.name for x in (*of_narrow, *of_wide)] == ["float16"] * 3 + ["float32"] * 3
-    with pytest.raises(TypeError, match="dout is float32; expected is float16"):
+    with pytest.raises(TypeError, match="dout is float32; it must be float16"):
         cupyfa.backward(out, q, k, v, out, lse, **how)
-    with pytest.raises(ValueError, match="dq of grads is float16 .*, the result is float32"):
+    with pytest.raises(ValueError, match="dq of grads is float16 .*, but the result is float32"):
         cupyfa.backward(narrow, q, k, v, out, lse, grads=(q, None, None), **how)

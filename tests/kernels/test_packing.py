@@ -31,7 +31,7 @@ def planned(kernel, limits, **sizes):
 
 
 def packing(plan):
-    """The launch whose tiles several heads may share."""
+    """Returns the launch whose tiles several heads may share."""
     return next(x for x in plan.launches if "pack_gqa" in x.constants)
 
 
@@ -41,7 +41,7 @@ def packing(plan):
 @pytest.mark.parametrize("M, N", [(1, 70), (5, 150), (13, 7), (40, 40)])
 def test_packed_rows_are_right(backend, kernel, mask, M, N):
     plan = planned(FORWARD[kernel], backend.limits, M=M, N=N, **mask)
-    half_filled = plan.constants["Br"] >= 2 * M  # what Br is depends on the device
+    half_filled = plan.constants["Br"] >= 2 * M  # Br depends on the device
     assert packing(plan).constants["pack_gqa"] == (3 if half_filled else 1)
     assert half_filled or M == 40
     guard.checked(backend, plan, Case("forward", plan.problem).inputs(), {})
@@ -58,7 +58,7 @@ def test_heads_are_packed_if_one_fills_less_than_half_a_tile(kernel):
 
 
 def test_packing_changes_no_result():
-    """Each row is computed as without packing, so the bits are the same."""
+    """Each row is computed as without packing, so its bits are equal."""
     engine = Simulator()
     kernel, sizes = FORWARD["mma_pipelined"], {"M": 5, "N": 90, "causal": "bottom-right"}
     plan = planned(kernel, engine.limits, **sizes)

@@ -1,4 +1,4 @@
-"""Every value of an option together with every value of each other one."""
+"""Every value of an option paired with every value of each other option."""
 
 import itertools
 import random
@@ -51,14 +51,14 @@ PROBLEMS = {
     "dtype": ["float32", "float16", "bfloat16", "float64"],
 }
 AXES = OPTIONS | PROBLEMS
-FEWER = {"bias": range(4), "score_mod": range(3)}  # values that are tried by default
-# Kernels that also test options paired with layouts, dtypes and sizes. Each of them passes scores
-# to the options in a different way.
+FEWER = {"bias": range(4), "score_mod": range(3)}  # values tried by default
+# Kernels whose options are also paired with layouts, dtypes and sizes. Each of these kernels passes
+# scores to the options in a different way.
 DISTINCT = (*PAIRED, "mma_pipelined", "mma_split_kv", "wgmma_persistent", "columns")
 
 
 def axes_of(kernel, fewer):
-    """What a kernel can have of AXES, as the numbers of the values."""
+    """Returns the indices of the AXES values that a kernel supports."""
     found = {name: range(len(values)) for name, values in AXES.items()}
     found["dtype"] = tuple(i for i in found["dtype"] if kernel.takes(AXES["dtype"][i]))
     if kernel.operation == "forward":
@@ -67,15 +67,15 @@ def axes_of(kernel, fewer):
 
 
 def pairs(chosen, names):
-    """The pairs of values of the axes with these names."""
+    """Returns all pairs of values of the named axes in a choice."""
     return set(itertools.combinations(sorted((x, chosen[x]) for x in names), 2))
 
 
 @cache
 def covering(kinds, names, before=None):
-    """Few choices of a value for each axis that have every pair of values of those named.
+    """Returns few choices that together contain every pair of values of the named axes.
 
-    Pairs that ``covering(*before)`` has are left out.
+    Pairs in ``covering(*before)`` are omitted.
     """
     axes, pick, left, chosen = dict(kinds), random.Random(0), set(), []
     for a, b in itertools.combinations(sorted(names), 2):
@@ -91,7 +91,7 @@ def covering(kinds, names, before=None):
 
 
 def built(axes, left, pick):
-    """A choice for each axis: a pair that is left, then what has most of the others."""
+    """Builds a choice from an uncovered pair and the values that cover the most other pairs."""
     one = dict(pick.choice(sorted(left)))
 
     def gain(name, value):
@@ -104,20 +104,20 @@ def built(axes, left, pick):
 
 
 def has_mask(chosen):
-    """Whether there is a mask, where it is to be a block mask."""
+    """Returns whether a choice with a block mask has a mask to build it from."""
     return not chosen["block mask"] or chosen["mask"] or chosen["mask_mod"]
 
 
 def of_options(kernel):
-    """Arguments of ``covering`` for every pair of options of a kernel, with the values of FEWER."""
+    """Returns arguments of ``covering`` for a kernel's options, with values in FEWER."""
     return axes_of(kernel, FEWER), tuple(OPTIONS)
 
 
 def of_all(kernel):
-    """Choices with every pair of options; for kernels in DISTINCT, with every pair of all axes.
+    """Returns choices that cover all pairs of options, or of all axes for kernels in DISTINCT.
 
-    For kernels in PAIRED, pairs that test_options_in_every_family has are left out.
-    About a fifth of them is kept, of kernels in LIKE_OTHERS an eighth (parameters).
+    For kernels in PAIRED, pairs of test_options_in_every_family are omitted. The tests run about a
+    fifth of these choices, and an eighth for kernels in LIKE_OTHERS.
     """
     names = AXES if kernel.name in DISTINCT else OPTIONS
     before = of_options(kernel) if kernel.name in PAIRED else None
@@ -125,7 +125,7 @@ def of_all(kernel):
 
 
 def parameters(kernels, choices, marks):
-    """A kernel and a choice for each axis, with the marks of the n-th choice of a kernel."""
+    """Returns parameters of kernel and choice; marks(kernel, n) marks the n-th choice."""
     return [
         pytest.param(kernel, at, id=f"{kernel.name}-{i}", marks=marks(kernel, i))
         for kernel in kernels
@@ -134,7 +134,7 @@ def parameters(kernels, choices, marks):
 
 
 def slow_but_one_in_three(kernel, i):
-    """Each choice runs, since the choices are the fewest that have all pairs."""
+    """Returns marks that skip no choice, since every pair may occur in only one choice."""
     return [pytest.mark.sampled(1), *[pytest.mark.slow] * (i % 3 > 0)]
 
 
@@ -163,7 +163,7 @@ def case_of(kernel, at):
 
 
 def check(backend, kernel, at):
-    """Runs a case between guard zones; raises if a result is wrong or something else is written."""
+    """Runs a case between guard zones; raises on a wrong result or a stray write."""
     case = case_of(kernel, at)
     plan = planning.plan(kernel, case.problem, backend.limits)
     guard.checked(backend, plan, block_mask.readable(backend, plan, case.inputs()), {})

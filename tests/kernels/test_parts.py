@@ -1,4 +1,4 @@
-"""Operands as parts in float16: what split_operands writes, and which rows get flags."""
+"""Operands split into float16 parts: the output of split_operands, and the flagged rows."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ EACH_BACKWARD = pytest.mark.parametrize("kernel", ["mma_fp16x2_two_pass", "wgmma
 
 
 def run(backend, kernel="mma_fp16x2", change=lambda given: None, tiles=None, **sizes):
-    """The plan and its arrays, scratch too, after a kernel has run on inputs that are changed."""
+    """Runs a kernel on changed inputs; returns the plan and all arrays, including scratch."""
     kernel = record_named(kernel) if isinstance(kernel, str) else kernel
     problem = Problem.of_sizes(**sizes, dtype="float32")
     if not planning.can(kernel, problem, backend.limits):
@@ -33,7 +33,7 @@ def replayed(backend, plan, given):
     arrays = {name: backend.upload(x) for name, x in given.items()}
     for name, (shape, dtype) in {**plan.outputs, **plan.scratch}.items():
         arrays[name] = backend.empty(shape, dtype)
-        arrays[name].fill(1)  # also flags: nothing may depend on what is there
+        arrays[name].fill(1)  # flags too: results must not depend on initial contents
     replay(backend, plan, arrays)()
     return plan, {name: backend.download(x) for name, x in arrays.items()}
 
@@ -46,7 +46,7 @@ def require_right(plan, arrays):
 
 
 def of_kind(make):
-    """A change of inputs to those that helpers.parts makes of normal ones."""
+    """Returns a function that replaces inputs by the result of `make`."""
 
     def change(given):
         made = make(np.random.default_rng(1), *(given[x] for x in "QKV"))
@@ -56,7 +56,7 @@ def of_kind(make):
 
 
 def put(name, place, number):
-    """A change of some elements."""
+    """Returns a function that sets some elements of an input."""
 
     def change(given):
         given[name][place] = number
@@ -97,8 +97,10 @@ def test_parts_are_those_of_numpy(backend, change, scale):
 
 
 def few_values(given):
-    """A column of V has one value, of a key whose weight is tiny. The weights of the others add up
-    to more than there are keys, where a maximum between 2^15 and 2^16 is rounded down.
+    """Sets one column of V to a single nonzero value, whose key has a tiny weight.
+
+    The other weights sum to more than the number of keys, because a row maximum between 2^15 and
+    2^16 is rounded down.
     """
     Q, K, V = (given[x] for x in "QKV")
     Q[:], K[:] = np.linspace(3e3, 5e3, Q.shape[2])[:, None], 1
@@ -106,7 +108,7 @@ def few_values(given):
 
 
 def hidden(number):
-    """The last key, which causal masks hide from all queries but the last."""
+    """Returns a function that sets elements of the last key and value, which causal masks hide."""
 
     def change(given):
         given["K"][:, :, -1, 3] = given["V"][:, :, -1, 5] = number
@@ -134,7 +136,7 @@ FLAGS = {
 @pytest.mark.parametrize("change, sizes, flagged", FLAGS.values(), ids=FLAGS)
 @EACH
 def test_flags(backend, kernel, change, sizes, flagged):
-    """At least this share of the rows has flags, and none if it is 0; all results are right."""
+    """At least a share `flagged` of the rows is flagged, or none if it is 0; results are right."""
     plan, arrays = run(backend, kernel, change, heads=2, **sizes)
     share = (arrays["flags"] == 1).mean()
     assert share >= flagged and (share == 0) == (flagged == 0)
@@ -195,7 +197,7 @@ def test_parts_of_dO_are_those_of_numpy(backend, size):
     require_right(plan, arrays)
 
 
-LAST = (0, 0, -1, 3)  # of the keys, which causal masks hide from all queries but the last
+LAST = (0, 0, -1, 3)  # an element of the last key, which only the last query sees
 SHARED = {**CAUSAL, "heads": 2, "kv_heads": 1}
 CHANGES = {
     "nothing": (lambda given: None, LARGE, (0, 0, 0)),
@@ -223,7 +225,7 @@ CHANGES = {
 @pytest.mark.parametrize("change, sizes, flagged", CHANGES.values(), ids=CHANGES)
 @EACH_BACKWARD
 def test_flags_of_gradients(backend, kernel, change, sizes, flagged):
-    """How many rows of dQ, keys of dK and keys of dV have flags; all results are right."""
+    """Compares the numbers of flagged rows of dQ, keys of dK and keys of dV; results are right."""
     plan, arrays = run(backend, kernel, change, **sizes)
     found = tuple((arrays[x] == 1).sum() for x in ("flags", "dK_flags", "dV_flags"))
     assert found == flagged
@@ -244,7 +246,7 @@ def test_keys_without_flags_do_not_depend_on_others(backend, kernel):
     "kernel", [pytest.param("mma_fp16x2", marks=pytest.mark.slow), "wgmma_fp16x2"]
 )
 def test_sections_of_keys(backend, tmp_path, kernel):
-    """Rows see 4 to 6 sections of 64 keys, the first from its midst on; blocks have many tasks."""
+    """Rows see 4 to 6 sections of 64 keys, starting within the first; blocks process many tiles."""
     file, section = "forward/parts/split_f32/sectioned_output.cuh", "constexpr int section = "
     short = changed(tmp_path, kernel, f"{section}8192;", f"{section}64;", file)
     sizes = dict(batch=2, heads=6, kv_heads=2, M=30, N=330, d=8)
@@ -260,7 +262,7 @@ def test_sections_of_keys(backend, tmp_path, kernel):
 @EACH
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_long_sums_on_tensor_cores(cuda, kernel, d):
-    """Sums that tensor cores cut off would be 11 times the bound."""
+    """Sums truncated by tensor cores would be off by 11 times the bound."""
     plan, arrays = run(cuda, kernel, of_kind(parts.HELD["uniform"]), heads=1, M=128, N=65536, d=d)
     inputs = {name: arrays[name] for name in "QKV"}
     expected = plan.operation.reference(inputs, plan.problem, (None,))[None]
@@ -275,7 +277,7 @@ def test_long_sums_on_tensor_cores(cuda, kernel, d):
 @pytest.mark.parametrize("d", [64, 128, 256])
 @EACH_BACKWARD
 def test_long_sums_of_gradients_on_tensor_cores(cuda, kernel, d, M, N):
-    """Sums of numbers above 0, which tensor cores would cut off, and the same bits in both runs."""
+    """Sums positive numbers, which tensor cores would truncate; both runs have equal bits."""
     _, forward = run(cuda, change=of_kind(parts.HELD["uniform"]), heads=1, M=M, N=N, d=d)
 
     def change(given):

@@ -127,7 +127,7 @@ def test_a_record_may_declare_its_rounding():
     both = replace(own, rounding=None, precisions=("tf32",))
     assert planning.plan(both, problem(), H100).rounding is None
     assert planning.plan(both, problem("tf32"), H100).rounding == "tf32"
-    with pytest.raises(ValueError, match="precisions are float32, tf32, .*but here"):
+    with pytest.raises(ValueError, match="precisions are float32, tf32, .*; got"):
         replace(own, precisions="tf32")
 
 
@@ -228,7 +228,7 @@ def test_tuned_entries_depend_on_the_precision(monkeypatch, tmp_path):
     monkeypatch.setenv("CUPYFA_CACHE_DIR", str(with_runtime(tmp_path)))
     tiles = {"Br": 16, "Bc": 16, "Wr": 16, "stages": 1}
     engine = Simulator()
-    engine.name = "a GPU"  # whose times are kept
+    engine.name = "a GPU"  # tuning results are stored only for a GPU
     cupyfa.lab.tune(
         replace(FORWARD["mma_tf32"], candidates={}, tiles=(tiles,)),
         backend=engine,

@@ -1,8 +1,8 @@
 """Finite scores near both ends of the float range: right results, and finite gradients.
 
-A kernel on tensor cores multiplies scores by log2(e) before it subtracts the maximum, and this
-product overflows where the score does not. Expected values come from the scores themselves, which
-are few multiples of a large power of two, hence exact in the type of the sums.
+A tensor-core kernel multiplies scores by log2(e) before it subtracts the maximum, and this product
+overflows where the score does not. Expected values come from the scores themselves: small multiples
+of a large power of two, which the accumulation type represents exactly.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ M, N, D = 40, 140, 16
 RNG = np.random.default_rng(5)
 ROWS, KEYS = RNG.choice((-5, -3, -1, 1, 5), M), RNG.choice((1, 2, 3), N)
 LEVELS = np.multiply.outer(ROWS, KEYS)  # from -15 to 15
-SCALE_OF_SLOPES = 2.0**-30  # slopes are divided by a scale that is not too far from 1
+SCALE_OF_SLOPES = 2.0**-30  # slopes are divided by it, so it must be moderate
 DISTANCES = np.abs(np.subtract.outer(np.arange(M) + N - M, np.arange(N)))
 
 
@@ -29,7 +29,7 @@ def largest(real):
 
 
 def unit(real):
-    """15 units are finite, and 15 units times log2(e) are not."""
+    """Returns a unit: 15 units are finite, and 15 units times log2(e) overflow."""
     return 2.0 ** (np.finfo(real).maxexp - 4)
 
 
@@ -55,13 +55,13 @@ def of_bias(real):
 
 
 def of_slopes(real):
-    slope = np.array([unit(real) / 10], real)  # 139 of them are finite, too
-    products = LEVELS * SCALE_OF_SLOPES  # which count at the distance 0
+    slope = np.array([unit(real) / 10], real)  # 139 * slope is finite as well
+    products = LEVELS * SCALE_OF_SLOPES  # significant only at distance 0
     return {"alibi_slopes": slope}, (-slope * DISTANCES.astype(real)).astype(float) + products
 
 
 def of_lowest(real):
-    """What masks are made of: the lowest number, in all keys of a row, or in some."""
+    """Returns a bias that masks some or all keys of a row with the lowest float, and the scores."""
     low = -largest(real)
     bias = np.zeros((M, N))
     bias[1] = low
@@ -80,7 +80,7 @@ def of_lowest(real):
 
 
 def of_hidden(real):
-    """The lowest number where a mask hides the other keys, or all."""
+    """Adds a mask to the bias of of_lowest; it hides the other keys of some rows, or all keys."""
     how, bias = of_lowest(real)
     mask = RNG.random((M, N)) < 0.5
     mask[12:15] = False
@@ -92,7 +92,7 @@ SOURCES = (of_lowest, of_scale, of_operands, of_text, of_places, of_bias, of_slo
 
 
 def operands(array, real, source):
-    """q, k and v. Their products are LEVELS if the source reads scores, else far below a unit."""
+    """Returns q, k, v and the scale; q kᵀ is LEVELS if the source reads scores, else tiny."""
     v = RNG.uniform(1, 2, (N, 8))
     q, k = np.zeros((M, D)), np.zeros((N, D))
     q[:, 0], k[:, 0] = ROWS, KEYS
@@ -104,7 +104,7 @@ def operands(array, real, source):
 
 
 def attended(scores, v):
-    """out and lse of rows of scores, by the definition; without a score 0 and -infinity."""
+    """Computes out and lse from rows of scores; rows without a score get 0 and -infinity."""
     top = scores.max(-1, keepdims=True)
     seen = np.isfinite(top)
     weights = np.exp(np.where(seen, scores - np.where(seen, top, 0), -np.inf))
@@ -116,27 +116,27 @@ def attended(scores, v):
 
 def takes(kernel, source):
     if source is of_operands and kernel.name == "v3":
-        return False  # it rounds them to float16
+        return False  # v3 rounds operands to float16
     feature = FEATURE.get(source, "places")
     return feature is None or feature in kernel.features
 
 
 def dtype_of(kernel):
-    """One that holds units: rungs may keep q, k, S or dS in it."""
+    """Returns a dtype that can hold a unit, since rungs may store q, k, S or dS in it."""
     if kernel.name.startswith("baseline"):
         return "float32"
     return "bfloat16" if "bfloat16" in kernel.dtypes else usual_dtype(kernel)
 
 
 def coarseness(kernel):
-    """A weight's rounding, with room for the sum."""
+    """Returns the rounding error of a weight, with a margin for the sum."""
     if kernel.name == "wgmma_fp8":
         return 2.0**-3
     return 2.0**-6 if dtype_of(kernel) != "float64" else 1e-12
 
 
 def inputs_for(kernel, source):
-    """Arrays, the usual options and those of the source, scores, dtypes of arrays and of sums."""
+    """Returns arrays, usual options, the source's options, scores, and array and sum dtypes."""
     array, real = INPUTS[dtype_of(kernel)].numpy, INPUTS[dtype_of(kernel)].sums.type
     *arrays, usual = operands(array, real, source)
     how, scores = source(real)
@@ -144,7 +144,7 @@ def inputs_for(kernel, source):
 
 
 def runs(operation):
-    """Each kernel with each source that it takes."""
+    """Parametrizes a test with each kernel and each source that it supports."""
     return pytest.mark.parametrize(
         "kernel, source",
         [
@@ -180,7 +180,7 @@ def test_results(backend, kernel, source):
 
 
 def differentiated(scores, v, out, lse, grad):
-    """dv, and the gradient of scores, from out and lse as they are given."""
+    """Returns dv and the gradient of the scores for the given out and lse."""
     with np.errstate(invalid="ignore"):
         below = np.where(np.isfinite(scores), scores - lse[:, None], -np.inf)
     P = np.where(np.isneginf(lse)[:, None], 0.0, np.exp(np.minimum(below, 0)))
@@ -193,7 +193,7 @@ def differentiated(scores, v, out, lse, grad):
 @pytest.mark.each_choice
 @runs("backward")
 def test_gradients(backend, kernel, source):
-    """dq and dk are dS times the scale or the unit, so that they may exceed the range."""
+    """dq and dk are dS times the scale or the unit and may exceed the float range."""
     (q, k, v), usual, how, scores, array, real = inputs_for(kernel, source)
     wide = v.astype(float)
     out, lse = attended(scores, wide)
@@ -214,15 +214,15 @@ def test_gradients(backend, kernel, source):
         assert error.max() <= coarseness(kernel) * size, name
 
 
-# ``S * scale - maximum`` is rounded once on a GPU: for the largest score of a row the difference is
-# the rounding error of the product, not 0. Above 2^26 that error is more than 2, and above 2^30 its
-# exponential overflows. The simulator's compiler contracts in the same way if it is asked to.
+# ``S * scale - maximum`` is one FMA on a GPU: for a row's largest score the difference is the
+# product's rounding error, not 0. Above 2^26 this error exceeds 2, and above 2^30 its exponential
+# overflows. These flags make the simulator's compiler contract as well.
 CONTRACTED = "-O2 -mfma -ffp-contract=fast"
 
 
 @pytest.fixture
 def contracting(backend, monkeypatch):
-    """The backend, with multiplication and addition contracted to one instruction."""
+    """Returns the backend; a simulator contracts multiplication and addition to an FMA."""
     if backend.name == "simulator":
         cpu = Path("/proc/cpuinfo")
         if not cpu.exists() or " fma " not in cpu.read_text():
@@ -237,7 +237,7 @@ def contracting(backend, monkeypatch):
 @pytest.mark.parametrize("kernel", usual_first(FORWARD.values()))
 def test_finite_scores_of_any_size(contracting, kernel, scale):
     sizes = {"heads": 1, "M": 20, "N": 40, "d": 16, "causal": "top-left", "scale": scale}
-    # The baselines keep S in the dtype of the inputs, which has to hold it.
+    # The baselines store S in the dtype of the inputs, whose range must suffice.
     dtype = "float32" if kernel.name.startswith("baseline") else None
     check_case(kernel, contracting, sizes, dtype)
 

@@ -1,6 +1,6 @@
-"""A thousand launches of a kernel give the same bits, on a GPU.
+"""A thousand launches of a kernel produce the same bits on a GPU.
 
-Results are compared on the device: `check --reruns` copies each to the host.
+Results are compared on the device, since `check --reruns` copies each result to the host.
 """
 
 import numpy as np
@@ -14,8 +14,8 @@ from cupyfa.runtime.launcher import replay
 from cupyfa.runtime.workspace import allocate
 
 LAUNCHES = 1000
-# More blocks than a GPU runs at a time, so that they begin and end in different orders, and more
-# tiles of keys than there are buffers; then few rows and many keys, which mma_split_kv splits.
+# More blocks than a GPU runs at a time, which start and end in varying order, and more tiles of
+# keys than stages; then few rows and many keys, which mma_split_kv splits.
 CROWDED = (
     {"batch": 8, "heads": 8, "kv_heads": 2, "M": 700, "N": 700, "d": 64, "causal": True},
     {"batch": 8, "heads": 8, "kv_heads": 4, "M": 600, "N": 700, "d": 128, "window": (400, 10)},
@@ -45,7 +45,7 @@ def test_a_thousand_launches_give_the_same_bits(cuda, kernel, dtype, sizes):
     inputs = readable_inputs(plan, inputs)
 
     def new():
-        """A function that launches into new memory, and the bits of the outputs there."""
+        """Returns a function that launches into new memory, and views of the outputs' bits."""
         made = {x: allocate(cuda, plan, x) for x in (*plan.outputs, *plan.scratch)}
         bits = {x: made[x].view(f"u{made[x].itemsize}") for x in plan.outputs}
         return replay(cuda, plan, {**inputs, **made}), bits

@@ -1,4 +1,4 @@
-"""The largest score of each row, which every rung from fa2 on gives besides out and lse."""
+"""The largest score of each row, which every rung from fa2 on returns besides out and lse."""
 
 from itertools import pairwise
 
@@ -12,7 +12,7 @@ from cupyfa.problem.structured_arrays import wrap
 
 F = np.float32
 ABLE = able("row_max", "forward")
-SINKS = np.array([6.0, -np.inf, 0.5, -2.0], F)  # the first one is above all scores
+SINKS = np.array([6.0, -np.inf, 0.5, -2.0], F)  # the first one exceeds all scores
 BIAS = np.random.default_rng(3).standard_normal((1, 4, 70, 45)).astype(F)
 SLOPES = np.array([0.5, 0.25, 0.125, 0.0625], F)
 # The first 25 rows see no key.
@@ -39,7 +39,7 @@ def checked(kernel, backend, *, M, N, dtype=None, size=1.0, **how):
 
 
 def exact(q, k, *, causal=False, scale=None):
-    """The largest scores of rows, computed by NumPy alone."""
+    """Computes the row maxima of scores with NumPy."""
     q, k = q.astype(np.float64), k.astype(np.float64).repeat(q.shape[1] // k.shape[1], axis=1)
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     M, N = scores.shape[2:]
@@ -78,7 +78,7 @@ def test_scores_are_those_after_all_modifications(backend, kernel, how):
     _, lse, largest = checked(kernel, backend, **how)
     if how["N"] == 0 or lengths:
         assert np.isneginf(largest[0]).all()
-    if "sink" in how:  # it is no score of a key
+    if "sink" in how:  # the maximum excludes the sink
         assert np.all(largest[:, 0] < lse[:, 0])
 
 
@@ -119,7 +119,7 @@ def test_results_are_in_the_order_of_their_names(backend):
     how = {"backend": backend}
     out, _, largest = cupyfa.attention(q, k, v, return_lse=True, return_max=True, **how)
     np.testing.assert_allclose(largest, exact(q, k), rtol=1e-5)
-    for _ in range(2):  # also a repeated call
+    for _ in range(2):  # the second call is cached
         alone = cupyfa.attention(q, k, v, return_max=True, **how)
         for made, wanted in zip(alone, (out, largest), strict=True):
             np.testing.assert_array_equal(made, wanted)
@@ -134,7 +134,7 @@ def test_prepared_calls_and_plans_have_it(backend):
     for given in ((q, k, v), (q.shape, k.shape, v.shape)):
         of_shapes = {} if given[0] is q else {"dtype": "float32"}
         prepared = cupyfa.compile(*given, return_max=True, backend=backend, **of_shapes)
-        # What was compiled for shapes takes arrays in the backend's memory.
+        # A call compiled for shapes takes arrays in the backend's memory.
         taken = map(backend.upload, (q, k, v)) if of_shapes else (q, k, v)
         _, largest = prepared(*taken)
         np.testing.assert_allclose(backend.download(largest), exact(q, k), rtol=1e-5)

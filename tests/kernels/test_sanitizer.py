@@ -1,6 +1,6 @@
-"""compute-sanitizer finds nothing in any kernel, in any dtype, on ragged shapes.
+"""compute-sanitizer reports no error in any kernel and dtype on ragged shapes.
 
-The tests marked gpu watch a kernel of each family with one of the tools; the rest is marked slow.
+Tests marked gpu run one of the tools on one kernel per family; the others are marked slow.
 """
 
 import os
@@ -22,7 +22,7 @@ FIRST = tuple(name for name in KERNELS if name not in LIKE_OTHERS)
 
 
 def watched():
-    """Each tool with each kernel; the mark gpu goes to another tool for each next family."""
+    """Yields every tool with every kernel; the gpu mark rotates through the tools by family."""
     for name, (j, tool) in product(KERNELS, enumerate(TOOLS)):
         is_quick = name in FIRST and FIRST.index(name) % len(TOOLS) == j
         yield pytest.param(tool, name, marks=pytest.mark.gpu if is_quick else pytest.mark.slow)

@@ -1,4 +1,4 @@
-"""Results of a row, head or batch element do not depend on how large those of others are."""
+"""Results of a row, head or batch element do not depend on the magnitude of others."""
 
 import numpy as np
 import pytest
@@ -15,14 +15,14 @@ from cupyfa.problem.dtypes import dtype_named
 GIVES_ARRAYS = able("places", "backward")
 ALL = [k for operation in ("forward", "backward") for k in LADDER[operation].values()]
 BATCH, HEADS, M, N, D = 4, 4, 20, 30, 16
-# Powers of two by which a part of dO is larger.
+# Exponents of the powers of two that scale a part of dO.
 LARGER = {"float16": 10, "bfloat16": 60, "float32": 60, "float64": 500}
 TEXT = "score + table[batch, head, min(abs(query - key), 3)] + pair[batch, head, query, key]"
 ARRAYS = ("bias", "alibi_slopes", "sink", "table", "pair")
 
 
 def arrays_of(dtype):
-    """dout, q, k and v, and the arrays that texts read: none of an element is another's."""
+    """Returns dout, q, k, v and captured arrays that no batch elements or heads share."""
     sums = dtype_named(dtype).sums.name
     heads, pairs = (BATCH, HEADS), (BATCH, HEADS, M, N)
     arrays = drawn(*((*heads, n, D) for n in (M, M, N, N)), dtype=dtype)
@@ -45,7 +45,7 @@ def arrays_of(dtype):
 )
 @pytest.mark.parametrize("wrt", [ARRAYS, ("bias",)], ids=["all", "bias"])
 def test_gradients_of_arrays(backend, kernel, part, wrt):
-    """A bias alone has a launch of its own on Hopper."""
+    """A bias alone uses a separate launch on Hopper."""
     dtype = usual_dtype(kernel)
     arrays, read = arrays_of(dtype)
     how = read | {"score_mod": TEXT} if wrt is ARRAYS else {"bias": read["bias"]}
@@ -63,7 +63,7 @@ def test_gradients_of_arrays(backend, kernel, part, wrt):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("axes", [(0,), (0, 1), (0, 1, 2, 3)], ids=str)
 def test_a_sum_is_as_good_as_its_own_terms(backend, dtype, axes):
-    """Sums over axes of a bias, whose terms are the gradients of a bias without such axes."""
+    """Sums a bias gradient over broadcast axes; the terms are the gradient of the full bias."""
     (dout, q, k, v), read = arrays_of(dtype)
     heads = np.ldexp(1.0, np.random.default_rng(1).integers(-20, 21, (BATCH, HEADS, 1, 1)))
     arrays, bias = [(dout * heads).astype(dout.dtype), q, k, v], read["bias"]
@@ -74,14 +74,14 @@ def test_a_sum_is_as_good_as_its_own_terms(backend, dtype, axes):
     )
     exact = terms.astype(np.longdouble).sum(axes, keepdims=True)
     size = np.abs(terms).astype(np.longdouble).sum(axes, keepdims=True)
-    # Half a unit of rounding the terms and the sum, and the sums along a row, in float64.
+    # Half an ulp for the terms and for the sum, and float64 rounding of the sums along a row.
     allowed = float(np.finfo(dtype).eps) + float(np.finfo(np.float64).eps) * (N if 3 in axes else 0)
     assert found.shape == bias.shape
     assert (np.abs(found - exact) <= allowed * size).all()
 
 
 def sizes_of(kernel):
-    """With all gradients of arrays that the kernel gives."""
+    """Returns sizes with every array gradient that the kernel supports."""
     given = {"batch": 2, "heads": 2, "M": 70, "N": 45, "d": 32}
     if "wrt" in kernel.features:
         given |= {"sink": "bh", "wrt": "sink"}
@@ -92,7 +92,7 @@ def sizes_of(kernel):
 
 @pytest.mark.parametrize("kernel", usual_first(ALL))
 def test_every_kernel(backend, kernel):
-    """Values of many sizes."""
+    """Inputs have widely varying magnitudes."""
     check_case(kernel, backend, sizes_of(kernel), values="scales")
 
 

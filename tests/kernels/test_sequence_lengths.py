@@ -1,6 +1,6 @@
-"""Sequences of different lengths, packed or padded, in every rung that takes them.
+"""Sequences of different lengths, packed or padded, in every rung that supports them.
 
-Padded arrays have NaN beyond the lengths, also in outputs that are inputs of gradients.
+Padded arrays hold NaN beyond the lengths, including the outputs that gradients read.
 """
 
 import numpy as np
@@ -24,9 +24,9 @@ def random(*shape, dtype, seed=0):
 
 
 class PackedSequences:
-    """Sequences one after the other, and rows of none before and after them.
+    """Packed sequences, with unused rows before and after them.
 
-    They have one row, no rows, no keys, more than a tile, or ends that no tile has.
+    They have one row, no rows, no keys, more than a tile, or end within a tile.
     """
 
     feature, before, after = "ragged", 2, 3
@@ -44,7 +44,7 @@ class PackedSequences:
         return np.cumsum([self.before, *lengths]).astype(np.int32)
 
     def drawn(self, dtype, d=24, value=None):
-        """q, k and v; a value is that of all rows but those of the third sequence."""
+        """Returns random q, k and v; `value` fills all rows except the third sequence's."""
         made = []
         for i, (starts, heads) in enumerate(zip(self._of_arrays(self.lengths), (2, 1, 1))):
             array = random(starts[-1] + self.after, heads, d, dtype=dtype, seed=i)
@@ -63,12 +63,12 @@ class PackedSequences:
         return [Packed(*x) for x in of]
 
     def unspoilt(self, out, lse):
-        """What does not depend on the value of ``drawn``."""
+        """Returns the third sequence's results, which do not depend on `value`."""
         third = slice(*self.lengths[0][2:4])
         return out[third], lse[:, third]
 
     def sequences(self, arrays, out, lse):
-        """q, k, v, out and lse of each sequence."""
+        """Yields q, k, v, out and lse of each sequence."""
         (q, k, v), (rows, keys) = arrays, self.lengths
         for i in range(len(self.rows)):
             own, read = slice(*rows[i : i + 2]), slice(*keys[i : i + 2])
@@ -76,14 +76,14 @@ class PackedSequences:
             yield *of_heads, lse[:, own]
 
     def spoil(self, array):
-        """Nothing is known of rows that no sequence has."""
+        """Changes nothing: rows outside all sequences have unspecified contents."""
 
     def outside(self, array, i):
         return array[: self.before], array[self._of_arrays(self.lengths)[i][-1] :]
 
 
 class PaddedSequences:
-    """Elements without queries, without keys, of all rows, and of ends that no tile has."""
+    """Padded elements without queries, without keys, of full length, or that end within a tile."""
 
     feature, M, N = "lengths", 70, 150
     rows, keys = lengths = (0, 70, 33, 5), (90, 0, 41, 150)
@@ -98,7 +98,7 @@ class PaddedSequences:
     )
 
     def drawn(self, dtype, d=24, value=np.nan, heads=2, lengths=lengths, sizes=(M, N)):
-        """q, k and v, with this value beyond the lengths."""
+        """Returns random q, k and v with `value` beyond the lengths."""
         q = random(4, heads, sizes[0], d, dtype=dtype)
         k, v = (random(4, 1, sizes[1], d, dtype=dtype, seed=x) for x in (1, 2))
         rows, keys = lengths
@@ -144,7 +144,7 @@ def kernels(form, operation="forward"):
 
 
 def each(operation="forward", quick=QUICK):
-    """Each form with each kernel that takes it; those that are not quick are slow."""
+    """Returns parameters of form and kernel; kernels that are not in `quick` are slow."""
     return [
         pytest.param(form, *x.values, id=f"{form.feature}-{x.id}", marks=x.marks)
         for form in FORMS
@@ -153,7 +153,7 @@ def each(operation="forward", quick=QUICK):
 
 
 def in_turn(operation):
-    """Each form with each kernel and causal, and with two of the other options, which is slow."""
+    """Returns parameters of form, kernel and causal, and slow ones with two other options."""
     found = [
         pytest.param(*x.values, OPTIONS[0], id=f"{x.id}-causal", marks=x.marks)
         for x in each(operation)
@@ -168,7 +168,7 @@ def in_turn(operation):
 
 
 def forward(form, kernel, backend, arrays, given=None, **options):
-    """out and lse; ``given`` has the arguments of ``wrapped``."""
+    """Returns out and lse; ``given`` holds arguments of ``wrapped``."""
     how = {"kernel": kernel, "backend": backend, "return_lse": True, **options}
     return cupyfa.attention(*form.wrapped(arrays, **given or {}), **how)
 
@@ -180,7 +180,7 @@ def test_every_sequence_has_its_own_result(backend, form, kernel, how):
 
 @pytest.mark.parametrize("form, kernel", each(quick=FEW))
 def test_lengths_of_queries_or_of_keys_alone(backend, form, kernel):
-    """Or how many rows are used, of packed sequences."""
+    """Padded arrays have lengths of queries or keys alone; packed ones limit the used rows."""
     for given in form.partly:
         given_arrays = form.drawn(usual_dtype(kernel))
         forward(form, kernel, backend, given_arrays, given, check=True, causal=True)
@@ -191,7 +191,7 @@ def test_lengths_of_queries_or_of_keys_alone(backend, form, kernel):
 def test_a_sequence_has_the_bits_of_the_dense_call(backend, form, kernel):
     if form is PADDED and "split_kv" in kernel.name:
         pytest.skip("the number of splits is that of the longest element")
-    arrays = form.drawn(usual_dtype(kernel), value=0)  # rows with NaN are computed in another way
+    arrays = form.drawn(usual_dtype(kernel), value=0)  # rows with NaN are computed differently
     on = {"kernel": kernel, "backend": backend}
     tiles = cupyfa.plan(**on, M=200, d=24, dtype=str(arrays[0].dtype)).constants
     how = {**on, "causal": True, "tiles": tiles}
@@ -204,7 +204,7 @@ def test_a_sequence_has_the_bits_of_the_dense_call(backend, form, kernel):
 
 @pytest.mark.parametrize("form, kernel", each(quick=FEW))
 def test_numbers_of_others_do_not_matter(backend, form, kernel):
-    """Of other sequences, or beyond the lengths."""
+    """Varies the values of other sequences, or beyond the lengths."""
     once, of_another, of_nan = (
         form.unspoilt(*forward(form, kernel, backend, form.drawn(usual_dtype(kernel), value=value)))
         for value in (1, -2, np.nan)
@@ -251,7 +251,7 @@ def test_gradients_of_wide_heads(backend, form, kernel):
 @pytest.mark.parametrize("heads", [1, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["float16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_splits_of_elements_with_few_keys_have_none(backend, heads, dtype):
-    """At least three splits, of which some are empty; with 4 heads they share a row tile."""
+    """Runs at least three splits, some of them empty; with 4 heads they share a tile of rows."""
     kernel, lengths = FORWARD["mma_split_kv"], ((3, 2, 3, 0), (400, 0, 1, 130))
     arrays = PADDED.drawn(dtype, heads=heads, lengths=lengths, sizes=(3, 400))
     tiles = {"Br": 16, "Bc": 16, "Wr": 16, "stages": 2, "blocks_per_sm": 8}
@@ -277,7 +277,7 @@ def test_lengths_are_read_when_kernels_run(backend, kernel):
 
 @pytest.mark.parametrize("kernel", usual_first(kernels(PADDED), FEW))
 def test_wrong_lengths_of_a_kernel_stay_inside_the_arrays(backend, kernel, monkeypatch):
-    # As lengths in GPU memory, which nobody sees before the kernel does.
+    # Models lengths in GPU memory, which the host does not check.
     monkeypatch.setattr(cupyfa.Prepared, "_with_lengths", lambda _, by_name: by_name)
     arrays = PADDED.drawn(usual_dtype(kernel), lengths=(None, None))
     how = {"kernel": kernel, "backend": backend}

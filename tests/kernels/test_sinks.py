@@ -1,4 +1,4 @@
-"""Sinks, scores that rows have besides those of keys, and gradients of lse, in every rung."""
+"""Sinks (one extra score per row) and gradients of lse, in every rung."""
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ def test_one_of_several_splits_takes_the_sink(backend, how):
 )
 @pytest.mark.parametrize("kernel", usual_first(ABLE, ["fa2", "mma_pipelined"]))
 def test_sinks_of_any_size(backend, kernel, how):
-    """Of two terms of 1e9 the larger one takes all. NaN and infinity make NaN."""
+    """A sink of 1e9 outweighs all scores; NaN and infinity make the row NaN."""
     out, lse = checked(kernel, backend, np.array([1e9, -3e38, np.nan, np.inf], F), **how)
     assert np.isnan(lse[:, 2:]).all() and np.isnan(out[:, 2:]).all()
     assert not np.any(out[:, 0]) and np.all(lse[:, 0] == F(1e9))

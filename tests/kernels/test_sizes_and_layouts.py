@@ -1,4 +1,4 @@
-"""Every rung is right: ragged shapes, layouts, both backends, every dtype."""
+"""Every rung on ragged shapes, layouts, both backends and every dtype."""
 
 import numpy as np
 import pytest
@@ -65,7 +65,7 @@ def test_strides_of_zero_are_read_in_place(backend, kernel):
     inputs = inputs_of(plan)
     inputs["K"] = np.broadcast_to(inputs["K"][:1], inputs["K"].shape)
     if plan.boxed:
-        inputs = readable_inputs(plan, inputs)  # which the copy engine can read
+        inputs = readable_inputs(plan, inputs)  # a copy that TMA can read
     guard.checked(backend, plan, inputs, {})
 
 
@@ -80,7 +80,7 @@ def test_large_head_dimensions(backend, kernel, d):
 
 @pytest.mark.parametrize("kernel", ["mma_async", "mma_pipelined", "mma_split_kv"])
 def test_rows_of_one_column_that_are_copied_by_chunks(backend, kernel):
-    """Most chunks of a product lie beyond the column, though rows begin at 16 bytes."""
+    """Most chunks of a row lie beyond its only column, though rows begin at 16-byte boundaries."""
     check_case(FORWARD[kernel], backend, {"M": 2, "N": 3, "d": 1}, "float16", layout="gaps")
 
 
@@ -89,7 +89,7 @@ def test_rows_of_one_column_that_are_copied_by_chunks(backend, kernel):
     [("minimal", 1, 8), ("fa2", 1, 8), ("fa2_coalesced", 1, 8), ("fa2_split_kv", 16, 1)],
 )
 def test_each_tile_is_a_sum_of_its_own(backend, kernel, heads, M):
-    """Positive numbers use up 0.29 of the bound, or more, if they are added to one sum."""
+    """Added to a single sum, positive numbers would use 0.29 of the bound or more."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.random((1, heads, rows, 16), np.float32) for rows in (M, 4096, 4096))
     out = cupyfa.attention(q, k, v, kernel=kernel, backend=backend)
@@ -106,7 +106,7 @@ def test_each_tile_is_a_sum_of_its_own(backend, kernel, heads, M):
         (kernel, tile)
         for kernel in FORWARD.values()
         for tile in (*kernel.choice.usual[1:], *sum(kernel.choice.short.values(), ()))
-        if kernel.name != "fa2"  # the same as fa2_coalesced's
+        if kernel.name != "fa2"  # its tiles are those of fa2_coalesced
     ]
     + [
         (FORWARD["minimal"], {"Br": 5, "Bc": 11}),
@@ -125,7 +125,7 @@ def test_tiles_of_other_sizes(backend, kernel, tiles):
 
 @pytest.mark.parametrize("Bc", [64, 128])
 def test_masked_nonfinite_values_do_not_matter_in_tiles_of_few_blocks(backend, Bc):
-    """Infinities and NaN in values that only some rows of a tile see."""
+    """Values that only some rows of a tile see are NaN or infinite."""
     sizes = {"heads": 1, "M": 150, "N": 170, "d": 24, "causal": True}
     plan = planned(FORWARD["mma_pipelined"], backend, sizes, Br=64, Bc=Bc, Wr=16, stages=2)
     inputs = inputs_of(plan)

@@ -1,4 +1,4 @@
-"""The rungs for any head dimension: spans of keys, slices of d, every device's tile."""
+"""The rungs for any head dimension: spans of keys, slices of d, and tiles of every device."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from cupyfa.runtime import guard
 
 MMA, WGMMA = FORWARD["mma_slices"], FORWARD["wgmma_slices"]
 BACKWARD = LADDER["backward"]["mma_slices_backward"]
-# Columns of wgmma_slices are multiples of 8: others are copied to longer rows before the launch.
+# wgmma_slices needs a multiple of 8 columns; other rows are first copied to padded rows.
 SIZES = (
     {"heads": 1, "M": 20, "N": 30, "d": 304, "dv": 320},
     {"heads": 2, "kv_heads": 1, "M": 70, "N": 90, "d": 264, "dv": 520, "causal": True},
@@ -41,7 +41,7 @@ def can_run(kernel, backend, sizes, dtype="float16"):
 
 
 def tiled(kernel, sizes):
-    """Each of the sizes with two of a kernel's tiles."""
+    """Returns each of the sizes with two of the kernel's tiles."""
     tiles, step = kernel.tiles, max(1, len(kernel.tiles) // 2)
     return [
         (kernel, x, tiles[(i + j) % len(tiles)]) for i, x in enumerate(sizes) for j in (0, step)
@@ -71,7 +71,7 @@ def test_every_tile_is_right(backend, kernel, sizes, tile):
     ids=name,
 )
 def test_masked_values_do_not_matter(backend, kernel, sizes, dtype):
-    """NaN in values and keys that only some rows see, in the first span and in a later one."""
+    """Keys and values that only some rows see are not finite, in the first and in later spans."""
     if can_run(kernel, backend, sizes, dtype):
         plan = planned(kernel, backend, sizes, dtype, **kernel.tiles[-1])
         inputs = inputs_of(plan)
@@ -84,7 +84,7 @@ def test_masked_values_do_not_matter(backend, kernel, sizes, dtype):
 
 @pytest.mark.usefixtures("every_check")
 def test_rows_need_no_alignment(backend):
-    """Odd strides and an unaligned output."""
+    """Rows have odd strides, and the output is unaligned."""
     plan = planned(MMA, backend, {"M": 40, "N": 50, "d": 264, "dv": 280}, "float16")
     inputs = {x: np.pad(array, [(0, 0)] * 3 + [(1, 2)]) for x, array in inputs_of(plan).items()}
     inputs = {x: array[..., 1:-2] for x, array in inputs.items()}
@@ -93,7 +93,7 @@ def test_rows_need_no_alignment(backend):
 
 
 def test_rows_of_any_length(backend):
-    """Rows that are no multiples of 16 bytes are copied to padded rows first."""
+    """Rows that are not a multiple of 16 bytes are first copied to padded rows."""
     rng, shapes = np.random.default_rng(0), ((1, 21, 301), (1, 35, 301), (1, 35, 263))
     q, k, v = (rng.standard_normal(shape).astype("float16") for shape in shapes)
     if planning.can(WGMMA, Problem.of(q, k, v), backend.limits):
@@ -101,7 +101,7 @@ def test_rows_of_any_length(backend):
 
 
 def test_probabilities_in_registers_follow_a_maximum_that_rises(backend):
-    """The second tile of a span, and the first of the next, have far higher scores."""
+    """Scores rise sharply in a span's second tile and in the first tile of the next span."""
     sizes = {"heads": 1, "M": 40, "N": 900, "d": 16, "dv": 24}
     if can_run(WGMMA, backend, sizes):
         plan = planned(WGMMA, backend, sizes, "float16")
@@ -109,7 +109,7 @@ def test_probabilities_in_registers_follow_a_maximum_that_rises(backend):
         for first, rise in ((256, 3), (300, 6), (512, 9), (850, 10)):
             inputs["K"][..., first:, 0] = rise
         inputs["Q"][..., 0] = 4
-        inputs["V"][..., :256, :] *= 100  # they still count with a weight of 2^-16
+        inputs["V"][..., :256, :] *= 100  # significant even with a weight of 2^-16
         guard.checked(backend, plan, inputs, {})
 
 
@@ -121,7 +121,7 @@ def test_persistent_blocks_process_several_row_tiles(backend, blocks):
         check_case(staying, backend, sizes, "float16", **WGMMA.tiles[-1])
 
 
-# The tiles of an architecture, forward with the span of keys, and backward.
+# Tiles of each architecture: forward (with the span of keys) and backward.
 TILES = {
     "75": ((64, 128, 256), (64, 128)),
     "80": ((128, 256, 256), (128, 128)),
@@ -174,8 +174,8 @@ def test_products_are_not_serialized_and_nothing_spills(d, dtype, mask, tile):
 TILE = tiles_of(BACKWARD)
 CAUSAL = {"d": 40, "causal": True}
 ROUNDS = (
-    {"batch": 2, "heads": 4, "kv_heads": 2, "M": 70, "N": 45},  # heads in rounds
-    {"heads": 2, "kv_heads": 1, "M": 37, "N": 140, "scale": -0.3},  # keys in rounds
+    {"batch": 2, "heads": 4, "kv_heads": 2, "M": 70, "N": 45},  # several rounds of heads
+    {"heads": 2, "kv_heads": 1, "M": 37, "N": 140, "scale": -0.3},  # several rounds of keys
     {"heads": 2, "M": 37, "N": 140, "causal": "top-left"},  # rounds without a visible key
     {"heads": 1, "M": 90, "N": 20, "scale": 0.0},
     {"batch": 2, "heads": 2, "M": 5, "N": 0},
@@ -191,7 +191,7 @@ def test_rounds_of_heads_and_keys(backend, sizes):
 
 
 def test_masked_values_do_not_matter_to_gradients(backend):
-    """NaN and infinity of keys, values and gradients; rows that see no key, by mask or by lse."""
+    """Keys, values and gradients contain NaN and infinity; some rows see no key, by mask or lse."""
     plan = planned(BACKWARD, backend, {**CAUSAL, "heads": 1, "M": 60, "N": 50}, "float16", **TILE)
     inputs = inputs_of(plan)
     for array in ("Q", "dO"):
@@ -212,7 +212,7 @@ def test_no_launch_spills():
     problem = Problem.of_sizes(M=1024, d=512, dtype="float16", causal=True)
     plan = planning.plan(BACKWARD, problem, limits_of("90"))
     assert (plan.constants["Br"], plan.constants["Bc"]) == (128, 256)
-    for launch in plan.programs[1:3]:  # the third has less to do than the second
+    for launch in plan.programs[1:3]:  # the third launch does less work than the second
         made = compile_launch(launch, "90")
         assert made.spilled_bytes == 0 and not made.warnings
 
@@ -227,6 +227,6 @@ def test_scratch_is_bounded_by_rounds():
     assert (len(few.launches), len(many.launches)) == (1 + 3, 1 + 3 * 100)
     scores = 2 * 2 * 64 * 1024 * 1024
     assert [x.scratch_bytes - 4 * x.problem.heads * 1024 for x in (few, many)] == [scores] * 2
-    long = plan_of_sizes(M=65536)  # 64 rounds of 1024 keys, between which dQ waits
+    long = plan_of_sizes(M=65536)  # 64 rounds of 1024 keys; dQ stays in scratch between rounds
     assert len(long.launches) == 1 + 3 * 64
     assert long.scratch_bytes == 4 * 65536 * 1024 + 4 * 65536 * 512 + 4 * 65536

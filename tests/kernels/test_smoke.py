@@ -7,7 +7,7 @@ import cupyfa
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.lookup import record_named
 
-SAMPLES = {"smoke": 2, "edges": 3, "fuzz": 2}  # of each dtype; of fuzz for each kernel
+SAMPLES = {"smoke": 2, "edges": 3, "fuzz": 2}  # samples per dtype (fuzz: per kernel)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""The softmax kernels, as the operation and through the public function."""
+"""The softmax kernels, as an operation and through the public function."""
 
 import numpy as np
 import pytest

@@ -15,8 +15,7 @@ from cupyfa.runtime.simulator import Simulator
 SPLIT = FORWARD["mma_split_kv"]
 H100 = limits_of("90")
 SMALL = {"Br": 16, "Bc": 16, "Wr": 16, "stages": 3}
-# Some with more splits than a row's visible keys have tiles;
-# one split of each, if blocks_per_sm is 1.
+# Some have more splits than visible tiles of keys; with blocks_per_sm = 1 each has one split.
 SIZES = (
     {"heads": 16, "M": 1, "N": 70, "d": 24},
     {"heads": 32, "kv_heads": 8, "M": 1, "N": 130, "d": 64},
@@ -32,12 +31,12 @@ SIZES = (
 
 
 def splits(plan):
-    """The num_splits of all launches of a plan."""
+    """Returns the num_splits that all launches of a plan share."""
     (found,) = {launch.numbers["num_splits"] for launch in plan.launches if launch.numbers}
     return found
 
 
-# Of 16 keys, or of 64, which four warps divide among each other.
+# Tiles of 16 keys, or of 64 keys that four warps divide among them.
 BLOCKS = [(sizes, (16, 64)[i % 2], (1, 3, 40)[i % 3]) for i, sizes in enumerate(SIZES)]
 
 
@@ -65,7 +64,7 @@ def test_float32_inputs_are_rounded_first(backend):
 
 
 def test_nonfinite_inputs_stay_in_their_rows(backend):
-    """In early and late splits, some masked for some rows."""
+    """Nonfinite values are in early and late splits; some rows mask some of them."""
     sizes = {"heads": 2, "M": 20, "N": 300, "d": 24, "causal": True}
     plan = planned(SPLIT, backend, sizes, "float16", **SMALL, blocks_per_sm=5)
     assert splits(plan) > 3
@@ -79,9 +78,7 @@ def test_nonfinite_inputs_stay_in_their_rows(backend):
 
 
 def test_maxima_of_splits_may_lie_far_apart(backend):
-    """One split has all the weight, wherever it is; sums must not overflow. More splits than the
-    warps of a merge read at a time.
-    """
+    """Any one split may have all the weight. There are more splits than a merge reads at a time."""
     sizes = {"heads": 1, "M": 2, "N": 600, "d": 16, "scale": 1.0}
     plan = planned(SPLIT, backend, sizes, "float16", **SMALL, blocks_per_sm=40)
     assert splits(plan) == 38
@@ -164,7 +161,7 @@ def test_auto_takes_it_only_for_few_rows_and_many_keys(sizes, is_taken, arch):
     assert (chosen is SPLIT) == is_taken
 
 
-# Microseconds of this rung and of wgmma_persistent on an H100, where either is just faster.
+# Microseconds on an H100 for this rung and wgmma_persistent, where one is slightly faster.
 MEASURED = """
 d     heads M    N     split persistent
 64    16    1    512   5.2   5.9

@@ -1,5 +1,5 @@
 """Headers of mma.sync and cp.async: layouts of fragments, products, completion of copies."""
-# ruff: noqa: SIM300 (arrays have capital letters here and are no constants)
+# ruff: noqa: SIM300 (arrays have capital letters here and are not constants)
 
 import re
 
@@ -13,7 +13,7 @@ from cupyfa.numerics import reference
 
 MMA = "#include <ptx/mma.cuh>\n#include <ptx/mma_tf32.cuh>\n#include <cuda_bf16.h>"
 COPIES = "#include <ptx/cp_async.cuh>"
-# What the host writes above a kernel, as far as the headers of doubles read it.
+# Declarations that the host writes above a kernel, as far as the float64 headers use them.
 HOST = "using operand = double;\nusing real = double;\nconstexpr bool packed = false;\n"
 FRAGMENTS = HOST + "#include <tile/f64_fragments.cuh>"
 LANE = np.arange(32)
@@ -29,7 +29,7 @@ def random(shape, dtype, seed=0):
 
 
 def pairs(matrix):
-    """The rows of a matrix of 16-bit numbers, two neighbours in a word."""
+    """Returns the rows of a 16-bit matrix as 32-bit words of two neighbours each."""
     return np.ascontiguousarray(matrix).view(np.uint32)
 
 
@@ -45,7 +45,7 @@ def test_each_lane_gets_its_part_of_four_matrices(run_code, transposed):
 
 
 def fragments(a, b, D):
-    """What the lanes hold of A, of B transposed and of D, by the header's comment."""
+    """Returns the fragments of A, of B transposed and of D, laid out as the header defines."""
     parts_a = [a[:8, :4], a[8:, :4], a[:8, 4:], a[8:, 4:]]
     parts_b = [b[:, :4], b[:, 4:]]
     parts_d = [D[:8, 0::2], D[:8, 1::2], D[8:, 0::2], D[8:, 1::2]]
@@ -53,7 +53,7 @@ def fragments(a, b, D):
 
 
 def multiply(run_code, c_type, A, B, D):
-    """D + A B of one instruction; floats are multiplied as tf32."""
+    """Returns D + A B, computed by one instruction; float32 is multiplied as tf32."""
     if c_type == "double":
         return multiply_f64(run_code, A, B, D)
     words = np.asarray if c_type == "tf32" else pairs
@@ -67,7 +67,7 @@ def multiply(run_code, c_type, A, B, D):
 
 
 def multiply_f64(run_code, A, B, D):
-    """D + A B of one instruction, whose operands lie as the header says."""
+    """Returns D + A B, computed by one float64 instruction with the header's fragment layout."""
     a = np.array([A[ROW + i % 2 * 8, PLACE + i // 2 * 4] for i in range(8)])
     b = np.array([B[PLACE + 4 * i, ROW] for i in range(4)])
     rows, columns = np.array([ROW, ROW, ROW + 8, ROW + 8]), 2 * PLACE + [[0], [1], [0], [1]]
@@ -91,7 +91,7 @@ def test_products_are_those_of_numpy(run_code, c_type, dtype, close):
 @pytest.mark.gpu
 @TYPES
 def test_sums_are_cut_off(hopper, c_type, dtype):
-    """As helpers.parts emulates it, bit by bit."""
+    """Matches the emulation by helpers.parts bit by bit."""
     products, sums = parts.probes()
     A, B, D = np.zeros((16, 16), dtype), np.full((16, 8), 2.0**-12, dtype), np.zeros((16, 8), "f4")
     A[: len(products)] = products * 2.0**12
@@ -119,7 +119,7 @@ def test_infinities_and_nan_follow_ieee(run_code, c_type, dtype):
 @TYPES
 @pytest.mark.parametrize("load, transposed", [("", True), ("_trans", False)])
 def test_loaded_matrices_are_operands(run_code, c_type, dtype, load, transposed):
-    """And a product, packed, is the first operand of the next."""
+    """A packed product also serves as the first operand of the next product."""
     A, B = random((16, 16), dtype), random((16, 16), dtype, 1)
     tiles, out = np.concatenate([A, B]).view(np.uint16), np.zeros((2, 16, 16), np.float32)
     rows = "lane % 8 + lane / 16 * 8" if transposed else "lane % 16"
@@ -184,7 +184,7 @@ def test_matrix_loads_need_a_whole_warp():
 
 
 def cut(x):
-    """The part of a float that a tf32 product uses."""
+    """Returns the float truncated to the bits that a tf32 product uses."""
     return (x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(float)
 
 
@@ -204,13 +204,13 @@ def test_tf32_is_rounded_as_the_reference_rounds(run_code):
     run_code(body, numbers, got, scalars=(np.int32(got.size),), head=MMA)
     nan = np.isnan(numbers)
     want = reference.rounded(numbers[~nan], "tf32")
-    normal = np.abs(want) >= 2.0**-126  # a device may flush the others to zero
+    normal = np.abs(want) >= 2.0**-126  # a device may flush subnormal numbers to zero
     assert (got[~nan][normal] == want.view(np.uint32)[normal]).all()
     assert np.isnan(got.view(np.float32)[nan]).all()
 
 
 def test_matrices_of_floats_are_operands_of_tf32(run_code):
-    """ldmatrix on floats, as mma_tf32 uses it: both operands from rows, 8 columns at a time."""
+    """Loads floats with ldmatrix, as mma_tf32 does: both operands by rows, 8 columns at a time."""
     A, B = random((16, 8), np.float32), random((16, 8), np.float32, 1)
     tiles, out = np.concatenate([A, B]), np.zeros((16, 16), np.float32)
     body = code("matrices_of_floats_are_operands_of_tf32")
@@ -220,13 +220,13 @@ def test_matrices_of_floats_are_operands_of_tf32(run_code):
 
 @pytest.mark.parametrize("chunks", [4, 8, 12, 16, 20, 28, 64])
 def test_chunks_that_are_read_together_lie_in_different_banks(chunks):
-    """A column's chunks of eight rows, which ldmatrix reads, and two chunks of every second row."""
+    """Checks eight rows of a column of chunks (ldmatrix), and two chunks of every second row."""
     places = np.zeros((16, chunks), np.int32)
     body = code("chunks_that_are_read_together_lie_in_different_banks", chunks=chunks)
     host = "using operand = float;\nusing real = float;\nconstexpr bool packed = false;\n"
     launch(body, places, head=host + "#include <tile/async_copy.cuh>")
     assert sorted(places.ravel()) == list(range(16 * chunks)), "each chunk has a place of its own"
-    groups = places % 8  # of 4 banks
+    groups = places % 8  # groups of 4 banks
     for first in (0, 8):
         for chunk in range(chunks):
             assert len(set(groups[first : first + 8, chunk])) == 8
@@ -251,7 +251,7 @@ def test_partial_copies_are_filled_with_zeros(run_code):
 
 
 def test_nothing_is_read_from_any_address():
-    """The address of a row beyond a tensor may by chance be one of a block's shared memory."""
+    """The address of a row beyond a tensor may happen to lie in a block's shared memory."""
     B = np.ones((32, 8), np.uint16)
     body = TILE + code("part_of_a_copy_is_zeros_and_nothing_is_read_for_none")
     launch(body.replace("A + s0", "tile[0]"), numbers(32), B, head=COPIES)
@@ -259,7 +259,7 @@ def test_nothing_is_read_from_any_address():
 
 
 def test_many_copies_in_many_groups(run_code):
-    """More copies than the simulator stores in one block, and reused stages."""
+    """Issues more copies than the simulator stores in one block, and reuses stages."""
     A, B = numbers(32 * 60), np.zeros((60, 32, 8), np.uint16)
     body = code("many_copies_in_many_groups")
     run_code(body, A, B, head=COPIES)
@@ -271,7 +271,7 @@ def test_many_copies_in_many_groups(run_code):
     [("group<1>();", 3, 9), ("group<0>();", 5, 11), ("group<0>();\nB[64", 7, 14)],
 )
 def test_copies_complete_at_the_wait(wait, copy, access):
-    """As late as a device may complete them: an earlier access is a race with the copy."""
+    """Copies complete as late as a device allows: an earlier access races with the copy."""
     A, B = numbers(64), np.zeros((3, 32), np.uint16)
     body = code("copies_land_in_the_wait_that_requires_it")
     launch(body, A, B, head=COPIES)
@@ -317,7 +317,7 @@ def test_a_copy_over_data_that_is_still_read(schedule):
     A, B = numbers(64), np.zeros(64, np.uint16)
     options = {"head": COPIES, "threads": 64, "schedule": schedule}
     launch(body, A, B, **options)
-    # The barrier after it is none between: the copy may have begun.
+    # The later barrier does not separate read and copy: the copy may already have begun.
     late = body.replace("[0];\n__syncthreads();", "[0];\n")
     caught = fault(late, A, B, **options)
     assert "race" in caught.what and caught.place in ("test.cu:5", "test.cu:7")
@@ -342,12 +342,12 @@ def test_wrong_copies(arguments, said):
     assert said in caught.what and caught.place == "test.cu:3"
 
 
-# Doubles
+# float64
 
 
 @pytest.mark.parametrize("columns", [16, 48, 256])
 def test_fragments_are_read_without_bank_conflicts(columns):
-    """Of 16 columns, or rows, a lane has 2c, 2c + 1, 2c + 8 and 2c + 9."""
+    """Of 16 columns, or rows, a lane reads 2c, 2c + 1, 2c + 8 and 2c + 9."""
     tile, where = random((16, columns), np.float64), np.zeros((4, 32), np.int32)
     a, b = np.zeros((8, 32)), np.zeros((8, 32))
     stored = np.empty_like(tile)
@@ -359,9 +359,9 @@ def test_fragments_are_read_without_bank_conflicts(columns):
             ]
     launch(code("places_of_doubles", columns=columns), stored, where, a, b, head=FRAGMENTS)
     low, high, even, odd = where * 8 // 4 % 32  # the first bank of each lane
-    for banks in (low, high):  # 16 bytes: eight lanes at a time
+    for banks in (low, high):  # 16-byte accesses: eight lanes at a time
         assert all(len(set(banks[i : i + 8])) == 8 for i in range(0, 32, 8))
-    for banks in (even, odd):  # 8 bytes: sixteen
+    for banks in (even, odd):  # 8-byte accesses: sixteen lanes at a time
         assert all(len(set(banks[i : i + 16])) == 16 for i in range(0, 32, 16))
     terms = 2 * PLACE + np.array([0, 1, 8, 9])[:, None]
     for i in range(8):
@@ -370,7 +370,7 @@ def test_fragments_are_read_without_bank_conflicts(columns):
 
 
 def test_the_exponential_of_doubles(run_code):
-    """Its error is below an ulp from 2**-1021 on; what is less has no weight, and NaN stays."""
+    """The error is below an ulp for results from 2**-1021 on; smaller ones are 0, and NaN stays."""
     x = np.concatenate([-np.geomspace(1e-18, 1020, 4000), np.arange(-1021.0, 4), [0.5, -0.5]])
     special = [-1021.6, -1100.0, -1.7e308, -np.inf, np.nan]
     x, got = np.append(x, special), np.zeros(len(x) + len(special))

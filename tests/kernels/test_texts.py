@@ -1,4 +1,4 @@
-"""Texts on scores in every kernel that knows places: score_mod, ALiBi, biases, masks, mask_mod."""
+"""Expressions in every kernel with the feature "places": score_mod, ALiBi, biases and masks."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def test_all_at_once(backend, kernel):
     check_case(kernel, backend, {**sizes, **EVERYTHING})
 
 
-# From nearly nothing to what is meant as "none"; with 0.2 many scores are far above the softcap.
+# From almost 0 to values that mean "none"; with 0.2 many scores are far above the softcap.
 CAPS = [1e-45, 0.2, 30.0, 1e8, 1e300]
 
 
@@ -39,7 +39,7 @@ CAPS = [1e-45, 0.2, 30.0, 1e8, 1e300]
 @pytest.mark.parametrize("cap", [pytest.param(x, marks=SLOW * (x != 1e8)) for x in CAPS])
 @pytest.mark.parametrize("kernel", usual_first(WITH_SCORES))
 def test_a_softcap_of_any_size(backend, kernel, cap):
-    """Its bounds are relative to the scores: a large softcap is as exact as none."""
+    """Error bounds are relative to the scores: a large softcap is as precise as none."""
     check_case(kernel, backend, {"heads": 2, "M": 35, "N": 41, "d": 16, "softcap": cap})
 
 
@@ -47,7 +47,7 @@ def test_a_softcap_of_any_size(backend, kernel, cap):
 @pytest.mark.parametrize("scale", [0.3, -0.3])
 @pytest.mark.parametrize("kernel", [k for k in WITH_SCORES if k not in KERNELS], ids=name)
 def test_rungs_without_places_cap_scores(backend, kernel, scale):
-    """The others have it in test_pairs."""
+    """test_pairs covers the other rungs."""
     sizes = {"heads": 2, "kv_heads": 1, "M": 70, "N": 90, "d": 32}
     check_case(kernel, backend, {**sizes, "causal": True, "scale": scale, "softcap": 2.0})
 
@@ -73,7 +73,7 @@ FAST = ("mma_pipelined", "wgmma_persistent")
 
 
 @pytest.mark.usefixtures("every_check")
-@pytest.mark.parametrize("N", [150, 151])  # of an even number rows are read as they are
+@pytest.mark.parametrize("N", [150, 151])  # rows of an even N are read in place
 @pytest.mark.parametrize("kernel", usual_first(OF_TILES, FAST))
 def test_keys_in_pairs(backend, kernel, N):
     sizes = {"heads": 2, "kv_heads": 1, "M": 20, "N": N, "d": 16}
@@ -85,7 +85,7 @@ def test_a_repeated_bias_stays_repeated_in_its_copy():
     p = Problem.of_sizes(heads=2, M=5, N=7, d=8, dtype="float16", bias="f16[1hmn]")
     plan = planning.plan(LADDER["forward"]["wgmma"], p, backend_named("simulator").limits)
     given = np.arange(7, dtype=np.float16)
-    bias = np.broadcast_to(given, (1, 2, 5, 7))  # whose rows would begin at odd elements
+    bias = np.broadcast_to(given, (1, 2, 5, 7))  # its rows would begin at odd elements
     aligned = np.broadcast_to(np.zeros((5, 8), np.float16)[:, :7], bias.shape)
     for array, is_copied in ((bias, False), (aligned, False), (bias[..., ::-1], True)):
         read = readable_inputs(plan, {"mods.bias": array})["mods.bias"]
@@ -109,7 +109,7 @@ def test_a_prepared_call_takes_a_bias_at_an_odd_element(backend):
         np.testing.assert_array_equal(prepared(q, k, v, bias=bias), expected)
 
 
-# Named cases
+# Options and captured arrays
 
 RNG = np.random.default_rng(0)
 Q = RNG.standard_normal((2, 4, 20, 16)).astype(np.float32)
@@ -160,7 +160,7 @@ def test_a_bias_has_axes_of_its_own_in_every_layout(backend):
     turned = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in (Q, K)]
     out = attend(backend, *turned, bias=BIAS, layout="bshd")
     np.testing.assert_array_equal(out.swapaxes(1, 2), expected)
-    unchecked = attend(backend, bias=BIAS, check=False)  # by the transfer of NumPy's arrays
+    unchecked = attend(backend, bias=BIAS, check=False)  # transfers NumPy arrays
     np.testing.assert_array_equal(unchecked, expected)
 
 
@@ -184,7 +184,7 @@ def test_problems_without_scores(backend, M, N):
 )
 @pytest.mark.parametrize("option", ["score_mod", "mask_mod"])
 def test_an_array_that_is_too_short_is_refused_at_the_call(backend, option, index, needed):
-    """Where a place alone is the index, the sizes say so."""
+    """Checks arrays that are indexed by a position alone, whose range the sizes determine."""
     text = {"score_mod": "score + where(s[{}] > 9, 1, 0)", "mask_mod": "s[{}] < 9"}[option]
     shape = (1,) * (", " in index)
     given = {KEYWORDS[option]: text.format(index)}
@@ -268,7 +268,7 @@ def test_pairs_of_tiles_that_a_block_mask_skips(backend):
     )
     out, lse = cupyfa.attention(q, k, v, return_lse=True, **forward)
     dq, *_ = cupyfa.backward(dout, q, k, v, out, lse, **backward)
-    # Arrays on the host: rows are padded on their way to the device.
+    # Arrays on the host: rows are padded during the transfer to the device.
     forward["check"] = backward["check"] = False
     assert np.array_equal(cupyfa.attention(q, k, v, **forward), out)
     again, *_ = cupyfa.backward(dout, q, k, v, out, lse, **backward)

@@ -1,4 +1,4 @@
-"""Block masks in kernels: results are those of the same mask, and empty tiles are not visited."""
+"""Block masks in kernels: results match the same mask without a map; empty tiles are skipped."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ OF_HEADS = cupyfa.block_mask(
     backend="simulator",
 )
 KERNELS = able("places")
-# The case of each that runs by default.
+# The case of each kernel that runs by default.
 FAST = {"mma_pipelined": 1, "wgmma_persistent": 1, "mma_columns": 0, "wgmma_columns": 1}
 CASES = [
     pytest.param(kernel, mask, how, id=f"{kernel.name}-{at}", marks=mark)
@@ -47,7 +47,7 @@ CASES = [
 
 
 def walks(plan):
-    """Whether all launches of a plan that may go by maps do so."""
+    """Returns whether all launches of a plan that support tile maps use them."""
     found = [
         x.constants[f"has_{map_name}"]
         for x in plan.launches
@@ -80,7 +80,7 @@ def test_the_results_are_those_of_the_mask(backend, kernel, mask, how):
     cupyfa.backward(dout, q, k, v, out, lse, mask=mask, check=True, **how)
 
 
-PERSISTENT = ("wgmma_persistent", "wgmma_fp16x2")  # whose row tiles have at least one tile of keys
+PERSISTENT = ("wgmma_persistent", "wgmma_fp16x2")  # their row tiles have at least one tile of keys
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ PERSISTENT = ("wgmma_persistent", "wgmma_fp16x2")  # whose row tiles have at lea
     ),
 )
 def test_empty_tiles_are_not_visited(backend, kernel, monkeypatch):
-    """With a map that says that all tiles are empty all rows are, whatever the text says."""
+    """If the map declares all tiles empty, all rows are empty, whatever the expression says."""
     monkeypatch.setattr(
         block_mask.BlockMask,
         "_states",
@@ -169,7 +169,7 @@ def test_gradients_by_a_pullback(backend):
 @pytest.mark.parametrize(
     "sizes, message",
     [
-        ({"M": 9, "N": N}, "and the call has batch=1, heads=4, M=150, N=170; make one of its M"),
+        ({"M": 9, "N": N}, "and the call has batch=1, heads=4, M=150, N=170; make one with M="),
         ({"M": M, "N": N, "heads": 2}, "make one with heads=4"),
         (
             {"M": M, "N": N, "mask_mod": "key <= query + head"},

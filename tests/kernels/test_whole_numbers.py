@@ -1,4 +1,4 @@
-"""Whole numbers of captured arrays: exact, as Python's, up to the ends of every dtype."""
+"""Integer captured arrays: exact arithmetic as in Python, up to the limits of every dtype."""
 
 import re
 
@@ -15,7 +15,7 @@ CONDITIONS = [
     *("where(A < 4, A, B) > 5", "A % 7 == 3", "A // 16 % 5 < 2", "A % -5 < -2", "A // -16 > 3"),
     *("A % C == 2", "A // C > 3", "abs(A) % C < 2", "A // C * 0 == 0", "A % -1 == 0"),
 ]
-# Where results of 64 bits are known to fit.
+# Expressions of narrow dtypes, whose results are known to fit into 64 bits.
 OF_NARROW = ["A + 1 > B", "A - B > 0", "A // -1 == B", "-A - B < 5"]
 PRODUCTS = ["A * B > 77", "A ** 2 > B", "A * C % 7 == 1"]
 PAIRS = [(x, x) for x in DTYPES] + [
@@ -27,14 +27,14 @@ MARKED = [pytest.param(*x, marks=[pytest.mark.slow] * (x not in FEW)) for x in P
 
 
 def ends(dtype):
-    """Numbers at and near both ends of a dtype, at those of narrower ones, and at 0."""
+    """Returns integers at and near the limits of a dtype and of narrower dtypes, and near 0."""
     of = np.iinfo(dtype)
     near = {0, 1, 2, 5, 127, of.min, of.min + 1, of.max - 1, of.max, of.max // 2, of.max // 2 + 1}
     return np.array(sorted(near), dtype)
 
 
 def pairs_of(dtype, other):
-    """All pairs of such numbers, and divisors, of which some are -1."""
+    """Returns all pairs of integers from ends(), and divisors, some of them -1."""
     a, b = (x.ravel() for x in np.meshgrid(ends(dtype), ends(other)))
     divisors = np.resize(np.array([3, 1, 7, 100], dtype), a.size)
     if dtype in ("int8", "int16", "int32"):
@@ -43,7 +43,7 @@ def pairs_of(dtype, other):
 
 
 def in_python(texts, arrays, n):
-    """The sum of 2^i for each condition i that holds, by Python's own numbers."""
+    """Yields the sum of 2^i over all conditions i that hold, computed with Python integers."""
     names = {"where": lambda test, x, y: x if test else y, "min": min, "max": max, "abs": abs}
     for row in zip(*(x.tolist() for x in arrays.values())):
         given = {**names, **dict(zip("ABC", row)), "n": n}
@@ -51,7 +51,7 @@ def in_python(texts, arrays, n):
 
 
 def scores(text, captured, rows, backend, **how):
-    """The scores of rows with one key, which lse is then."""
+    """Returns the scores of rows with a single key, where lse equals the score."""
     q, k = np.zeros((1, 1, rows, 8)), np.zeros((1, 1, 1, 8))
     given = {"score_mod": text, "captured": captured, "kernel": "fa2", "backend": backend}
     return cupyfa.attention(q, k, k, **given, return_lse=True, **how)[1][0, 0]
@@ -97,7 +97,7 @@ def test_a_check_refuses_a_result_of_more_than_64_bits(text):
 
 
 def test_the_lowest_number_by_minus_1_does_not_stop_the_program():
-    """It does not fit, and processors trap there."""
+    """The quotient overflows, and CPUs trap on this division."""
     captured = {"a": np.array([-(2**63)]), "b": np.array([-1])}
     scores("score + a[0] // b[0] + a[0] % b[0]", captured, 1, "simulator", check=False)
     with pytest.raises(ValueError, match="needs more than 64 bits"):

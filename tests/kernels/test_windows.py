@@ -30,7 +30,7 @@ H100 = limits_of("90")
 
 
 def dense_mask(p):
-    """Which query sees which key, by the definition."""
+    """Returns which query sees which key, by the definition."""
     left, right = p.window
     right = 0 if p.causal else right
     at = np.arange(p.M)[:, None] + (0 if p.causal == "top-left" else p.N - p.M)
@@ -44,7 +44,7 @@ def dense_mask(p):
 
 
 def dense(inputs, p):
-    """Attention through all scores, in float64."""
+    """Computes attention from all scores in float64."""
     q, k, v = (inputs[x].astype(np.float64) for x in "QKV")
     k, v = (np.repeat(x, p.group, axis=1) for x in (k, v))
     weights = np.where(dense_mask(p), np.exp(p.scale * q @ k.mT), 0)
@@ -105,7 +105,7 @@ def test_causal_is_a_window_with_right_0():
 @pytest.mark.parametrize("kernel", usual_first(ABLE))
 @pytest.mark.parametrize("causal", MASKS)
 def test_kernels_are_right(backend, kernel, causal):
-    """Between guard zones; with fully masked rows, GQA, several blocks and tiles."""
+    """Covers guard zones, fully masked rows, GQA, and several blocks and tiles."""
     every = list(product(SHAPES, WINDOWS))
     for (M, N), window in every[MASKS.index(causal) :: len(MASKS)]:
         p = problem(M, N, causal, window, dtype=usual_dtype(kernel))
@@ -129,7 +129,7 @@ def test_kernels_are_right_in_other_orders_of_threads(kernel, schedule):
 @EACH
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_masked_keys_and_values_never_matter(backend, kernel, poison):
-    """Keys that no row of a window of 16 keys sees, and a value that only some rows see."""
+    """Poisons keys that no row of the 16-key window sees, and a value that some rows see."""
     p = problem(40, 512, True, (16, None), d=16, dv=16, dtype=usual_dtype(kernel))
     plan = planning.plan(kernel, p, backend.limits)
     inputs = Case("forward", p).inputs()
@@ -141,7 +141,7 @@ def test_masked_keys_and_values_never_matter(backend, kernel, poison):
     guard.checked(backend, plan, inputs, {})
 
 
-# A line that faults as soon as a block comes to a tile of keys that none of its rows sees.
+# Line of each main loop after which TRAP is inserted for tiles that no row of the block sees.
 LOOPS = {
     "fa2": "first_key = keys_of_tile.after<Bc>(first_key)) {\n",
     "fa2_coalesced": "first_key = keys_of_tile.after<Bc>(first_key)) {\n",
@@ -219,7 +219,7 @@ def test_window_constants_and_offsets_of_a_plan():
         assert (made.problem.window_offset, made.problem.causal_offset) == offsets
     top = plan(window=(4, None), causal="top-left").problem
     assert (top.window_offset, top.causal_offset) == (-4, 0)
-    # The right side alone is a mask, which kernels without windows have.
+    # A window bounded only on the right is a mask that kernels without windows support.
     planning.plan(FORWARD["v1"], problem(5, 9, window=(None, 2)), H100)
 
 

@@ -20,7 +20,7 @@ M, N, HEADS, D = 20, 30, 4, 8
 
 
 def arrays_of(dtype="float64", seed=0):
-    """dout, q, k and v, and the arrays that texts read."""
+    """Returns dout, q, k and v, and the arrays that expressions read."""
     rng, of = np.random.default_rng(seed), dtype_named(dtype)
     shapes = (2, HEADS, M, D), (2, HEADS, M, D), (2, 2, N, D), (2, 2, N, D)
     arrays = [rng.standard_normal(x).astype(of.numpy) for x in shapes]
@@ -76,8 +76,8 @@ def test_gradients_are_those_of_finite_differences(name):
         np.testing.assert_allclose((found * step).sum(), change, rtol=1e-6, atol=1e-12)
 
 
-# For the launch on Hopper's tensor cores: more rows and keys than a tile has, blocks with several
-# tiles, stages that come again, and biases that are broadcast along several axes or none.
+# For the launch on Hopper's tensor cores: more rows and keys than a tile, several tiles per block,
+# reused stages, and biases broadcast along several axes or none.
 ON_HOPPER = {
     "broadcast over batch": ("1hmn", {"heads": 2, "kv_heads": 1, "M": 150, "N": 290}),
     "causal": ("1hmn", {"heads": 2, "M": 290, "N": 270, "causal": True}),
@@ -148,7 +148,7 @@ def test_vjp_prepared_calls_and_grads():
     prepared = cupyfa.compile(dout, q, k, v, out, lse, **wrt, **on)
     captured = {x: y for x, y in on["captured"].items() if np.ndim(y)}
     arrays = {x: on[x] for x in ("bias", "alibi_slopes", "sink")}
-    wide = np.empty((HEADS, 10), np.float32)[:, ::2]  # strides that are not dense
+    wide = np.empty((HEADS, 10), np.float32)[:, ::2]  # non-contiguous strides
     given = cupyfa.backward(*(dout, q, k, v, out, lse), grads=(wide, None), **wrt, **on)
     assert given[0] is wide
     for found in (
@@ -189,11 +189,11 @@ def test_every_run_gives_the_same_bits(cuda):
     "wrt, message",
     [
         (("q", "bucket"), "wrt names bucket, whose dtype is int.*; only arrays of floats"),
-        (("q", "table2"), "wrt names table2; of these arrays it can name q, k, v, alibi_slopes"),
-        ("size", r"wrt names size; .* as an array of one element, size\[0\] in the text"),
-        (("q", "q"), "give at least one name, and each once"),
+        (("q", "table2"), "wrt names table2; in this call it can name q, k, v, alibi_slopes"),
+        ("size", r"wrt names size; .* an array of one element and write size\[0\]"),
+        (("q", "q"), "give at least one name, without duplicates"),
         ((), "give at least one name"),
-        ("bias,nias", "wrt names nias; of these"),
+        ("bias,nias", "wrt names nias; in this call"),
         (3, "wrt is 3; give names"),
     ],
 )
@@ -221,5 +221,7 @@ def test_captured_arrays_may_be_called_like_inputs():
 def test_a_pullback_says_where_gradients_are_written_to_arrays():
     (dout, q, k, v), _ = arrays_of("float32")
     _, pullback = cupyfa.vjp(q, k, v, backend="simulator", kernel="fa2")
-    with pytest.raises(TypeError, match=r"pullback\(\) has no argument 'grads'.*backward writes"):
+    with pytest.raises(
+        TypeError, match=r"pullback\(\) has no argument 'grads'.*call backward with grads="
+    ):
         pullback(dout, grads=(None, None, None))

@@ -1,4 +1,4 @@
-// mine: one thread for every query row; arrays are bare pointers to contiguous memory.
+// mine: one thread per query row; arrays are bare pointers to contiguous memory.
 #include <helper.cuh>
 
 extern "C" __global__ void mine(const scalar* Q, const scalar* K, const scalar* V, scalar* O, int M,

@@ -1,4 +1,4 @@
-"""The ladder measured: its table, its place in the pages, its picture."""
+"""The measured ladder: its table, its sections in the pages, its picture."""
 
 import re
 import sys
@@ -70,7 +70,7 @@ def checkout(tmp_path, monkeypatch):
 
 
 def published(checkout, rows=ROWS, **where):
-    """The texts of the pages after these rows are published."""
+    """Publishes rows in a checkout and returns the texts of its pages."""
     pages.publish(checkout, Results({**WHERE, **where}, rows), rows)
     return [(checkout / name).read_text(encoding="utf-8") for name in pages.PAGES]
 
@@ -148,7 +148,7 @@ def test_rows_of_one_length():
     left_out = [measured(name, None, M) for name in ("fa2", "v2") for M in (2048, 4096)]
     timed = [measured("fa2", 1.0, 256), measured("v2", 1.0, 256), measured("fa2", 1.0, 512)]
     assert {row.problem.M for row in pages.at_length([*timed, *left_out], None)} == {256}
-    with pytest.raises(ValueError, match="M=7 was not measured; there are 256, 2048, 4096"):
+    with pytest.raises(ValueError, match="M=7 was not measured; choose from 256, 2048, 4096"):
         pages.at_length(rows, 7)
     other = Measurement("fa2", "forward", Problem.of_sizes(M=256, d=8))
     with pytest.raises(ValueError, match="a ladder needs measurements of one problem"):
@@ -172,11 +172,11 @@ def test_rows_of_other_kernels_are_refused(tmp_path):
     for rows, told in ((others, ", but mine, flash"), ([], "")):
         Results(WHERE, rows).save(file)
         message = refused("ladder", "--from", file, "--plot", tmp_path / "a.svg", code=2)
-        assert f"there is no rung to make a ladder of{told}; measure rungs with" in message
+        assert f"the results contain no rung{told}; measure rungs with" in message
 
 
 def sweep(**tops):
-    """Rows of kernels that reach so many TFLOP/s at N = 4096, slow ones not so far."""
+    """Returns rows of kernels that reach these TFLOP/s at N = 4096; slow ones end at 1024."""
     rows = []
     for name, top in tops.items():
         for M in (256, 512, 1024, 2048, 4096)[: 3 if top < 1 else 5]:
@@ -239,7 +239,7 @@ def test_a_curve_that_ends_early_says_why(tmp_path):
         return (tmp_path / "a.svg").read_text()
 
     said = "v1 ends at 512: a launch at 1024 would take about "
-    assert drawn(short).count(said) == 2  # and in <desc>
+    assert drawn(short).count(said) == 2  # in the plot and in <desc>
     assert "v1 ends at 512: no room" in drawn([*short, *refused_rows])
     assert " ends at " not in drawn(rows)
 
@@ -287,7 +287,7 @@ def test_colours_have_contrast_on_white():
         linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
         return sum(weight * x for weight, x in zip((0.2126, 0.7152, 0.0722), linear))
 
-    for colour in (*plotting.COLOURS, plotting.INK):  # 4.5: WCAG 2, contrast of text
+    for colour in (*plotting.COLOURS, plotting.INK):  # minimum text contrast of WCAG 2: 4.5
         assert 1.05 / (luminance(colour) + 0.05) > 4.5, colour
 
 
@@ -319,7 +319,7 @@ def test_the_rungs_of_gradients(monkeypatch):
     )
     cli("ladder", "--backward", "--backend", "simulator")
     of_others = ("mma_fp16x2_two_pass", "mma_f64_columns", "wgmma_fp16x2_two_pass")
-    assert asked == [x for x in LADDER["backward"] if x not in of_others]  # of 16 bits
+    assert asked == [x for x in LADDER["backward"] if x not in of_others]  # 16-bit kernels
 
 
 @pytest.mark.parametrize("columns", [80, 120])

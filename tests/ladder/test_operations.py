@@ -1,4 +1,4 @@
-"""What an operation counts."""
+"""FLOPs, pairs and visible scores of operations."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Kernels that compute something of their own: arrays, floats, outputs and a reference."""
+"""Kernels of a user's own operation: arrays, floats, outputs and a reference."""
 
 import re
 from dataclasses import replace
@@ -33,7 +33,7 @@ def arrays(M=20, N=33, dtype="float32"):
 
 
 def right(q, k, v, own, cap=30.0):
-    """What the record's reference gives."""
+    """Computes the result with the record's reference."""
     p = cupyfa.Problem.of(q, k, v)
     c = type("constants", (), {"cap": cap})
     return scripts.attention({"Q": q, "K": k, "V": v, **own}, p, c)
@@ -86,7 +86,7 @@ def test_a_prepared_call_takes_own_arrays_in_order_and_by_name():
 
 def test_arrays_of_any_strides_and_leading_axes_are_taken():
     q, k, v, own = arrays()
-    own["is_shown"] = np.repeat(own["is_shown"], 2, 1)[:, ::2]  # which the kernel takes by pointer
+    own["is_shown"] = np.repeat(own["is_shown"], 2, 1)[:, ::2]  # strided, passed by pointer
     split = [x.reshape(2, 1, *x.shape[1:]) for x in (q, k, v)]
     own_split = {**own, "is_shown": own["is_shown"].reshape(2, 1, -1)}
     of, of_split = (SLOPED.bind(**x, returns=("top",)) for x in (own, own_split))
@@ -111,7 +111,7 @@ def test_an_array_may_be_for_some_problems_only():
     given, absent = (plan.launches[0].arguments[1] for plan in reversed(plans))
     assert given.value is None and absent.value.dtype.itemsize == 32
     assert "slopes" in plans[1].arrays and "slopes" not in plans[0].arrays
-    with pytest.raises(ValueError, match="own takes no slopes for batch=2.*leave it out of bind"):
+    with pytest.raises(ValueError, match="own does not read slopes for batch=2.*do not bind it"):
         cupyfa.attention(q, k, v, kernel=kernel.bind(**own), backend="simulator")
     without = kernel.bind(is_shown=own["is_shown"])
     with pytest.raises(TypeError, match="own needs the array slopes"):
@@ -147,18 +147,18 @@ SLOPES = np.ones(2, "f4")
     [
         (
             {},
-            r"sloped needs the array slopes.*float32 \(2,\), \[heads\]: bind it, "
-            r"as kernel=sloped.bind\(slopes=",
+            r"sloped needs the array slopes.*float32 \(2,\), \[heads\]: pass kernel="
+            r"sloped.bind\(slopes=",
         ),
         ({"slopes": SLOPES}, "needs the array is_shown"),
-        ({"slope": SLOPES}, r"takes no 'slope' of its own \(did you mean 'slopes'\?\)"),
+        ({"slope": SLOPES}, r"no additional argument 'slope' \(did you mean 'slopes'\?\)"),
         ({"slopes": SLOPES[:1], "is_shown": SHOWN}, r"slopes has shape \(1,\); slopes must be"),
         ({"slopes": SLOPES.astype("f8"), "is_shown": SHOWN}, "slopes is float64.*convert it"),
         ({"slopes": SLOPES, "is_shown": SHOWN, "cap": True}, "cap is True; give a finite"),
         ({"slopes": SLOPES, "is_shown": SHOWN, "cap": np.inf}, "cap is inf; give a finite"),
         ({"slopes": 0.5, "is_shown": SHOWN}, "slopes is 0.5; pass a NumPy or CuPy array"),
         ({"returns": "top"}, "returns is 'top'; give names"),
-        ({"returns": ["tip"]}, "sloped computes no 'tip' of its own.*it computes top"),
+        ({"returns": ["tip"]}, "sloped has no additional output 'tip'.*it has top"),
     ],
 )
 def test_wrong_own_arrays_are_refused(own, message):
@@ -168,7 +168,7 @@ def test_wrong_own_arrays_are_refused(own, message):
 
 
 def test_a_rung_has_no_arrays_of_its_own():
-    with pytest.raises(TypeError, match="fa2 takes no 'slopes' of its own; it takes nothing"):
+    with pytest.raises(TypeError, match="fa2 has no additional argument 'slopes'; it has none"):
         cupyfa.kernel("fa2").bind(slopes=SLOPES)
 
 
@@ -285,7 +285,7 @@ def test_bounds_may_be_those_of_the_project(tmp_path):
 
 
 def one_launch(args, **fields):
-    """A record that has these arguments and the arrays of its own in ``fields``."""
+    """Returns a record of one launch; ``fields`` holds its own arrays and other fields."""
     launch = Launch("own", args=args, grid=lambda p, c: 1, threads=lambda p, c: 32)
     features = ("causal", "strides", "lse", "dv")
     return replace(SLOPED, name="own", launches=(launch,), outputs={}, features=features, **fields)
@@ -314,7 +314,7 @@ def test_other_arrays_are_passed_by_pointer(axes):
     inputs = {"table": Input(axes)}
     how = {"M": 4, "d": 2, "limits": Simulator().limits}
     cupyfa.plan(kernel=one_launch("table.data", inputs=inputs, floats={}), **how)
-    with pytest.raises(ValueError, match="cannot have; pass it as table.data"):
+    with pytest.raises(ValueError, match="do not fit a Tensor of .*; pass it as table.data"):
         cupyfa.plan(kernel=one_launch("table", inputs=inputs, floats={}), **how)
 
 
@@ -359,7 +359,7 @@ def test_each_kernel_of_a_vjp_has_its_own_arrays():
 def test_correct_kernels_of_one_s_own_pass(kernel, dtype):
     sizes = {"M": 19, "N": 37, "d": 8, "heads": 4, "kv_heads": 2, "causal": True, "dtype": dtype}
     for seed, values in enumerate(VALUES):
-        if values == "lowest" and kernel is BACKWARD:  # exp(score - lse) of a rounded lse overflows
+        if values == "lowest" and kernel is BACKWARD:  # exp(score - lse) overflows
             continue
         case = cupyfa.lab.Case(kernel.operation, cupyfa.Problem.of_sizes(**sizes), seed, values)
         *_, outcome = perform(Simulator(), Task(case, (kernel,)))
@@ -408,7 +408,7 @@ extern "C" __global__ void tempered(Tensor<const scalar> S, Tensor<scalar> P, co
 
 
 def derived(folder, rung, change=("", "")):
-    """A rung whose own file lies in a folder, changed; the others stay the project's."""
+    """Returns a rung with a changed copy of its .cu file; other files stay the project's."""
     kernel = cupyfa.kernel(rung)
     text = (KERNELS / "forward" / f"{rung}.cu").read_text()
     assert change[0] in text

@@ -1,4 +1,4 @@
-"""How much a reader has to read: a kernel with its headers, and the step from rung to rung."""
+"""Lines to read: a kernel with its headers, and the step from rung to rung."""
 
 import difflib
 import re
@@ -11,25 +11,25 @@ from cupyfa.ladder import LADDER
 from cupyfa.planner import includes
 from cupyfa.planner.source import INCLUDE, KERNELS
 
-# What a reader of a step has not to follow: marks of phases for `cupyfa timeline`; and includes,
-# whose headers count themselves.
+# Lines that a reader of a step can skip: phase marks for `cupyfa timeline`, and includes, whose
+# headers are counted themselves.
 UNREAD = re.compile(r"^ *(?:const )?timeline::.*;\n|^#include <.*\n", re.MULTILINE)
-# The most lines to read for one kernel, its file and all headers of a plain problem: forward and
-# backward, by what its products are computed with; and for a helper launch without products.
+# Maximum number of lines to read for a kernel, its file and its headers: (forward, backward), by
+# the instructions of its products. HELPER_LIMIT is for launches without products.
 LIMITS = {"wgmma": (1752, 1738), "mma": (1354, 1709), "threads": (668, 750)}
 HELPER_LIMIT = 781
-PLAIN_LINES = 274  # of the headers that every kernel includes
+PLAIN_LINES = 274  # lines of the headers that every kernel includes
 
 
 def own_files(rung):
-    """The files that only this rung has: folder and name."""
+    """Returns the files of this rung alone, as folder/name."""
     entries = [x.entry for x in rung.launches if isinstance(x, Launch)]
     names = dict.fromkeys(x for x in entries if x.startswith(rung.name))
     return [f"{rung.operation}/{name}" for name in names]
 
 
 def steps():
-    """Files of a rung, each after that of the same part of a rung that it is declared after."""
+    """Yields (earlier file, file) for matching parts of a rung and of a rung that it extends."""
     for rung in cupyfa.kernels():
         for before in (LADDER[rung.operation][name] for name in rung.after):
             for old, new in product(own_files(before), own_files(rung)):
@@ -38,9 +38,9 @@ def steps():
                     yield old, new
 
 
-# Steps of the ladder: the second file is read as the first one and a change.
+# Steps of the ladder: the second file is read as a change of the first.
 STEPS = tuple(steps())
-# Steps that are longer than others: changed lines, lines of headers not used before, and why.
+# Steps above the limit: changed lines, lines of newly used headers, and the reason.
 LONGER_STEPS = {
     ("forward/mma_async", "forward/mma_pipelined"): (
         115,
@@ -76,7 +76,7 @@ LONGER_STEPS = {
         "quarters that masks hide, for which the second pass has no use",
     ),
 }
-# Rungs that begin a family, and why they are read as a whole and not as a change of another file.
+# Rungs that start a family, and why they are read as a whole rather than as a change.
 FAMILIES = {
     "minimal": "the first in one kernel: S and P are never in global memory",
     "v3": "the first with WMMA; tiles along d change every loop",
@@ -96,7 +96,7 @@ FAMILIES = {
     "mma_f64_columns": "the first gradients with products of doubles, whose scores warps share",
     "mma_slices_backward": "gradients of any head dimension, in three launches through memory",
 }
-# Families of kernels above these limits: the lines of each, which may only fall, and why.
+# Kernel families above these limits: their number of lines, which may only decrease, and why.
 LONGER = {
     "forward/*_fp16x2": (1874, "products of parts, loaded ahead; sections of keys; small values"),
     "forward/mma_split_kv": (
@@ -116,7 +116,7 @@ def path_of(name):
 
 
 def headers(name):
-    """The headers that a kernel of a plain problem includes, directly or not."""
+    """Maps paths to texts of all headers that a kernel of a plain problem includes."""
     reached = includes.reached(path_of(name).read_text(), [INCLUDE, KERNELS])
     return {path: content.decode() for path, content in reached.items()}
 
@@ -126,7 +126,7 @@ def lines_to_read(name):
 
 
 def limit(name):
-    """The most lines that a reader of one kernel is asked to read."""
+    """Returns the maximum number of lines to read for one kernel."""
     included = {path.stem for path in headers(name)}
     if "wgmma" in included:
         kind = "wgmma"
@@ -158,9 +158,9 @@ def test_the_headers_that_every_kernel_includes_are_short():
 
 
 def changed_lines(before, name):
-    """Changed lines of the .cu file, and all lines of headers that ``before`` did not use.
+    """Returns the changed lines of the .cu file, and all lines of headers new since ``before``.
 
-    A changed line counts once: the larger one of the lines added and the lines removed.
+    The number of changed lines is the larger of lines added and lines removed.
     """
     old, new = (UNREAD.sub("", path_of(x).read_text()).splitlines() for x in (before, name))
     changes = [x[0] for x in difflib.unified_diff(old, new, n=0) if x[:3] not in ("---", "+++")]

@@ -1,4 +1,4 @@
-"""Records of kernels: by name, as text, pickled, and what their constants and fields may be."""
+"""Kernel records: lookup by name, text form, pickling, and valid constants and fields."""
 
 import copy
 import pickle
@@ -41,7 +41,7 @@ def test_unknown_names_get_a_suggestion():
         ValueError, match=r"'fa2_colesced' is unknown \(did you mean 'fa2_coalesced'\?\)$"
     ):
         cupyfa.kernel("fa2_colesced")
-    with pytest.raises(TypeError, match="is a string, and this is 3"):
+    with pytest.raises(TypeError, match="must be a string, not 3"):
         cupyfa.kernel(3)
 
 
@@ -50,7 +50,7 @@ def test_rungs_and_their_launches_are_pickled_by_name(kernel):
     assert pickle.loads(pickle.dumps(kernel)) is kernel
     for one in kernel.launches:
         again = pickle.loads(pickle.dumps(one))
-        assert again is one or again == one  # a product of matrices is pickled as it is
+        assert again is one or again == one  # matrix products are pickled by value
 
 
 def test_a_plan_is_pickled():
@@ -96,7 +96,7 @@ def own(value):
 
 
 def declared(value, tmp_path):
-    """The line of the text that declares a constant."""
+    """Returns the source line that declares a constant."""
     (tmp_path / "own.cu").write_text('extern "C" __global__ void own() { factor; }')
     kernel = replace(own(value), folder=tmp_path)
     (launch,) = planning.plan(kernel, Problem.of_sizes(M=1, d=1), H100).launches
@@ -137,7 +137,7 @@ def test_fractions_are_no_numbers_tiles_or_sizes(value):
     plain = own(1).launches[0]
     sized = (replace(plain, **{x: lambda p, c: value}) for x in ("grid", "threads", "shared"))
     for launch in (number, *sized):
-        with pytest.raises(ValueError, match="must give .*whole number"):
+        with pytest.raises(ValueError, match="must return .*whole number"):
             kernel = Kernel(name="own", adds="", launches=(launch,))
             planning.plan(kernel, Problem.of_sizes(M=1, d=1), H100)
     with pytest.raises(ValueError, match="tiles"):

@@ -1,4 +1,4 @@
-"""A user's kernel in a folder outside the project: called from Python, and by its script's name."""
+"""A user's kernel outside the project: called from Python, and by its script's name."""
 
 import runpy
 from pathlib import Path
@@ -19,12 +19,12 @@ HELPER = Path(__file__).with_name("helper.cuh").read_text()
 
 
 def record(folder, *args, **changes):
-    """The Kernel of a script written to a folder."""
+    """Writes a script to a folder and returns its Kernel."""
     return runpy.run_path(str(own_kernel.write(folder, *args, **changes)))["mine"]
 
 
 def bare(folder, helper=HELPER):
-    """The record of the kernel that takes bare pointers, and its header."""
+    """Writes a kernel of bare pointers and its header; returns the record."""
     (folder / "helper.cuh").write_text(helper)
     kernel = record(folder, BARE, py=BARE_ARGS)
     return cupyfa.Kernel(**{**vars(kernel), "features": ()})

@@ -1,4 +1,4 @@
-"""Gradients of a user's kernels: what `forward` may give, and attention that has no lse."""
+"""Gradients of user kernels: valid results of `forward`, and attention without lse."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ CASE = Case("backward", cupyfa.Problem.of_sizes(**SIZES, causal=True))
 
 
 def outcomes(kernel, **how):
-    """What a check says of a kernel on one small case."""
+    """Returns the outcomes of checking a kernel on one small case."""
     steps = perform(cupyfa.Simulator(), Task(CASE, (kernel,), **how))
     return [x for x in steps if x.kind not in failures.STEPS]
 
@@ -132,19 +132,19 @@ def changed(name, change):
 
 
 WRONG = {
-    "no lse": (without("lse"), "gives O; it must give {name: array} with O, lse"),
-    "no O": (without("O"), "gives lse; it must give"),
-    "None": (lambda *of: None, "gives NoneType; it must give"),
-    "empty": (lambda *of: {}, "gives nothing; it must give"),
-    "a tuple": (lambda *of: (1, 2), "gives tuple; it must give"),
-    "lse None": (changed("lse", lambda x: None), "gives lse = None; it must be an array of numb"),
-    "lse text": (changed("lse", lambda x: "x"), "gives lse = 'x'; it must be an array of numbers"),
-    "lse objects": (changed("lse", lambda x: x.astype(object)), "gives lse of dtype object; it"),
-    "lse complex": (changed("lse", lambda x: x * 1j), "gives lse of dtype complex128; it must"),
-    "lse a number": (changed("lse", lambda x: 0.0), r"gives lse of shape \(\); it must have"),
-    "lse an axis": (changed("lse", lambda x: x[..., None]), "gives lse of shape .*1.; it must h"),
-    "lse fewer": (changed("lse", lambda x: x[..., :-1]), "gives lse of shape .*; it must have"),
-    "O fewer": (changed("O", lambda x: x[..., :-1]), "gives O of shape .*; it must have"),
+    "no lse": (without("lse"), "returned O; it must return {name: array} with O, lse"),
+    "no O": (without("O"), "returned lse; it must return"),
+    "None": (lambda *of: None, "returned NoneType; it must return"),
+    "empty": (lambda *of: {}, "returned nothing; it must return"),
+    "a tuple": (lambda *of: (1, 2), "returned tuple; it must return"),
+    "lse None": (changed("lse", lambda x: None), "returned lse = None; it must be an array"),
+    "lse text": (changed("lse", lambda x: "x"), "returned lse = 'x'; it must be an array"),
+    "lse objects": (changed("lse", lambda x: x.astype(object)), "returned lse of dtype object; it"),
+    "lse complex": (changed("lse", lambda x: x * 1j), "returned lse of dtype complex128; it must"),
+    "lse a number": (changed("lse", lambda x: 0.0), r"returned lse of shape \(\); it must have"),
+    "lse an axis": (changed("lse", lambda x: x[..., None]), "returned lse of shape .*1.; it must"),
+    "lse fewer": (changed("lse", lambda x: x[..., :-1]), "returned lse of shape .*; it must have"),
+    "O fewer": (changed("O", lambda x: x[..., :-1]), "returned O of shape .*; it must have"),
     "fails": (lambda arrays, p, c: arrays["x"], "fails with KeyError: 'x'"),
 }
 
@@ -179,5 +179,5 @@ def test_an_lse_that_no_launch_reads_may_be_left_out(lse):
 
 def test_a_forward_of_no_softmax_must_give_the_right_shape_of_o():
     kernel = replace(BACKWARD, forward=lambda arrays, p, c: {"O": arrays["Q"][..., :1]})
-    with pytest.raises(ValueError, match="forward gives O of shape"):
+    with pytest.raises(ValueError, match="forward returned O of shape"):
         cupyfa.bench(kernel, alone=True, budget=0, batch=1, backend="simulator", **SIZES)

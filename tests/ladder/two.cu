@@ -1,4 +1,4 @@
-// Two entry points in a file, and shared memory whose size the text does not have.
+// Two entry points in one file, and shared memory whose size is not in the source.
 #include <tile/math.cuh>
 #include <tile/shared.cuh>
 #include <tile/tensor.cuh>

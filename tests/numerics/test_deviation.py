@@ -1,4 +1,4 @@
-"""Bounds from a kernel's own reference: correct kernels pass with a margin, faulty ones do not."""
+"""Bounds from a kernel's own reference: correct kernels pass with a margin, faulty ones fail."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ SCALE = {1: 1.0, 16: 0.25, 64: 0.125, 128: 0.088}
 
 
 def attention(arrays, floats):
-    """Attention with a factor of each score's key."""
+    """Computes attention with a score bias per head."""
     q, k, v = (arrays[name] for name in "QKV")
     scores = q @ k.mT * floats["scale"] + arrays["bias"][:, None, None]
     p, lse = reference.softmax(scores)
@@ -35,7 +35,7 @@ def expected(arrays, of, floats, function=attention, precision=None):
 
 
 def kernel(arrays, of, scale, *, drop=0, bias=1.0):
-    """A kernel that keeps sums in order, term after term, and rounds P and O as tensor cores do."""
+    """Computes attention with ordered sums, and with P and O rounded as on tensor cores."""
     q, k, v = (arrays[name][:, :, : arrays[name].shape[2] - drop * (name != "Q")] for name in "QKV")
     real = of.sums.type
     q, k, v = (x.astype(of.sums) for x in (q, k, v))
@@ -85,7 +85,7 @@ def test_a_lost_key_exceeds_the_bounds_of_narrow_formats():
 
 
 def test_no_bound_is_small_by_chance():
-    # Two terms whose changes cancel in half of all evaluations, in each of many rows.
+    # Two terms whose perturbations cancel in half of all evaluations, in each of many rows.
     arrays = {"Q": np.ones((1, 1, 4000, 2), np.float32)}
     rounding = deviation.Rounding("float32", None, ("Q",), 2)
     found = deviation.expected(
@@ -156,9 +156,7 @@ def test_whole_numbers_are_exact_unless_rounding_changes_them():
         lambda arrays, floats: {"at": arrays["Q"].argmax(-1)[..., None]},
         *({"Q": q}, {}, {"at": np.dtype("i4")}, rounding),
     )["at"]
-    assert found.bound[..., 0].tolist() == [
-        [[0, 1]]
-    ]  # the maximum of the second row is there twice
+    assert found.bound[..., 0].tolist() == [[[0, 1]]]  # the second row attains its maximum twice
 
 
 @np.errstate(all="ignore")
@@ -174,10 +172,10 @@ def test_infinity_and_nan():
     verdicts = {
         x.name: x.passed for x in compare({**right, "O": right["O"] * [1, 1, 1, np.nan]}, wanted)
     }
-    assert verdicts == {"O": True, "lse": True}  # 1e6 and -1e6 are beyond float16
+    assert verdicts == {"O": True, "lse": True}  # 1e6 and -1e6 exceed float16's range
     assert not compare({"O": right["O"] * [np.nan, 1, 1, 1]}, wanted)[0].passed
     assert not compare({"lse": np.zeros_like(right["lse"])}, wanted)[0].passed
-    x[..., 0] = np.nan  # what NaN of an input reaches may hold anything
+    x[..., 0] = np.nan  # results that depend on a NaN input may have any value
     assert np.isposinf(expected({"Q": x, "K": x}, DTYPE16, {}, function)["lse"].bound[..., 3]).all()
 
 

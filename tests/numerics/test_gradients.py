@@ -1,4 +1,4 @@
-"""Bounds of the gradients: a straightforward computation keeps them, one that is wrong does not."""
+"""Bounds of the gradients: correct computations satisfy them, faulty ones do not."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ MASKS = {
 
 
 def summed(a, b):
-    """a @ b, one term after the other, which is the worst order."""
+    """Returns a @ b, summed term by term, which is the worst order."""
     total = np.zeros((*a.shape[:-1], b.shape[-1]), a.dtype)
     for i in range(a.shape[-1]):
         total += a[..., i : i + 1] * b[..., i : i + 1, :]
@@ -29,9 +29,9 @@ def summed(a, b):
 
 @np.errstate(all="ignore")
 def kernel(p, inputs, *, scale=None, shift=0, delta=True, keys=None, rounds=None, lse_error=0.0):
-    """Gradients as a kernel computes them, with sums in float32; of a fault where one is given.
+    """Computes gradients with float32 sums as a kernel does; other arguments inject a fault.
 
-    rounds: the precision that P and dS are rounded to before they are multiplied.
+    rounds: precision to which P and dS are rounded before products.
     """
     real, group = p.dtype.sums.type, p.group
     q, k, v, o, lse, do = (inputs[x].astype(real) for x in ("Q", "K", "V", "O", "lse", "dO"))
@@ -55,7 +55,7 @@ def kernel(p, inputs, *, scale=None, shift=0, delta=True, keys=None, rounds=None
     shared = (p.batch, p.kv_heads, group * p.M)
 
     def over_rows(weights, values):
-        """Over the rows of all heads that share a key head."""
+        """Sums over the rows of all heads that share a key head."""
         return summed(weights.reshape(*shared, p.N).mT, values.reshape(*shared, values.shape[-1]))
 
     found = {"dQ": summed(dS, k) * scale, "dK": over_rows(dS, q) * scale, "dV": over_rows(P, do)}
@@ -109,7 +109,7 @@ def test_sums_of_equal_numbers_are_accepted(dtype):
     assert max(worst(p, inputs, kernel(p, inputs)).values()) < 1
 
 
-# What is wrong, the outputs that show it, and how the kernel that does it is called.
+# Faults: the outputs that reveal them, and a kernel call with the fault.
 FAULTS = {
     "last key dropped": ("dQ", lambda p, x: kernel(p, x, keys=p.N - 1)),
     "mask one key short": ("dQ", lambda p, x: kernel(p, x, shift=-1)),
@@ -236,7 +236,7 @@ def test_samples_of_gradients_are_smaller():
     assert 4 < len(backward) < len(forward) / 4
     small = Problem.of_sizes(batch=2, heads=4, M=300, d=16)
     assert sampling.excerpts(small, 0, "backward") == [None]
-    # Few keys are read by many rows: their gradients are what takes long, however few there are.
+    # With many rows and few keys, the key gradients dominate the time.
     assert len(sampling.excerpts(Problem.of_sizes(M=100_000, N=16, d=160), 0, "backward")) <= 6
 
 
@@ -260,14 +260,14 @@ def test_a_large_forward_pass_is_left_to_a_kernel(monkeypatch):
             kernels[name].astype(float), array.astype(float), atol=2e-3, rtol=2e-3
         )
         assert kernels[name].dtype == array.dtype
-    monkeypatch.setattr(cases, "choose_kernel", None)  # not used without an engine
+    monkeypatch.setattr(cases, "choose_kernel", None)  # must not be called without an engine
     np.testing.assert_array_equal(Case("backward", p, 3).inputs()["O"], plain["O"])
 
 
 @pytest.mark.parametrize("scale", [1e9, 1e36, -1e36])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_of_huge_scores_is_rejected(dtype, scale):
-    """Rounding may decide all weights, none of which is NaN or infinite."""
+    """Rounding may decide every weight, but no weight is NaN or infinite."""
     p, inputs = case(dtype, scale=scale)
     exact = BACKWARD.reference(inputs, p, [None])[None]
     right = {"dV": exact["dV"].value.astype(p.dtype.numpy)}

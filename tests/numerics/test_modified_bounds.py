@@ -1,4 +1,4 @@
-"""Bounds of modified scores, sinks and gradients of lse: a kernel in float32 keeps them."""
+"""Bounds of modified scores, sinks and gradients of lse: a float32 kernel satisfies them."""
 
 import numpy as np
 import pytest
@@ -34,9 +34,9 @@ MASK = "(doc[key] == doc[position]) & (key <= position)"
 
 
 class Kernel:
-    """A problem, and attention with its gradients as one thread per row computes them.
+    """A problem, with attention and gradients as one thread per row computes them.
 
-    dtype: of the arrays. rounding: what operands of products are rounded to by design, or None.
+    dtype: dtype of the arrays. rounding: precision of product operands, or None.
     """
 
     def __init__(
@@ -63,11 +63,10 @@ class Kernel:
         self.how = {"scale": self.scale, "mods": self.mods, "sink": self.sink}
 
     def rounded(self, x):
-        """An operand of a product."""
         return reference.rounded(x, self.operands)
 
     def scores(self, text=None):
-        """Scores and their derivatives, every sum term after term; -inf where hidden."""
+        """Returns scores and their derivatives, summed term by term; hidden scores are -inf."""
         q, k = (self.rounded(x) for x in (self.q, np.repeat(self.k, H // HK, 1)))
         total = np.zeros((B, H, M, N), F)
         for i in range(k.shape[-1]):
@@ -112,7 +111,7 @@ class Kernel:
             "dV": (P.mT @ dout).reshape(*shared, N, -1).sum(2),
         }
         found = {name: reference.rounded(x, self.dtype) for name, x in found.items()}
-        if self.sink is not None:  # float32
+        if self.sink is not None:  # dsink stays float32
             found["dsink"] = -(np.exp(self.sink[:, None] - lse) * D).sum((0, 2)).astype(F)
         return found
 
@@ -139,7 +138,7 @@ class Kernel:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", TEXTS)
 def test_a_correct_kernel_is_accepted(name, masked):
-    """And uses a part of the bounds."""
+    """Errors stay below 0.8 of the bounds, but not far below."""
     worst = {}
     for seed, d in enumerate((1, 16, 64)):
         kernel = Kernel(TEXTS[name], d, masked=masked, sink=seed != 1, seed=seed)
@@ -167,7 +166,7 @@ def test_a_derivative_that_is_left_out_is_rejected():
     assert min(ratios["dQ"], ratios["dK"]) > 1 > ratios["dV"]
 
 
-# A text with a fault, that of the right one, and the results that show it.
+# Faults: the right expression's name, a wrong expression, and the results that reveal it.
 FAULTS = {
     "cap off by 1e-3": ("softcap", "cap * tanh(score / (cap * 1.001))", "O lse dQ dK dV"),
     "no cap": ("softcap", "score", "O lse dQ dK dV"),
@@ -189,7 +188,7 @@ FAULTS_OF_SINKS = {
 def test_faults_of_texts_are_rejected(fault):
     name, wrong, results = FAULTS[fault]
     kernel = Kernel(TEXTS[name], 16, sink=True)
-    kernel.names["max"] = np.maximum  # of whole numbers
+    kernel.names["max"] = np.maximum  # for integers
     ratios = kernel.forward_and_backward(text=wrong)
     assert all(ratios[x] > 1 for x in results.split()), ratios
 
@@ -212,7 +211,7 @@ def test_faults_of_sinks_are_rejected(fault):
 
 
 def test_far_keys_do_not_widen_the_bounds():
-    """ALiBi of far keys has large errors, of weights that are 0."""
+    """ALiBi scores of far keys have large errors, but their weights are 0."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(1, 1, x, 16)).astype(F) for x in (2, 4000, 4000))
     alibi = Expression.of("score_mod", "score - 0.5 * abs(position - key)")
@@ -254,7 +253,7 @@ def test_operations_take_sinks_and_gradients_of_lse_also_in_excerpts():
 
 @pytest.mark.parametrize("text", ["where(key == 3, 1e30, score) * 1e30", "score - 1e30 * 1e30"])
 def test_scores_beyond_float32_leave_their_row_without_bounds(text):
-    """Where they have a weight: -1e60 hides a key, unless all keys have it."""
+    """Only scores with a weight matter: -1e60 hides a key, unless all keys have this score."""
     kernel = Kernel(text, 4)
     assert all(np.isposinf(x.bound).all() for x in kernel.expected().values())
     kernel = Kernel("where(key < 3, score - 1e30 * 1e30, score)", 4)
@@ -263,7 +262,7 @@ def test_scores_beyond_float32_leave_their_row_without_bounds(text):
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_sums_of_scores_that_overflow_leave_the_rows_that_see_them_without_bounds(masked):
-    """Although a cap makes a usual number of each score, partial sums may be NaN."""
+    """Although softcap bounds each score, partial sums of q·k may be NaN."""
     kernel = Kernel("cap * tanh(score / cap)", 4, masked=masked)
     kernel.q[0, 0, 5], kernel.k[0, 0, 60] = 1e20, [1e20, -1e20, 1e20, -1e20]
     for x in kernel.expected().values():

@@ -1,4 +1,4 @@
-"""Modified scores, their gradients and decoding against onnx's reference evaluator and jax."""
+"""Modified scores, gradients and decoding, compared with onnx's evaluator and JAX."""
 
 import numpy as np
 import pytest
@@ -7,12 +7,12 @@ import cupyfa
 
 pytestmark = pytest.mark.slow
 rng = np.random.default_rng(0)
-HEADS, KV_HEADS, M, N, D = 4, 2, 9, 13, 16  # onnx has the root of the scale in float32: 1/2
+HEADS, KV_HEADS, M, N, D = 4, 2, 9, 13, 16  # sqrt(scale) = 1/2 is exact in onnx's float32
 Q, K, V = (rng.standard_normal((2, h, n, D)) for h, n in ((HEADS, M), (KV_HEADS, N), (KV_HEADS, N)))
 BIAS, MASK = rng.standard_normal((HEADS, M, N)), rng.random((2, 1, M, N)) < 0.8
 MASK[..., 0] = True
 SLOPES, SINK = 0.5 ** np.arange(HEADS), rng.standard_normal(HEADS)
-OPSET = 24  # of RotaryEmbedding-23, Attention-24 and TensorScatter-24
+OPSET = 24  # RotaryEmbedding-23, Attention-24, TensorScatter-24
 ON = {"backend": "simulator", "kernel": "fa2"}
 
 
@@ -32,7 +32,7 @@ def test_onnx(ours, mask, theirs):
 
 
 def of_onnx(operator, *inputs, **attributes):
-    """The result of one of onnx's operators for arrays of float64; None is an input left out."""
+    """Runs an onnx operator on float64 arrays; None is an omitted input."""
     onnx = pytest.importorskip("onnx")
     from onnx import TensorProto, helper
     from onnx.reference import ReferenceEvaluator
@@ -62,7 +62,7 @@ LENGTHS = np.array([0, 7, CAPACITY - TOKENS])
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 @pytest.mark.parametrize("options", [{}, {"softcap": 0.75}], ids=["plain", "softcap"])
 def test_decoding_of_onnx(options, interleaved):
-    """RotaryEmbedding of queries and keys, TensorScatter of keys and values, Attention to them."""
+    """Applies RotaryEmbedding to queries and keys, TensorScatter to the cache, then Attention."""
     q = rng.standard_normal((BATCH, HEADS, TOKENS, D))
     k, v = rng.standard_normal((2, BATCH, KV_HEADS, CAPACITY, D))
     new_k, new_v = rng.standard_normal((2, BATCH, KV_HEADS, TOKENS, D))
@@ -78,7 +78,7 @@ def test_decoding_of_onnx(options, interleaved):
         of_onnx("TensorScatter", old, new, LENGTHS, axis=2)
         for old, new in ((k, turned(new_k)), (v, new_v))
     )
-    seen = np.arange(CAPACITY) <= places[:, None, :, None]  # by hand: causal, bottom-right
+    seen = np.arange(CAPACITY) <= places[:, None, :, None]  # causal, bottom-right
     how = {"scale": D**-0.5, **options}
     expected = of_onnx("Attention", turned(q), keys, values, seen, **how)
 
@@ -91,7 +91,7 @@ def test_decoding_of_onnx(options, interleaved):
 
 
 def test_lengths_of_onnx():
-    """One new token of each sequence, whose keys are counted by nonpad_kv_seqlen."""
+    """Decodes one new token per sequence; nonpad_kv_seqlen counts its keys."""
     q = rng.standard_normal((BATCH, HEADS, 1, D))
     k, v = rng.standard_normal((2, BATCH, KV_HEADS, CAPACITY, D))
     used = LENGTHS + 1
@@ -120,11 +120,11 @@ def test_attention_of_jax(jax, ours, theirs):
     q, k, v = (x.swapaxes(1, 2) for x in (Q, K, V))
     expected = jax.nn.dot_product_attention(q, k, v, **theirs)
     out = cupyfa.attention(q, k, v, layout="bshd", **ours, **ON)
-    np.testing.assert_allclose(out, expected, atol=2e-6)  # its softmax is of float32
+    np.testing.assert_allclose(out, expected, atol=2e-6)  # JAX computes the softmax in float32
 
 
 def test_gradients_of_jax(jax):
-    """Everything at once, differentiated by jax; a gradient of lse too."""
+    """Combines all options, including a gradient of lse; JAX differentiates."""
     jnp = jax.numpy
     head = np.arange(HEADS)[:, None, None]
     position, key = np.arange(M)[:, None] + N - M, np.arange(N)

@@ -1,4 +1,4 @@
-"""The reference against three lines of NumPy and finite differences."""
+"""The reference, compared with three lines of NumPy and with finite differences."""
 
 import ml_dtypes
 import numpy as np
@@ -17,7 +17,7 @@ def inputs(shape_q, shape_k, dv, seed=0):
 
 
 def naive(q, k, v, scale, causal_offset=None):
-    """Attention by its definition: every row must see a key, and no exponential may overflow."""
+    """Computes attention by its definition; needs a visible key per row and finite exponentials."""
     k, v = (np.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
     P = np.exp(scale * q @ k.mT)
     if causal_offset is not None:
@@ -59,7 +59,7 @@ def test_rows_without_a_key_are_empty():
     out, lse = reference.attention(q, k, v, scale=0.5, causal_offset=-2)
     assert np.all(out[0, 0, :2] == 0) and np.all(lse[0, 0, :2] == -INF)
     assert np.all(out[0, 0, 2:] != 0) and np.all(np.isfinite(lse[0, 0, 2:]))
-    np.testing.assert_allclose(out[0, 0, 2], v[0, 0, 0])  # row 2 sees key 0 alone
+    np.testing.assert_allclose(out[0, 0, 2], v[0, 0, 0])  # row 2 sees only key 0
 
 
 def test_scores_of_minus_infinity_only_make_a_row_empty():
@@ -90,7 +90,7 @@ def test_a_nonfinite_query_changes_only_its_row(poison, causal_offset):
     q, k, v = inputs((2, 2, 5, 4), (2, 2, 5, 4), dv=3)
     expected = reference.attention(q, k, v, scale=0.5, causal_offset=causal_offset)
     q[0, 1, 3] = poison
-    k[0, 1, :, 0], k[0, 1, :, 1:] = np.abs(k[0, 1, :, 0]), 1.0  # q of inf has scores of +inf
+    k[0, 1, :, 0], k[0, 1, :, 1:] = np.abs(k[0, 1, :, 0]), 1.0  # infinite q have scores of +inf
     actual = reference.attention(q, k, v, scale=0.5, causal_offset=causal_offset)
     spoilt = np.zeros((2, 2, 5), bool)
     spoilt[0, 1, 3] = True
@@ -138,7 +138,7 @@ def test_any_size_may_be_zero(axis, causal_offset):
 
 @pytest.mark.parametrize("precision", ["float16", "bfloat16", "float32", "tf32"])
 def test_same_precision_rounds_every_step(precision):
-    """Written out for one head; out is the exact same numbers, lse of float32."""
+    """Compares with the formula for one head: out has equal bits, lse is float32."""
     q, k, v = inputs((1, 1, 9, 8), (1, 1, 11, 8), dv=8)
     out, lse = reference.attention(q, k, v, scale=0.3, precision=precision)
     r = lambda x: reference.rounded(x, precision)  # noqa: E731 - the formula reads best so
@@ -176,7 +176,7 @@ def test_tf32_is_the_nearest_number_with_so_many_bits():
     x = np.concatenate([bits, ties, ties - 1, ties + 1, edges, edges | 2**31]).view(np.float32)
     x = x[~np.isnan(x)]
     mantissa, exponent = np.frexp(x.astype(np.float64))
-    digits = np.where(np.abs(x) < 2.0**-126, exponent + 136, 11)  # subnormal ones have fewer
+    digits = np.where(np.abs(x) < 2.0**-126, exponent + 136, 11)  # subnormal numbers have fewer
     whole = np.ldexp(np.abs(mantissa), digits)
     expected = np.copysign(np.ldexp(np.floor(whole + 0.5), exponent - digits), x)
     expected[np.abs(expected) >= 2.0**128] *= np.inf
@@ -261,7 +261,7 @@ def test_a_nan_gradient_reaches_only_keys_of_its_row():
 
 
 def test_gradients_use_the_given_output_and_lse():
-    """As the formulas say, written out for one head."""
+    """Compares with the formulas for one head."""
     q, k, v = inputs((1, 1, 4, 3), (1, 1, 5, 3), dv=2)
     dout, out, lse = (np.random.default_rng(7).normal(size=(1, 1, 4, n)) for n in (2, 2, 1))
     dq, dk, dv = reference_gradients(dout, q, k, v, scale=0.6, out=out, lse=lse[..., 0])
@@ -276,7 +276,7 @@ def test_the_largest_scores_are_those_of_visible_keys():
     rng = np.random.default_rng(4)
     q, k, v = (rng.standard_normal((2, 3, rows, 8)) for rows in (9, 7, 7))
     scores = 0.5 * q @ k.mT
-    k[0, 0, 6, 0] = np.nan  # which row 8 alone sees
+    k[0, 0, 6, 0] = np.nan  # only row 8 sees it
     scores[~np.broadcast_to(np.arange(7) <= np.arange(9)[:, None] - 2, scores.shape)] = -np.inf
     wanted = scores.max(-1)
     wanted[0, 0, 8] = np.nan

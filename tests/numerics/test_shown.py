@@ -14,7 +14,7 @@ from cupyfa.problem.options import AttentionOptions
 
 SMALL = {"M": 16, "d": 8, "batch": 1, "heads": 1}
 HERE = {"backend": "simulator"}
-MOST = 400  # characters of a repr
+MOST = 400  # maximum length of a repr
 X = np.ones((1, 1, 4, 8), np.float32)
 
 

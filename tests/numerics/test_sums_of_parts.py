@@ -1,6 +1,6 @@
-"""Products of parts in float16 keep float32's accuracy, or a flag says that they do not.
+"""Products of float16 parts keep float32 accuracy, or a flag reports that they do not.
 
-The kernels are emulated in NumPy, with tensor cores that cut sums off; the simulator's are exact.
+The kernels are emulated in NumPy with tensor cores that truncate sums, unlike the simulator's.
 """
 
 import numpy as np
@@ -19,7 +19,7 @@ def drawn(make, M=32, N=320, d=64, seed=0):
 
 
 def errors(q, k, v, found, scale, **options):
-    """The largest errors of each row of O and of lse, as shares of their bounds."""
+    """Returns each row's largest error of O and of lse, relative to its bound."""
     inputs = (x[None, None] for x in (q, k, v))
     expected = tolerance.expected_attention(
         *inputs, dtype="float32", scale=scale, roundings=(None,), **options
@@ -53,7 +53,7 @@ def test_rows_that_parts_do_not_hold_have_flags(kind):
 
 @pytest.mark.parametrize("size", [1e6, 1e12, 1e30])
 def test_hidden_keys_that_are_larger_cost_flags_at_most(size):
-    """The second half of the keys is hidden from the first queries."""
+    """The second half of the keys is hidden from all queries."""
     q, k, v = drawn(HELD["normal"], M=64, N=128)
     k[64:] *= size
     v[64:] *= size
@@ -64,7 +64,7 @@ def test_hidden_keys_that_are_larger_cost_flags_at_most(size):
 
 
 def test_long_sums_are_added_in_registers():
-    """Of numbers above 0, whose sums over all keys tensor cores would cut off far too much."""
+    """Sums positive numbers over all keys, which tensor cores would truncate far too much."""
     rng = np.random.default_rng(0)
     N, d = 16384, 16
     q, k, v = (rng.random((rows, d), F) for rows in (4, N, N))
@@ -74,7 +74,7 @@ def test_long_sums_are_added_in_registers():
 
 
 def test_the_model_of_tensor_cores():
-    """What products of an H100 gave: sums are aligned to the largest term, and cut off."""
+    """Matches products measured on an H100: sums are aligned to the largest term and truncated."""
     one, ulp = np.ones(1), 2.0**-23
 
     def added(product, count, first=1.0):
@@ -87,7 +87,7 @@ def test_the_model_of_tensor_cores():
 
 
 def drawn_gradients(make, M=64, N=96, d=64):
-    """Inputs of gradients, and O and lse of them, of one head."""
+    """Returns one head's inputs of gradients, including O and lse."""
     q, k, v = drawn(make, M=M, N=N, d=d)
     do = normal(np.random.default_rng(1), M, d)
     inputs = (x[None, None] for x in (q, k, v))
@@ -96,7 +96,7 @@ def drawn_gradients(make, M=64, N=96, d=64):
 
 
 def shares_of_gradients(inputs, found, scale=0.125):
-    """The largest error of each row, as a share of its bound, and its flag: of dQ, dK and dV."""
+    """Yields each row's largest error relative to its bound, and its flag, for dQ, dK and dV."""
     given = (x[None, None] for x in inputs)
     expected = tolerance.expected_gradients(*given, dtype="float32", scale=scale)[None]
     for name, (got, flags) in zip(("dQ", "dK", "dV"), found):
@@ -106,8 +106,8 @@ def shares_of_gradients(inputs, found, scale=0.125):
         yield np.where(np.isnan(share), np.inf, share), flags
 
 
-# Keys that are all equal have dQ = 0, values that cancel D = 0; columns of V of all sizes are too
-# much for rows of dO.
+# Whether dQ, dK and dV have flags. Equal keys give dQ = 0, and values that cancel give D = 0; if
+# V's columns vary widely in magnitude, the parts of a dO row cannot represent the products.
 FLAGGED = {
     "equal": [True, False, False],
     "cancelling": [True, True, True],

@@ -1,4 +1,4 @@
-"""The bounds accept correct kernels and reject faulty ones; both are simulated in NumPy."""
+"""The bounds accept correct kernels and reject faulty ones; both are emulated in NumPy."""
 
 from dataclasses import dataclass
 
@@ -14,13 +14,11 @@ from cupyfa.problem.dtypes import dtype_named
 
 
 def attention_verdicts(results, q, k, v, rounding=None, **options):
-    """Compares the results of an attention kernel with the reference."""
     expected = tolerance.expected_attention(q, k, v, roundings=(rounding,), **options)
     return tolerance.compare(results, expected[rounding])
 
 
 def softmax_verdicts(results, x, *, dtype):
-    """The same for a softmax."""
     return tolerance.compare(results, tolerance.expected_softmax(x, dtype=dtype))
 
 
@@ -31,7 +29,7 @@ def test_bounds_take_a_scale_for_each_head(scale):
         tolerance.expected_attention(q, k, v, scale=x, dtype="float16", roundings=(None,))[None]
         for x in (scale, np.full((2, 1, 1), scale))
     )
-    for name in one:  # a float64 array is not rounded to float32, as a Python number is
+    for name in one:  # a float64 array is not rounded to float32, unlike a Python number
         np.testing.assert_allclose(each[name], one[name], rtol=0.01)
 
 
@@ -44,7 +42,7 @@ INF, NAN = np.inf, np.nan
 
 @dataclass
 class Case:
-    """An attention problem with its inputs, and the name by which failures call it."""
+    """An attention problem with its inputs, and its name in failure messages."""
 
     q: np.ndarray
     k: np.ndarray
@@ -62,20 +60,20 @@ class Case:
         return max(verdict.ratio for verdict in self.verdicts(results, rounding))
 
     def accepted(self, **how):
-        """The results of a correct kernel, which are within the bounds."""
+        """Returns a correct kernel's results after checking them against the bounds."""
         results = kernel(self, **how)
         require(self.verdicts(results, how.get("rounding")), self.name)
         return results
 
     def worst_with(self, results, index, value, rounding=None):
-        """The largest ratio when one element of O has another value."""
+        """Returns the largest ratio of error to bound when one element of O is replaced."""
         out = results["O"].astype(np.float64)
         out[index] = value
         return self.worst({"O": out}, rounding)
 
 
 def case(dtype, distribution, M, N, d, dv=None, *, heads=2, kv_heads=1, causal_offset=None, seed=0):
-    """Random inputs; with "peaky" large scores give few keys all the weight."""
+    """Draws random inputs; in "peaky" ones, large scores give few keys all the weight."""
     rng = np.random.default_rng([seed, M, N, d])
     draw = rng.random if distribution == "uniform" else rng.standard_normal
     q, k, v = (draw((1, *s)) for s in ((heads, M, d), (kv_heads, N, d), (kv_heads, N, dv or d)))
@@ -89,11 +87,11 @@ def case(dtype, distribution, M, N, d, dv=None, *, heads=2, kv_heads=1, causal_o
 def kernel(
     c, *, rounding=None, scale=None, causal_offset=None, keys=None, base2=False, tile=32, seed=0
 ):
-    """The online softmax as one GPU thread per row computes it: every sum term after term.
+    """Emulates online softmax with one GPU thread per row, which sums term by term.
 
-    It works in float32 (float64 for float64), without fused multiply-adds, and its exponentials
-    are wrong by up to 2 units in the last place. P is rounded to a narrow dtype before it
-    multiplies V. `scale`, `causal_offset` and the number of `keys` may differ from the case's.
+    It computes in float32 (float64 for float64) without fused multiply-adds, and its exponentials
+    are off by up to 2 units in the last place. P is rounded to a narrow dtype before it multiplies
+    V. `scale`, `causal_offset` and the number of `keys` may differ from the case's.
     """
     real = np.float64 if c.dtype == "float64" and rounding is None else np.float32
     narrow = rounding or (c.dtype if c.dtype in ("float16", "bfloat16") else None)
@@ -142,7 +140,7 @@ def kernel(
 
 
 def baseline(c):
-    """Matrix product, softmax, matrix product, with S and P kept in the dtype of the inputs."""
+    """Emulates two matrix products with a softmax between; S and P have the inputs' dtype."""
     real = np.float64 if c.dtype == "float64" else np.float32
     q, k, v = (x.astype(real) for x in (c.q, c.k, c.v))
     S = reference.rounded((q @ k.mT) * real(c.scale), c.dtype).astype(real)
@@ -189,7 +187,7 @@ def test_a_kernel_that_rounds_by_design_is_accepted(dtype, rounding):
 def test_correct_kernels_are_accepted_on_small_problems(
     dtype, distribution, M, N, d, dv, heads, scale, causal_offset, rounding, seed
 ):
-    """With few outputs the error of the plain computation may be zero by chance."""
+    """With few outputs, the plain computation may have no error by chance."""
     c = case(dtype, distribution, M, N, d, dv, heads=heads[0], kv_heads=heads[1], seed=seed)
     c.scale, c.causal_offset = scale, causal_offset
     c.accepted(rounding=rounding, base2=seed % 2)
@@ -304,7 +302,7 @@ def test_subnormal_numbers_may_be_flushed_to_zero():
 
 
 def test_scores_beyond_float16_must_be_right():
-    """Scores are sums, and those are float32: only the plain computation overflows."""
+    """Scores are accumulated in float32; only the plain computation overflows."""
     c = case("float16", "normal", 5, 45, 64)
     c.q, c.k = (reference.rounded(300 * x, "float16") for x in (c.q, c.k))
     good = c.accepted()
@@ -314,7 +312,7 @@ def test_scores_beyond_float16_must_be_right():
 @pytest.mark.parametrize("signs", [(1, 1), (-1, -1), (1, -1)], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_sums_of_scores_that_overflow_leave_their_row_without_bounds(dtype, signs):
-    """The order of a sum of products of both signs decides whether it is infinite or NaN."""
+    """Depending on the order, a sum of terms of both signs is infinite or NaN."""
     c = case(dtype, "normal", 3, 4, 2)
     large = 1e160 if dtype == "float64" else 1e20
     c.q /= large
@@ -331,7 +329,7 @@ def test_sums_of_scores_that_overflow_leave_their_row_without_bounds(dtype, sign
 
 @pytest.mark.parametrize("q", [(1e19, 1e19), (NAN, 1e20)], ids=str)
 def test_scores_that_are_the_same_in_every_order_keep_their_bounds(q):
-    """No partial sum of 2e38 - 1.9e38 overflows, and NaN takes part in every sum."""
+    """No partial sum of 2e38 - 1.9e38 overflows, and NaN is part of every sum."""
     c = case("float32", "normal", 3, 4, 2)
     c.q[:, :, 1], c.k[:, :, 2] = q, (2e19, -1.9e19)
     good = c.accepted()
@@ -339,7 +337,7 @@ def test_scores_that_are_the_same_in_every_order_keep_their_bounds(q):
 
 
 def test_a_row_without_bounds_does_not_widen_those_of_others():
-    """Its scores are all -inf in bfloat16, which gives O = 0, far from the reference."""
+    """Scores of the row are all -inf in bfloat16, so O = 0, far from the reference."""
     c = case("bfloat16", "normal", 2, 4, 2)
     c.q[:, :, 1], c.k[:, :, :] = 1e20, -1e20
     c.q[:, :, 0] = 0
@@ -356,7 +354,7 @@ def test_inputs_beyond_float16_are_excused_only_with_rounding():
     results = kernel(c, rounding="float16")
     assert np.isnan(results["O"][0, 0, 1]).any() or np.isinf(results["lse"][0, 0, 1])
     require(c.verdicts(results, "float16"), c.name)
-    assert c.worst(results) == INF  # one that does not round has no such excuse
+    assert c.worst(results) == INF  # not allowed without rounding to float16
     results["O"][0, 0, 2, 3] += 0.1
     assert c.worst(results, "float16") > 1
 
@@ -378,7 +376,7 @@ def test_require_names_the_case_and_every_failure():
     "results, options, message",
     [
         ({"o": np.zeros((1, 2, 3, 16))}, {}, "result 'o' is unknown; use one of O, lse"),
-        ({"O": np.zeros((1, 2, 4, 16))}, {}, r"O has shape \(1, 2, 4, 16\); the inputs make it"),
+        ({"O": np.zeros((1, 2, 4, 16))}, {}, r"O has shape \(1, 2, 4, 16\); its shape must be"),
         ({}, {"dtype": "half"}, "dtype 'half' is unknown; use one of float16, "),
         ({}, {"rounding": "fp8"}, "rounding 'fp8' is unknown; use None or one of float64, "),
     ],
@@ -405,7 +403,7 @@ def test_any_size_may_be_zero(dtype, axis):
 
 
 def softmax_kernel(x, dtype, base2=False, seed=0):
-    """Softmax as a thread computes it: in float32, sums in order, exponentials off by 2 ulp."""
+    """Emulates the softmax of one thread: float32, ordered sums, exponentials off by 2 ulp."""
     real = np.float64 if dtype == "float64" else np.float32
     rng, eps = np.random.default_rng(seed), np.finfo(real).eps
     with np.errstate(all="ignore"):
@@ -474,7 +472,7 @@ def test_scores_beyond_float32_may_give_anything_in_their_row_only():
 
 
 def test_an_infinite_value_of_a_vanishing_weight_may_be_nan():
-    """exp(-200) is a number in float64 and 0 in float32, where 0 * infinity is NaN."""
+    """exp(-200) is nonzero in float64 but 0 in float32, where 0 * infinity is NaN."""
     q, k = np.ones((1, 1, 1, 1), "f4"), np.array([0, -200], "f4").reshape(1, 1, 2, 1)
     v = np.array([[1, 1], [np.inf, 1]], "f4").reshape(1, 1, 2, 2)
     kwargs = {"scale": 1.0, "causal_offset": None, "dtype": "float32"}
@@ -488,7 +486,7 @@ def test_an_infinite_value_of_a_vanishing_weight_may_be_nan():
 @pytest.mark.parametrize("kind", e4m3_sums.KINDS)
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_scores_of_e4m3_have_the_error_of_their_sums(kind, d):
-    """With one key lse is a score. Random sums come near the bound, and none exceeds it."""
+    """With one key, lse is the score. Errors come close to the bound and never exceed it."""
     q, k = (e4m3_sums.drawn(kind, (1, 1, n, d), n) for n in (2000, 1))
     scale = 3 * d**-0.5
     want = tolerance.expected_attention(

@@ -1,4 +1,4 @@
-"""Rules of the code that a test can check."""
+"""Rules of the code base that tests can check."""
 
 import ast
 import graphlib
@@ -19,8 +19,8 @@ from cupyfa.runtime import merging, tile_maps
 
 PACKAGE = Path(cupyfa.__file__).parent
 TESTS = Path(__file__).parents[1]
-# Each layer imports only from layers that stand before it. Those of lab are the workshop: the
-# library, which is all others, works without it.
+# Each layer imports only earlier layers. The library, which is everything outside lab, works
+# without lab.
 LAYERS = [
     {"version", "errors"},
     {"cache_folder"},
@@ -45,10 +45,10 @@ LAYERS = [
 ]
 LEVEL = {name: level for level, layer in enumerate(LAYERS) for name in layer}
 TOP = {name.split(".")[0] for name in LEVEL}
-# Files that commands hand out to users.
+# User scripts that commands hand out, exempt from these rules.
 HANDED_OUT = {PACKAGE / "lab" / x for x in ("commands/templates", "exercises/tasks")}
 MODULES = sorted(x for x in PACKAGE.rglob("*.py") if HANDED_OUT.isdisjoint(x.parents))
-OTHER_TESTS = {"helpers", "kernels", "package", "pages", "tools"}  # besides those of the rooms
+OTHER_TESTS = {"helpers", "kernels", "package", "pages", "tools"}  # not named after a package
 
 
 def module_name(path: Path) -> str:
@@ -66,7 +66,7 @@ def level_of(name: str) -> int:
 
 
 def executed(node: ast.AST) -> Iterator[ast.AST]:
-    """A node and those inside it, in functions too, without what only type checkers read."""
+    """Yields a node and its descendants, except code that only type checkers read."""
     if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
         return
     yield node
@@ -75,7 +75,7 @@ def executed(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def imports(path: Path) -> set[str]:
-    """Names that a file imports when it runs, anywhere in it."""
+    """Returns the names that a file imports at run time, anywhere in it."""
     names = set()
     for node in executed(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -87,7 +87,7 @@ def imports(path: Path) -> set[str]:
 
 
 def own_module(name: str) -> str | None:
-    """The project's module that an import names, or None for other people's."""
+    """Returns the cupyfa module that an import names, or None for other packages."""
     if name.split(".")[0] != "cupyfa":
         return None
     parts = name.split(".")[1:]
@@ -197,7 +197,7 @@ def test_the_entry_point_bears_its_files_name():
         assert entries == [launch.entry] == [path.stem]
 
 
-# Instructions that name up to 128 registers are lists, which nothing else can write.
+# Instructions with up to 128 register operands, which only macros can write.
 WITH_MACROS = ("wgmma.cuh", "wgmma_columns.cuh", "wgmma_rows.cuh")
 
 

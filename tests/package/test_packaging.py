@@ -21,7 +21,7 @@ from cupyfa.ladder import LADDER
 TREE = Path(__file__).resolve().parents[2]
 VERSION = cupyfa.__version__
 RUN = ["run", "fa2", "-M", "9", "-N", "9", "-d", "8", "--seed", "1", "--backend", "simulator"]
-# What builds packages; where it is missing, it is fetched.
+# Build requirements; pip downloads them where they are missing.
 BACKEND = ("editables", "hatch_fancy_pypi_readme", "hatchling")
 HAS_BACKEND = all(importlib.util.find_spec(name) for name in BACKEND)
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def call(*command, cwd, **env):
-    """The output of a program that must succeed, without this environment's own paths."""
+    """Returns the output of a program that must succeed, run without PYTHONPATH."""
     plain = {k: x for k, x in os.environ.items() if k not in ("PYTHONPATH", "PYTHONSAFEPATH")}
     done = subprocess.run(
         [str(part) for part in command],
@@ -48,7 +48,7 @@ def call(*command, cwd, **env):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """(sdist, wheel from it, wheel from the tree)."""
+    """Builds the sdist, a wheel from it, and a wheel from the tree."""
     folder = tmp_path_factory.mktemp("built")
     build = [sys.executable, "-m", "build", *(["--no-isolation"] if HAS_BACKEND else [])]
     call(*build, "--outdir", folder / "both", TREE, cwd=folder)
@@ -60,13 +60,13 @@ def built(tmp_path_factory):
 
 
 def contents(wheel):
-    """The bytes of each file of a wheel; RECORD lists them and may do so in any order."""
+    """Maps a wheel's files to their bytes, except RECORD, whose order may vary."""
     with zipfile.ZipFile(wheel) as file:
         return {name: file.read(name) for name in file.namelist() if not name.endswith("RECORD")}
 
 
 def texts(sdist):
-    """The text of each file of an sdist, by its path in the project."""
+    """Maps paths in the project to the texts of an sdist's files."""
     with tarfile.open(sdist) as file:
         return {
             member.name.partition("/")[2]: file.extractfile(member).read().decode()
@@ -85,7 +85,8 @@ def test_the_wheel_has_exactly_the_package(built):
     files = set(contents(built[1]))
     expected = {"cupyfa/cli.py"}
     expected |= {f"cupyfa/{file.relative_to(TREE)}" for file in (TREE / "kernels").rglob("*.cu*")}
-    for ending in ("*.py", "*.csv", "*.h", "*.cu", "*.cuh", "*.cpp", "py.typed"):
+    endings = "*.py *.csv *.h *.cu *.cuh *.cpp *.md *.toml py.typed"
+    for ending in endings.split():
         expected |= {str(file.relative_to(TREE)) for file in (TREE / "cupyfa").rglob(ending)}
     info = {file for file in files if file.startswith(f"cupyfa-{VERSION}.dist-info/")}
     assert files - info == expected
@@ -131,7 +132,7 @@ def test_the_metadata_name_authors_versions_and_licence(built):
 
 
 def test_hints_install_packages_that_an_index_has():
-    """cupyfa itself may come from a checkout or a wheel, so hints name what an extra adds."""
+    """cupyfa may come from a checkout or a wheel, so hints name the packages that an extra adds."""
     code = "".join(file.read_text(encoding="utf-8") for file in (TREE / "cupyfa").rglob("*.py"))
     extras = (TREE / "pyproject.toml").read_text(encoding="utf-8")
     hints = set(re.findall(r"pip install ([\w-]+)", code))
@@ -146,7 +147,7 @@ FOREIGN = {
     "an address in one network": r"\b(10|127|172|192)(\.\d{1,3}){3}\b",
 }
 
-# Where gradients are joined to it and where that is tested; what is timed beside it by hand.
+# Files that may mention torch: joining gradients and its test, and a manual benchmark.
 WITH_TORCH = ("docs/howto/frameworks.md", "tests/kernels/test_backward.py", "tools/host_times.py")
 
 
@@ -164,14 +165,13 @@ def test_nothing_foreign_is_in_the_project(built, what):
 
 
 def libraries():
-    """Where the libraries of this environment lie."""
     found = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     return sorted(found | set(site.getsitepackages() if site.ENABLE_USER_SITE else ()))
 
 
 @pytest.fixture
 def environment(tmp_path):
-    """A function that makes a virtual environment, sees this one's libraries, and installs."""
+    """Returns a function that installs into a new virtual environment with this one's libraries."""
 
     def make(*arguments):
         folder = tmp_path / "venv"
@@ -194,7 +194,7 @@ def environment(tmp_path):
 
 
 def works(command, folder):
-    """Checks that the command line works."""
+    """Checks version, list and run of the command line."""
     assert call(*command, "--version", cwd=folder) == f"cupyfa, version {VERSION}\n"
     rows = json.loads(call(*command, "list", "--format", "json", cwd=folder))
     assert {row["kernel"] for row in rows} == {k for kernels in LADDER.values() for k in kernels}
@@ -202,7 +202,7 @@ def works(command, folder):
 
 
 def root(python, cwd):
-    """Where a Python finds kernels/ and cli.py."""
+    """Returns the folder in which a Python finds kernels/ and cli.py."""
     return Path(
         call(python, "-c", "from cupyfa.planner.source import ROOT; print(ROOT)", cwd=cwd).strip()
     )
@@ -245,9 +245,9 @@ def test_the_unpacked_sdist(built, environment, tmp_path):
 
 
 def test_the_import_is_fast_and_imports_neither_cupy_nor_click(tmp_path):
-    """Compared with NumPy's import in the same process, as both depend on the machine.
+    """Compares with NumPy's import in the same process, since both depend on the machine.
 
-    The first process writes the bytecode of both, as installing them would.
+    The first process writes the bytecode of both, as an installation would.
     """
     bytecode = {"PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
     code = """

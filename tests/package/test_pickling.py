@@ -1,4 +1,4 @@
-"""Everything public survives pickle and copy.deepcopy, or says in a clear error that it cannot."""
+"""Every public object survives pickle and copy.deepcopy, or raises a clear error."""
 
 import copy
 import importlib
@@ -35,14 +35,14 @@ def attended():
 
 
 def masked():
-    """A block mask that a call has used: it keeps maps then."""
+    """Returns a block mask after a call, which stores tile maps in it."""
     mask = cupyfa.block_mask(mask_mod="key <= query + x", M=6, N=6, captured={"x": 1}, **SIM)
     cupyfa.attention(Q, K, V, mask=mask, kernel="fa2", **SIM)
     return mask
 
 
 def cached():
-    """A cache that `attention` has used: it keeps the last call then."""
+    """Returns a cache after calls of `attention`, which store the last call in it."""
     k, v = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in (K, V))
     cache = cupyfa.KVCache(k, v, np.array([4], np.int32), layout="bshd")
     for _ in range(2):
@@ -57,7 +57,7 @@ def measured():
 
 
 def used():
-    """A backend that keeps calls."""
+    """Returns a backend with cached calls."""
     engine = cupyfa.Simulator(schedule=3, workers=2)
     for _ in range(3):
         cupyfa.attention(Q, K, V, kernel="fa2", backend=engine)
@@ -80,8 +80,8 @@ def packed():
     )[1]
 
 
-# Of each public class and of each function's results one object. Those that depend on what was done
-# with them before have been used.
+# One object of each public class and of each function's results. Objects that store state of calls
+# have been used in a call.
 EXAMPLES = {
     "AttentionOptions": lambda: AttentionOptions(causal=True, score_mod="score * 2"),
     "BlockMask": masked,
@@ -144,7 +144,7 @@ EXAMPLES = {
 
 
 def public():
-    """The names of all public classes, and of what public functions return."""
+    """Returns the names of all public classes and of the classes that public functions return."""
     found = set()
     for name in cupyfa.__all__:
         x = getattr(cupyfa, name)
@@ -167,7 +167,6 @@ def test_all_that_is_public_has_an_example():
 
 
 def exceptions():
-    """All exceptions of the library that are no private ones of a module."""
     found = set()
     for module in pkgutil.walk_packages(cupyfa.__path__, "cupyfa."):
         if any(x in module.name for x in NOT_IMPORTED):
@@ -194,7 +193,7 @@ def test_every_exception_comes_back_with_all_that_it_has():
 
 
 def equal(a, b):
-    """Whether two objects are alike, arrays by their elements."""
+    """Returns whether two objects are equal, comparing arrays by their elements."""
     if isinstance(a, np.ndarray):
         return np.array_equal(a, b)
     if isinstance(a, list | tuple):
@@ -227,7 +226,7 @@ def test_copies_of_masks_caches_and_pullbacks_work():
         assert np.array_equal(whole, again)
         cache = cached()
         copied = make(cache)
-        copied.lengths[0] = 3  # its own
+        copied.lengths[0] = 3  # changes only the copy
         one, two = (cupyfa.attention(Q[:, :, :1], x, **SIM) for x in (cache, copied))
         assert cache.lengths[0] == 4 and not np.array_equal(one, two)
         _, pull = attended()

@@ -1,4 +1,4 @@
-"""What tests of examples share."""
+"""Fixtures for tests of the examples."""
 
 import sys
 from importlib import import_module
@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def example(request):
-    """The module of a test's EXAMPLE, which finds other examples as if it were run."""
+    """Imports the module of a test's EXAMPLE with its folder in sys.path."""
     path = request.module.EXAMPLE
     sys.path.insert(0, str(path.parent))
     try:

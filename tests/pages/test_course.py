@@ -1,6 +1,7 @@
-"""The pages of the course: one outline, few words, code that is in the sources, and Chinese twins."""
+"""The pages of the course: one outline, few words, and code that is in the sources."""
 
 import re
+from itertools import pairwise
 
 import pytest
 
@@ -56,11 +57,12 @@ def test_every_line_of_code_on_a_page_is_in_the_sources(name):
 
 @pytest.mark.parametrize("name", PAGES)
 def test_drawings_fit_a_column(name):
-    drawings = "".join(re.findall(r"^```\n(.*?)^```$", read(name), re.M | re.S))
+    blocks = re.findall(r"^```(.*)\n((?:.*\n)*?)```$", read(name), re.M)
+    drawings = "".join(code for kind, code in blocks if not kind)
     assert max(map(len, drawings.splitlines()), default=0) <= WIDEST_DRAWING
 
 
 def test_each_page_links_to_the_next():
-    for name, following in zip(PAGES, PAGES[1:]):
+    for name, following in pairwise(PAGES):
         if STEPS.index(following) == STEPS.index(name) + 1:
             assert f"]({following}.md)" in read(name).split("## Next")[1]

@@ -1,4 +1,4 @@
-"""The example of Dask arrays: chunks, processes, and a result that it checks itself."""
+"""The Dask example: chunks, processes, and a result that it checks itself."""
 
 import runpy
 import sys

@@ -1,19 +1,19 @@
 """The pages: their commands run in order and print the text shown below them.
 
-A page is README.md, CONTRIBUTING.md or one in docs/ (translations have the same code). A comment
-before a block, on a line of its own, says more:
+A page is README.md, CONTRIBUTING.md or a page in docs/ (translations have the same code). A comment
+on a line of its own marks the block below it:
 
-- ``<!-- mine.cu -->``: the block is a file of that name, written when the page comes to it;
-- ``<!-- gpu -->``: its commands need a GPU, or minutes; they run in the test marked gpu only;
-- ``<!-- exit 1 -->``: its commands end with that exit code, not with 0;
-- ``<!-- continued -->``: the block of Python continues the script of the block before.
+- ``<!-- mine.cu -->``: the block is a file of that name, written when the page reaches it;
+- ``<!-- gpu -->``: its commands need a GPU, or minutes; they run only in the test marked gpu;
+- ``<!-- exit 1 -->``: its commands end with that exit code instead of 0;
+- ``<!-- continued -->``: the Python block continues the script of the Python block before it.
 
 Commands are the lines of ``sh`` blocks, indented lines that begin with ``cupyfa`` or ``python``,
-and such `code` in a paragraph, unless it is a mere name (`cupyfa run`) or has words in capitals for
-the reader to fill in; of those only the options are looked at. All commands of a page run in one
-folder, its ``python`` blocks too. A ``text`` block below them is what they print: its lines are
-found there in this order, though not all of them need be shown; … stands for anything and a number
-for any number, but for that of a line of a kernel.
+and such `code` in a paragraph. In a paragraph, a mere name (`cupyfa run`) and code with words in
+capitals for the reader to fill in do not run; only their options are checked. All commands and
+``python`` blocks of a page run in one folder. A ``text`` block below them shows what they print:
+its lines must occur in the output in this order, but lines may be omitted. … matches anything, and
+a number matches any number, except the number of a kernel's line.
 """
 
 import os
@@ -47,7 +47,7 @@ BLOCK = re.compile(
     """,
     re.M | re.X,
 )
-# Sections and commands that are left to .ci/run, which installs and tests.
+# Sections and commands that only .ci/run runs: installation and tests.
 ELSEWHERE = ("test",)
 INSTALLS = ("pip ", "make ")
 OPTIONAL = ("compute-sanitizer", "ncu", "nsys")
@@ -59,7 +59,7 @@ NUMBER = re.compile(r"(?<!\d)(?<!\.cu:)(?<!\.cuh:)\d[\d,]*\.?\d*(?:e[-+]?\d+)?")
 
 @dataclass(frozen=True)
 class Block:
-    """A piece of a page: fenced code by its kind, or "indented", or a "paragraph"."""
+    """A block of a page: fenced code by its kind, "indented" code, or a "paragraph"."""
 
     kind: str
     text: str
@@ -67,17 +67,16 @@ class Block:
 
     @property
     def file(self):
-        """The name of the file that the block is, if any."""
+        """Name of the file that the block contains, if any."""
         return next((mark for mark in self.marks if re.fullmatch(r"[\w-]+\.\w+", mark)), None)
 
     @property
     def exit_code(self):
-        """The exit code of its commands."""
         return next((int(mark[5:]) for mark in self.marks if mark.startswith("exit ")), 0)
 
     @property
     def lines(self):
-        """Every command line in it, also those that only name a command."""
+        """All command lines of the block, including mere command names."""
         if self.kind == "paragraph":
             return [" ".join(code.split()) for code in IN_A_PARAGRAPH.findall(self.text)]
         lines = [line.strip() for line in self.text.replace("\\\n", " ").splitlines()]
@@ -87,7 +86,6 @@ class Block:
 
     @property
     def commands(self):
-        """The lines to run."""
         if {*ELSEWHERE} & {*self.marks}:
             return []
         if self.kind == "paragraph":
@@ -96,7 +94,6 @@ class Block:
 
 
 def blocks(text):
-    """The blocks of a page, in order."""
     found, marks = [], []
     for piece in BLOCK.finditer(text):
         if piece["mark"]:
@@ -115,16 +112,16 @@ def read(page):
 
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory):
-    """Environment variables that make `cupyfa` and `python` the programs of these tests."""
+    """Returns environment variables that map `cupyfa` and `python` to these tests' programs."""
     programs = tmp_path_factory.mktemp("programs")
     for name, module in (("cupyfa", "-m cupyfa"), ("python", "")):
         (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
         (programs / name).chmod(0o755)
     return {
         **os.environ,
-        # What one process of pytest-xdist has compiled and measured, the pages of the others find.
+        # Processes of pytest-xdist share what one of them has compiled and measured.
         "CUPYFA_CACHE_DIR": str(tmp_path_factory.getbasetemp().parent / "cache-of-pages"),
-        "CUPYFA_COMPILER_FLAGS": "",  # which race is found first depends on them
+        "CUPYFA_COMPILER_FLAGS": "",  # flags affect which race is found first
         "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "COLUMNS": "80",
@@ -133,15 +130,15 @@ def environment(tmp_path_factory):
 
 @pytest.fixture
 def folder(tmp_path):
-    """The folder of a page's commands, with the measurements that a checkout has in docs."""
+    """Returns a folder for a page's commands, with the measurements of docs/."""
     (tmp_path / "docs").mkdir()
     for file in (ROOT / "docs").glob("*.json"):
         shutil.copy(file, tmp_path / "docs")
     return tmp_path
 
 
-# Options that shorten commands on a GPU, which else measure for seconds, start many processes or
-# wait for NumPy's reference of many heads.
+# Options that shorten commands on a GPU, which would otherwise measure for seconds, start many
+# processes or compute NumPy's reference of many heads.
 SHORT = {
     "bench": ("--budget 0.02", "-B 1"),
     "ladder": ("--budget 0.02", "-B 1"),
@@ -152,12 +149,12 @@ SHORT = {
 }
 
 
-# Commands in sentences that measure, which needs a GPU.
+# Commands in paragraphs that measure, which requires a GPU.
 MEASURES = re.compile(r"cupyfa (bench|tune|ladder)\b(?!.*--backend)")
 
 
 def shortened(line):
-    """A command of a page with less to compute and less time to measure."""
+    """Shortens a page's command: less to compute and less time to measure."""
     program, _, rest = line.partition(" ")
     command, _, words = rest.partition(" ")
     if program != "cupyfa" or command not in SHORT:
@@ -165,7 +162,7 @@ def shortened(line):
     words = re.sub(r"--samples \d{2,}", "--samples 8", words)
     if command == "check" and not re.search("--samples|--grid|--dry-run|--all", words):
         words += " --samples 4"
-    if command == "bench":  # of each axis the first value
+    if command == "bench":  # the first value of each axis
         words = re.sub(r"(-p \w+=[^ ,:]+)\S*", r"\1", words)
     for option in SHORT[command]:
         name = option.split()[0]
@@ -176,13 +173,13 @@ def shortened(line):
 
 
 def follow(text, folder, environment, *, gpu):
-    """Runs the blocks of a page in order; without a GPU, those that need none."""
+    """Runs the blocks of a page in order; without a GPU, skips blocks that need one."""
     printed, script = None, ""
     for block in blocks(text):
         if block.file is not None:
             (folder / block.file).write_text(block.text)
         elif block.kind == "python":
-            for library in re.findall(r"^import (dask)\b", block.text, re.M):  # an extra's
+            for library in re.findall(r"^import (dask)\b", block.text, re.M):  # optional
                 pytest.importorskip(library)
             script = script + block.text if "continued" in block.marks else block.text
             (folder / "example.py").write_text(script)
@@ -203,7 +200,7 @@ def follow(text, folder, environment, *, gpu):
 
 
 def shell(line, code, folder, environment):
-    """The output of a command in a folder, stderr included; it must end with this exit code."""
+    """Returns a command's output including stderr; it must end with this exit code."""
     done = subprocess.run(
         ["bash", "-c", line],
         cwd=folder,
@@ -219,7 +216,7 @@ def shell(line, code, folder, environment):
 
 
 def assert_shows(printed, shown):
-    """Whether the lines shown are among those printed, in their order."""
+    """Checks that the lines shown occur in the output, in order."""
     lines = iter(" ".join(line.split()) for line in printed.splitlines())
     for line in filter(None, (" ".join(line.split()) for line in shown.splitlines())):
         if line == "…":
@@ -255,7 +252,7 @@ def test_roofline_tables_are_complete(environment, folder):
 
 
 def unknown_part(line):
-    """The command or option of a command line that does not exist, or None."""
+    """Returns an error about an unknown command or option, or None."""
     words = line.partition(" > ")[0].split()
     command = MAIN if words.pop(0) == "cupyfa" else None
     while isinstance(command, click.Group) and words and not words[0].startswith("-"):
@@ -263,7 +260,7 @@ def unknown_part(line):
             return words[0]
         command = command.commands[words.pop(0)]
     if command is not None:
-        main = click.Context(MAIN, **MAIN.context_settings)  # which has -h
+        main = click.Context(MAIN, **MAIN.context_settings)  # defines -h
         try:
             command.make_parser(click.Context(command, parent=main)).parse_args(words)
         except click.UsageError as error:
@@ -285,12 +282,12 @@ def test_every_library_name_in_a_page_exists():
 
 
 def mistake(before, block):
-    """What is wrong with a block of a page, or None."""
-    if block.kind.startswith("{"):  # for Sphinx
+    """Describes an error in a block of a page, or returns None."""
+    if block.kind.startswith("{"):  # a Sphinx directive
         return None
     if block.kind not in ("sh", "text", "python", "cuda", "", "paragraph", "indented"):
         return f"a block of kind {block.kind}"
-    # Without a kind: drawings and formulas.
+    # Blocks without a kind hold drawings and formulas.
     is_command = re.search(r"^\s*(?:\$ )?(?:cupyfa|python3?|pip) ", block.text, re.M)
     if block.kind in ("cuda", "") and is_command:
         return "a command outside of a block of kind sh"

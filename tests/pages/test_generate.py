@@ -1,4 +1,4 @@
-"""The example that generates tokens: a loop without a cache gives the same ones."""
+"""The generation example: a loop without a cache generates the same tokens."""
 
 import runpy
 import sys
@@ -14,7 +14,7 @@ REQUESTS = [(5, 9, 0), (1, 20, 0), (18, 1, 0), (16, 17, 1), (2, 3, 1), (9, 8, 2)
 
 
 def model_of(example, distances, blocks=2):
-    """A model of float64 with random weights, whose most likely token is certain."""
+    """Returns a float64 model and random weights with an unambiguous most likely token."""
     model = example.Model(
         *(7, 40, 16, 4, 2, blocks), attention="float64", backend="simulator", distances=distances
     )
@@ -25,7 +25,7 @@ def model_of(example, distances, blocks=2):
 
 
 def without_a_cache(example, model, weights, tokens, new):
-    """Each token computed from all tokens before, with dense attention."""
+    """Generates each token from all earlier tokens with dense attention."""
     tokens = list(tokens)
     for _ in range(new):
         n = len(tokens)
@@ -56,7 +56,7 @@ def requests(example, model):
 
 @pytest.mark.parametrize("distances, pages", [(0, 12), (6, 3)])
 def test_tokens_are_those_of_a_loop_without_a_cache(example, distances, pages):
-    """With pages for all, and with so few that requests have to wait, or are preempted."""
+    """Runs with enough pages, and with so few that requests wait or are preempted."""
     model, weights = model_of(example, distances)
     server = example.Server(model, weights, slots=3, pages=pages)
     given = requests(example, model)
@@ -71,7 +71,7 @@ def test_tokens_are_those_of_a_loop_without_a_cache(example, distances, pages):
         held = [p for slot, n in enumerate(used) for p in server.pages.table[slot, :n].tolist()]
         assert sorted([*held, *server.pages.free]) == list(range(3, 3 + pages))
     assert [x.tokens for x in given] == wanted
-    assert len(finished) == len(given) and finished != given  # they go as they are ready
+    assert len(finished) == len(given) and finished != given  # requests finish in another order
     assert (most, server.preempted > 0) == ((3, False) if pages == 12 else (2, True))
     assert server.decoded + server.preempted == sum(x.new - 1 for x in given)
 
@@ -81,7 +81,7 @@ def test_a_request_that_there_is_no_room_for_is_refused(example):
     server = example.Server(model, weights, slots=1, pages=2)
     for tokens, new in (([], 3), ([1] * 20, 13)):
         with pytest.raises(
-            ValueError, match=f"a prompt of {len(tokens)} and {new} new tokens; .*32"
+            ValueError, match=f"has {len(tokens)} prompt tokens and {new} new tokens; .*32"
         ):
             server.submit(example.Request(tokens, new))
 
@@ -89,7 +89,7 @@ def test_a_request_that_there_is_no_room_for_is_refused(example):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("task, more", [("repeat", ""), ("text", "--length 24"), ("sort", "")])
 def test_the_programs(tmp_path, monkeypatch, capsys, task, more):
-    """Weights go through a file; of every task there are prompts."""
+    """Trains, saves weights to a file and generates; every task provides prompts."""
     file = tmp_path / "weights.npz"
     small = f"--task {task} --steps 1 --batch 2 --width 8 --backend simulator {more}"
     monkeypatch.setattr(sys, "path", [str(EXAMPLE.parent), *sys.path])

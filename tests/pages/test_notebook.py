@@ -1,6 +1,6 @@
-"""The notebook runs, and its cells print what is stored in it.
+"""The notebook runs, and its cells print their stored outputs.
 
-As a program, ``python tests/pages/test_notebook.py``, it stores what they print now.
+``python tests/pages/test_notebook.py`` stores the current outputs.
 """
 
 import re
@@ -12,7 +12,7 @@ nbformat = pytest.importorskip("nbformat", reason="pip install -e '.[test]'")
 nbclient = pytest.importorskip("nbclient", reason="pip install -e '.[test]'")
 
 NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "from_numpy.ipynb"
-ERROR = re.compile(r"\de-\d\d")  # depends on the order in which NumPy adds
+ERROR = re.compile(r"\de-\d\d")  # depends on NumPy's order of summation
 
 
 def stored():
@@ -20,7 +20,7 @@ def stored():
 
 
 def executed():
-    """The notebook with the outputs of now, without times and versions."""
+    """Executes the notebook and returns it without times and versions."""
     client = nbclient.NotebookClient(
         stored(),
         kernel_name="python3",
@@ -34,7 +34,7 @@ def executed():
 
 
 def shown(cell):
-    """What a cell prints, and the kinds of its pictures."""
+    """Returns a cell's printed text, and the media types of its pictures."""
     text = "".join(x.text for x in cell.outputs if x.output_type == "stream")
     pictures = [sorted(x.data) for x in cell.outputs if x.output_type != "stream"]
     return ERROR.sub("…", text), pictures

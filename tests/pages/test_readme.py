@@ -1,4 +1,4 @@
-"""The README and what left it: tables come from the records, and translations match."""
+"""The README and pages split off from it: tables match the records, translations match."""
 
 import re
 import runpy
@@ -15,11 +15,11 @@ ORIGINALS = {x: DOCS / x.relative_to(DOCS / "zh") for x in TRANSLATIONS}
 PAIRS = [(README, CHINESE), *((ORIGINALS[x], x) for x in TRANSLATIONS if x.name != "README.md")]
 KERNELS = [(operation, name) for operation in LADDER for name in LADDER[operation]]
 LINK = re.compile(r"\]\((?!http)([^)#]+)")
-# What a page and its translation have in common, outside of code: a pattern and how it is compared.
+# Structure that a page and its translation share outside code: a pattern, and how to compare it.
 STRUCTURE = {
     "headings": (r"^(#+) (?=\D)", list),
     "marks": (r"^<!-- .* -->$", list),
-    "tables": (r"^\| --- .*", len),  # the ladder has fewer columns in Chinese
+    "tables": (r"^\| --- .*", len),  # the Chinese ladder has fewer columns
     "lists": (r"^- ", list),
 }
 
@@ -29,14 +29,14 @@ def read(page):
 
 
 def marked(text, name):
-    """The text between the markers of a name."""
+    """Returns the text between the markers of a name."""
     found = re.search(rf"<!-- {name} -->\n(.*?)<!-- /{name} -->\n", text, re.S)
     assert found, f"there are no markers {name}"
     return found[1]
 
 
 def code(text):
-    """The fenced blocks with their kinds, without the comments of commands."""
+    """Returns the fenced blocks with their kinds, without comment lines."""
     return re.findall(r"^```.*?^```$", re.sub(r"^# .*\n", "", text, flags=re.M), re.M | re.S)
 
 
@@ -45,7 +45,7 @@ def without_code(text):
 
 
 def targets(page):
-    """The files that a page links to, in English."""
+    """Returns the files that a page links to, with English pages in place of translations."""
     links = ((page.parent / link).resolve() for link in LINK.findall(without_code(read(page))))
     english = {CHINESE: README, **ORIGINALS}
     english |= {x: x.with_name(x.name.replace(".zh", "")) for x in (DOCS / "pictures").iterdir()}
@@ -99,7 +99,7 @@ def test_the_links_are_the_same_in_both():
     for page, translation in PAIRS:
         if missing := targets(page) ^ targets(translation):
             different[translation.name] = missing
-    assert different in ({}, {"ladder.md": {DOCS / "ladder.md"}})  # whose table has more columns
+    assert different in ({}, {"ladder.md": {DOCS / "ladder.md"}})  # English has more columns
 
 
 def test_the_readmes_link_to_each_other():
@@ -114,7 +114,7 @@ def test_the_example_of_the_readme_is_the_one_that_make_runs():
 
 
 def test_the_requirements_of_cuda_13_are_every_dependency():
-    """Its packages are installed without the dependencies of pyproject.toml, so it repeats them."""
+    """Packages for CUDA 13 are installed without pyproject.toml's dependencies."""
     project = read(ROOT / "pyproject.toml")
     dependencies = re.search(r"^dependencies = \[\n(.*?)^\]", project, re.M | re.S)
     expected = set()

@@ -21,7 +21,6 @@ def run(monkeypatch, options):
 
 @pytest.fixture
 def training(monkeypatch):
-    """The example that says whether there is a GPU."""
     monkeypatch.syspath_prepend(EXAMPLE.parent)
     return import_module("train_transformer")
 
@@ -36,7 +35,7 @@ def require_right(monkeypatch, capsys, options):
 
 @pytest.mark.filterwarnings("ignore:no CUDA device")
 def test_the_program(training, monkeypatch, capsys):
-    """On devices whose memory is not the host's, in place of GPUs."""
+    """Runs on simulated devices with separate memory instead of GPUs."""
     monkeypatch.setattr(training, "has_gpu", lambda: True)
     for name in ("attention", "Devices"):
         monkeypatch.setattr(cupyfa, name, partial(getattr(cupyfa, name), backend=FarDevice()))

@@ -1,4 +1,4 @@
-"""The documentation site: built without a warning, complete, without broken links, offline."""
+"""The documentation site: no warnings, no missing pages, no broken links, usable offline."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def test_the_reference_names_everything_public_once():
 
 
 class Page(HTMLParser):
-    """What a page of the site links to and can be linked to."""
+    """Links and anchors of a page of the site."""
 
     def __init__(self, text):
         super().__init__()
@@ -59,7 +59,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def site(folder):
-    """The pages of the site by their paths in it."""
+    """Maps paths in the site to its pages."""
     return {
         str(file.relative_to(folder)): Page(file.read_text(encoding="utf-8"))
         for file in sorted(folder.rglob("*.html"))
@@ -90,7 +90,7 @@ def test_every_public_name_is_described(site):
 
 
 def anchors(command, path):
-    """Where a command, its options and its subcommands are described."""
+    """Yields the anchors of a command, its options and its subcommands."""
     yield path
     options = (x for x in command.params if isinstance(x, click.Option) and not x.hidden)
     yield from (f"cmdoption-{path}-{option.opts[-1].lstrip('-')}" for option in options)
@@ -100,8 +100,16 @@ def anchors(command, path):
 
 @pytest.mark.slow
 def test_every_command_is_described_with_its_options(site):
+    """On a page of its own; options that it shares with cupyfa run, on that page."""
     main = runpy.run_path(str(ROOT / "cli.py"))["main"]
-    assert {*anchors(main, "cupyfa")} <= site["reference/commands.html"].anchors
+    shared = {
+        x.replace("cupyfa-run", "{}") for x in site["reference/commands/run.html"].anchors if x
+    }
+    for name, command in main.commands.items():
+        path = f"cupyfa-{name}"
+        described = site[f"reference/commands/{name}.html"].anchors
+        missing = {*anchors(command, path)} - described
+        assert {x.replace(path, "{}") for x in missing} <= shared, name
 
 
 @pytest.mark.slow
@@ -138,3 +146,10 @@ def test_search_finds_words_of_pages(folder):
             pages = pages if isinstance(pages, list) else [pages]
             found[word] |= {index["docnames"][page] for page in pages}
     assert "semantics" in found["softcap"] and "rungs/mma_swizzled" in found["swizzl"]
+
+
+@pytest.mark.slow
+def test_headers_are_pages_and_includes_link_to_them(site):
+    assert "source/kernels/include/tile/swizzle.cuh.html" in site
+    kernel = site["source/kernels/forward/fa2.cu.html"]
+    assert "../include/attention/online_softmax.cuh.html" in kernel.links

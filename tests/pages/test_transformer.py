@@ -1,4 +1,4 @@
-"""The example that trains a transformer: gradients and learning."""
+"""The training example of a transformer: gradients and learning."""
 
 import math
 import runpy
@@ -30,7 +30,7 @@ def random_case(example, model, seed=0, batch=2, M=7):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kv_heads, distances", [(1, 4), (2, 0), (1, 0)])
 def test_gradients_are_finite_differences(example, kv_heads, distances):
-    """Of every array, along a random direction; with distances also of the biases of documents."""
+    """Checks every array along a random direction; with distances, batches contain documents."""
     model = sizes(example, kv_heads=kv_heads, distances=distances)
     weights, *batch = random_case(example, model)
     if distances:
@@ -52,7 +52,7 @@ def test_gradients_are_finite_differences(example, kv_heads, distances):
 
 
 def reference_loss(model, weights, tokens, targets, documents=None):
-    """The loss with dense attention."""
+    """Computes the loss with dense attention."""
     batch, M = tokens.shape
     seen = np.tril(np.ones((batch, 1, M, M), bool))
     if documents is not None:
@@ -103,7 +103,7 @@ def test_it_learns_to_sort(example):
 
 @pytest.mark.slow
 def test_it_learns_to_repeat_documents(example):
-    """By a learned bias: the key that every query needs is three tokens before it."""
+    """A learned bias suffices: each query needs the key three tokens before it."""
     model = sizes(example, vocabulary=4, length=16, width=16, blocks=1, distances=6)
     model = example.Model(**{**vars(model), "attention": "float32"})
     losses = example.train(model, example.repeating(4, 16, 4, 4), 60, rate=3e-2)

@@ -1,4 +1,4 @@
-"""Plans are integers: what the records compute, and how they refuse."""
+"""Planning: values that the records compute, and problems that they reject."""
 
 import ast
 import itertools
@@ -107,7 +107,7 @@ def test_tiles_depend_on_the_head_dimension():
     for d, dv, Br in ((64, 64, 16), (65, 64, 8), (64, 96, 8), (97, 8, 128)):
         problem = Problem.of_sizes(M=9, d=d, dv=dv)
         assert planning.plan(kernel, problem, H100).constants["Br"] == Br
-    with pytest.raises(ValueError, match="tiles up_to are .*but here"):
+    with pytest.raises(ValueError, match="tiles up_to are .*; got"):
         replace(kernel, tiles=TileChoice(kernel.choice.usual, up_to={64: ({"Br": 16},)}))
 
 
@@ -153,7 +153,7 @@ def test_features_that_a_kernel_lacks_are_refused():
         planning.plan(plain, problem, TURING)
 
 
-# Problems that need a feature which some kernels of the ladder lack.
+# Problems that need a feature that some kernels of the ladder lack.
 NEEDS = {
     "window": lambda **sizes: Problem.of_sizes(window=(2, None), **sizes),
     "places": lambda **sizes: Problem.of_sizes(bias="1hmn", **sizes),
@@ -183,10 +183,10 @@ def test_kernels_without_a_feature_name_those_with(feature):
 
 DEVICES = {"90": H100, "80": Limits("an A100", shared_bytes=166912, arch="80"), "75": TURING}
 ROWS = {"batch": 4, "heads": 16, "N": 1024, "d": 128}
-# Gradients of which a baseline stores S, P, dS and dP of up to 24 heads.
+# Gradients for which a baseline stores S, P, dS and dP of up to 24 heads.
 STORED = {"batch": 2, "heads": 14, "M": 1024, "N": 1024, "d": 256, "dtype": "float64"}
 F16, F64 = {"dtype": "float16"}, {"dtype": "float64"}
-# The kernel that "auto" takes on an architecture for sizes, besides M = 64 and d = 64.
+# The kernel that "auto" selects for these sizes on an architecture; M and d are 64 by default.
 CHOSEN = [
     ("fa2_coalesced", "90", {"d": 128}),
     ("fa2_coalesced", "90", {"d": 300, **F64}),
@@ -197,13 +197,13 @@ CHOSEN = [
     ("wgmma_persistent", "90", {"d": 32, "dtype": "bfloat16"}),
     ("wgmma_slices", "90", {"d": 257, **F16}),
     ("wgmma_slices", "90", {"d": 1024, "dtype": "bfloat16"}),
-    # Few float32 rows of many heads go to tensor cores.
+    # Few float32 rows of many heads use tensor cores.
     ("fa2_split_kv", "90", {**ROWS, "M": 16}),
     ("wgmma_fp16x2", "90", {**ROWS, "M": 32}),
     ("wgmma_fp16x2", "90", {**ROWS, "M": 64, "N": 8192}),
     ("fa2_split_kv", "90", {**ROWS, "M": 64, "N": 8192, "heads": 4}),
     ("wgmma_fp16x2", "90", {**ROWS, "M": 512, "heads": 1}),
-    # So do many queries of a key head.
+    # Many queries per key head use tensor cores too.
     ("wgmma_fp16x2", "90", {"M": 257, "precision": "float32"}),
     ("wgmma_fp16x2", "90", {"M": 257}),
     ("fa2_coalesced", "90", {"M": 256}),
@@ -212,7 +212,7 @@ CHOSEN = [
     ("fa2_coalesced", "90", {"M": 300, "d": 257}),
     ("mma_fp16x2", "80", {"M": 257}),
     ("fa2_coalesced", "75", {"M": 300}),
-    # What may be rounded is.
+    # The option precision permits rounding to a lower precision.
     ("fa2_coalesced", "90", {"precision": "float32"}),
     ("mma_tf32", "90", {"d": 256, "precision": "tf32"}),
     ("mma_pipelined", "75", {"precision": "float16"}),
@@ -289,7 +289,7 @@ def test_auto_uses_the_nearest_measured_head_dimension():
     ],
 )
 def test_auto_makes_at_most_three_plans_of_a_call(monkeypatch, operation, precision, arch):
-    """Those made to choose a kernel, and the one of the call."""
+    """Counts the plans made to choose a kernel, and the call's own plan."""
     made = []
     first_fit = planning._first_fit
     monkeypatch.setattr(
@@ -375,5 +375,5 @@ def test_calls_with_other_numbers_are_not_planned_again(backend, monkeypatch):
         np.testing.assert_array_equal(cupyfa.attention(q, k, v, **how, **given), out)
     with pytest.raises(ValueError, match="softcap is -1"):
         cupyfa.attention(q, k, v, **how, **{**numbers[0], "softcap": -1})
-    with pytest.raises(TypeError, match="is not callable"):  # a whole number is another text
+    with pytest.raises(TypeError, match="is not callable"):  # an integer changes the expression
         cupyfa.attention(q, k, v, **how, **{**numbers[0], "captured": {"x": 3}})

@@ -1,4 +1,4 @@
-"""The table of optional inputs: what follows from each row."""
+"""The table of optional inputs, and values derived from its rows."""
 
 import inspect
 

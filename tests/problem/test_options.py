@@ -1,4 +1,4 @@
-"""The options of attention on their way through the layers, and arguments of launches."""
+"""Attention options in every layer, and launch arguments."""
 
 import json
 import subprocess
@@ -80,7 +80,7 @@ def test_files_of_failures_and_of_results_hold_the_options(tmp_path, given):
 
 def test_a_record_without_an_option_has_its_default():
     record = record_of_problem(Problem.of_sizes(**SIZES))
-    assert record["scale"] == 0.25  # so do files hold the default, which depends on d
+    assert record["scale"] == 0.25  # files store the default too, since it depends on d
     del record["window"]
     assert problem_of_record(record) == Problem.of_sizes(**SIZES, options=AttentionOptions())
 
@@ -142,7 +142,7 @@ def test_grids_try_values_of_every_option(monkeypatch):
     ):
         tried = [x for x in now if x.problem.precision == "float32"]
         assert 10 < len(tried) < len(now) / 2 and not any(x.problem.precision for x in before)
-        if before is fuzzed:  # its other fields stay what they were
+        if before is fuzzed:  # the other fields stay unchanged
             plain = [replace(x, problem=x.problem.with_options(precision=None)) for x in now]
             assert plain == before
             continue
@@ -173,7 +173,7 @@ def test_a_check_takes_options_for_all_cases(monkeypatch):
     done = cupyfa.check("fa2", grid="fuzz", samples=3, backend="simulator", **given)
     assert len(seen) == len(done.tallies) * 3 == 3
     assert all((x.scale, x.causal) == (2.0, "top-left") for x in seen)
-    with pytest.raises(TypeError, match="no option slope; options are precision, causal"):
+    with pytest.raises(TypeError, match="unknown option slope; options are precision, causal"):
         cupyfa.check("fa2", backend="simulator", slope=2.0)
 
 

@@ -1,4 +1,4 @@
-"""Forms of arrays that texts read: on the command line, in cases, and in files of failures."""
+"""Shapes of captured arrays: on the command line, in cases, and in failure files."""
 
 import re
 import shlex
@@ -93,7 +93,7 @@ def test_drawn_arrays_can_be_read(values):
     inputs = case.inputs()
     slopes, doc = inputs["mods.alibi_slopes"], inputs["mods.doc"]
     assert slopes.min() > 0 and slopes.max() <= 1
-    assert doc.max() <= 2 and (np.diff(doc.astype(int)) >= 0).all()  # rows of the table
+    assert doc.max() <= 2 and (np.diff(doc.astype(int)) >= 0).all()  # doc indexes rows of the table
     assert np.isfinite(inputs["mods.bias"]).all() == (values not in ("nan", "inf"))
     other = Case("forward", Problem.of_sizes(**SIZES, bias="f64[b1mn]"), 3, values, "gaps")
     np.testing.assert_array_equal(other.inputs()["mods.bias"], inputs["mods.bias"])
@@ -121,7 +121,7 @@ def test_wrong_forms_are_refused(arrays, message):
 
 
 def store_and_replay(folder, case, kernel):
-    """What a kernel gives for a case, also from its file, and the words of its command."""
+    """Checks a case and replays it from its file; returns the outcome and the command's words."""
     *_, outcome = perform(Simulator(), Task(case, (kernel,), keep=True))
     command = failures.command(case, outcome, {"backend": "simulator"})
     file = failures.write(folder, Stored(case, outcome, made_with={}), command)
@@ -325,7 +325,7 @@ def test_shapes_and_forms_are_compiled_too():
     one = cupyfa.compile(*given[:6], dlse=lse, **TEXT, **READ, **on)
     arrays = {"bias": READ["bias"], "mask": READ["mask"], "slope": given[-1], "dlse": lse}
     np.testing.assert_array_equal(one(*given[:6], **arrays)[2], wanted[2])
-    with pytest.raises(ValueError, match=r"dlse is \(3,\); it must be .*, that of lse"):
+    with pytest.raises(ValueError, match=r"dlse is \(3,\); it must be that of lse, "):
         cupyfa.compile(*every, dtype="float32", **{**forms, "dlse": (3,)})
     arrays = cupyfa.compile(expected, Q, K, V, expected, lse, **TEXT, **READ, **on)
     made = arrays(expected, Q, K, V, expected, lse, READ["bias"], READ["mask"], given[-1])
@@ -365,7 +365,7 @@ def test_a_cache_says_how_its_shape_is_read(layout, rows):
     axes = {"bshd": "capacity, kv_heads", "bhsd": "kv_heads, capacity"}[layout]
     shape = f"(its k has shape (2, 3, 16, 8), with layout='{layout}' [batch, {axes}, d])"
     heads = {"bshd": 16, "bhsd": 3}[layout]
-    with pytest.raises(ValueError, match=re.escape(f"room for {rows} keys of a sequence {shape}")):
+    with pytest.raises(ValueError, match=re.escape(f"room for {rows} keys per sequence {shape}")):
         cupyfa.attention(
             np.ones((2, heads, 1, 8), np.float32), cache, check=True, backend="simulator"
         )

@@ -1,4 +1,4 @@
-"""The cache directories: listing and clearing them, also when damaged."""
+"""The cache folders: listing and clearing, even when damaged."""
 
 import json
 import os
@@ -24,7 +24,7 @@ OURS = [kind for kind in caches.KINDS if kind != "cupy"]
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """A cache folder with one file of each kind and some foreign files."""
+    """Creates cache folders with files of each kind and some foreign files."""
     monkeypatch.setenv("CUPYFA_CACHE_DIR", str(tmp_path / "ours"))
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cupys"))
     for name, text in {
@@ -63,7 +63,7 @@ def files(folder):
 cli = partial(helpers.cli.cli, "cache")
 
 
-# How many of ours there are of each kind.
+# Number of cupyfa's files of each kind.
 FILES = {"compiled": 2, "peaks": 1, "tuned": 1, "tuning": 1, "zig": 1, "leftovers": 2}
 
 
@@ -184,7 +184,7 @@ def test_files_that_cannot_be_removed_are_reported_once(home, monkeypatch):
     compiled = json.loads(done.stdout)[0]
     assert (compiled["files"], compiled["bytes"], compiled["left"]) == (0, 0, 2)
     notes = [x for x in done.stderr.splitlines() if "Read-only file system" in x]
-    assert len(notes) == 2  # one for each kind
+    assert len(notes) == 2  # one note per kind
     assert cli("clear", "--dry-run").exit_code == 0
 
 
@@ -203,13 +203,13 @@ def test_files_removed_concurrently_are_ignored(home, monkeypatch):
 
 
 def process(*args, folder, cupy=None, **options):
-    """Runs a command with private caches."""
+    """Runs a command with private cache folders."""
     env = {"CUPYFA_CACHE_DIR": folder, "CUPY_CACHE_DIR": cupy or folder / "cupy"}
     return helpers.cli.process(args, env=env, **options)
 
 
 def compiled(folder, **hours):
-    """Files of 400,000 bytes as compiled kernels, last used some hours ago."""
+    """Writes compiled kernels of 400,000 bytes, last used some hours ago."""
     for name, since in hours.items():
         path = folder / f"{name}-{HEX * 2}.so"
         cache_folder.write_whole(path, cache_folder.sealed(bytes(400_000 - 32)))
@@ -224,13 +224,12 @@ def test_the_least_recently_used_kernels_are_removed(tmp_path, monkeypatch):
     monkeypatch.setenv("CUPYFA_CACHE_MB", "1")
     compiled(tmp_path, a=5, b=4, c=3, d=2, e=0)
     (tmp_path / "mine.so").write_bytes(bytes(10**6))
-    assert cache_folder.compiled(tmp_path / f"b-{HEX * 2}.so") == bytes(400_000 - 32)  # uses it
+    assert cache_folder.compiled(tmp_path / f"b-{HEX * 2}.so") == bytes(400_000 - 32)  # uses b
     cache_folder.trim(tmp_path)
     assert names(tmp_path) == {"b", "e", "mine.so"}
     monkeypatch.setenv("CUPYFA_CACHE_MB", "0")
-    cache_folder.trim(
-        tmp_path
-    )  # those of the last hour stay: another process may be about to load them
+    # Files of the last hour stay: another process may be about to load them.
+    cache_folder.trim(tmp_path)
     assert names(tmp_path) == {"b", "e", "mine.so"}
 
 
@@ -242,7 +241,7 @@ def test_new_kernels_displace_old_ones(tmp_path, monkeypatch):
     assert names(tmp_path) == {"b", "c", "d"}
     compiled(tmp_path, a=5)
     cache_folder.keep_compiled(tmp_path / f"d-{HEX * 2}.cubin", b"new")
-    assert "a" in names(tmp_path)  # not with every file
+    assert "a" in names(tmp_path)  # trimming does not run for every file
 
 
 def test_processes_trim_at_the_same_time(tmp_path, monkeypatch):
@@ -262,5 +261,5 @@ def test_a_temporary_folder_replaces_an_unwritable_cache(tmp_path, monkeypatch):
     name = f"fa2-{32 * 'a'}.so"
     with pytest.warns(UserWarning, match="cannot be written, so nothing is stored; set CUPYFA_"):
         cache_folder.keep_compiled(cache_folder.folder() / name, b"first")
-    with warnings.catch_warnings(action="error"):  # once in a process
+    with warnings.catch_warnings(action="error"):  # warns once per process
         cache_folder.keep_compiled(cache_folder.folder() / name, b"second")

@@ -1,4 +1,4 @@
-"""Calls while torch or CuPy captures their stream as a CUDA graph, in the strictest mode."""
+"""Calls while torch or CuPy captures their stream into a CUDA graph, in the strictest mode."""
 
 from contextlib import contextmanager
 
@@ -24,9 +24,9 @@ def numbers(x):
 
 
 def calls(new, whole):
-    """Each function as a call without arguments, and an array of random numbers that it reads.
+    """Returns each function as a call without arguments, and a random array that it reads.
 
-    new: an array of a shape in bfloat16; whole: one of these whole numbers in int32.
+    new: makes a bfloat16 array of a shape. whole: makes an int32 array of integers.
     """
     q, k, v, dout, into = (new(2, 4, 200, 64) for _ in range(5))
     grads = tuple(new(2, 4, 200, 64) for _ in range(3))
@@ -78,7 +78,7 @@ def listed(results):
 
 
 def require_replay(launch, synchronize, results, call, source):
-    """The graph reads what is there when it is launched."""
+    """Checks that a launched graph reads the current contents of its source."""
     source *= 0.5
     synchronize()
     launch()
@@ -109,7 +109,7 @@ def test_torch_captures_a_call(name, before):
     if before == "never":
         from cupyfa.runtime.choose_backend import backend_named
 
-        backend_named("cuda").trim()  # and nothing is left in CuPy's pool
+        backend_named("cuda").trim()  # leaves no free memory in CuPy's pool
     else:
         call(), call()
     if before == "in this stream":
@@ -163,7 +163,7 @@ def test_the_program_of_the_page_captures_a_call():
 
 
 def test_the_legacy_stream_during_a_capture_of_torch_is_refused():
-    """Before anything makes the capture invalid."""
+    """The call raises before it invalidates the capture."""
     torch = pytest.importorskip("torch")
     q, k, v = torch.randn(3, 2, 4, 200, 64, device="cuda", dtype=torch.float16)
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -179,14 +179,14 @@ def test_the_legacy_stream_during_a_capture_of_torch_is_refused():
 
 @pytest.mark.parametrize("what", ["NumPy arrays", "a check"])
 def test_copies_to_the_host_during_a_capture_are_refused(what):
-    """Before anything makes the capture invalid."""
+    """The call raises before it invalidates the capture."""
     import cupy
 
     host = np.random.default_rng(0).standard_normal((3, 2, 4, 200, 64)).astype("f2")
     there = cupy.asarray(host)
     with cupy.cuda.Stream(non_blocking=True) as stream:
         stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
-        with pytest.raises(Unsupported, match="CUDA graph is captured"):
+        with pytest.raises(Unsupported, match="CUDA graph is being captured"):
             if what == "a check":
                 cupyfa.attention(*there, check=True)
             else:

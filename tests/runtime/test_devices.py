@@ -1,4 +1,4 @@
-"""NumPy arrays whose work several devices share, on simulated devices."""
+"""NumPy arrays divided among several devices, on simulated devices."""
 
 import signal
 import threading
@@ -26,7 +26,7 @@ LIMITS = Limits("a device", shared_bytes=232448)
 
 
 class Captured(FarDevice):
-    """Knows which threads work on it, as the mode of captures is a thread's own."""
+    """A device that records which threads work on it, since capture mode is per thread."""
 
     compiles_in_parallel = True
 
@@ -53,7 +53,7 @@ def far():
 
 @pytest.fixture(autouse=True)
 def small():
-    """Chunks and pieces so small that small arrays have several."""
+    """Shrinks chunks and pieces so that small arrays have several."""
     before = transfer.configure()
     transfer.configure(threads=2, chunk_bytes=4096, buffers=4, piece_bytes=20_000, pieces=2)
     with pytest.MonkeyPatch.context() as patch:
@@ -69,7 +69,7 @@ def arrays(batch, heads, M, kv_heads=None, N=None, dtype=np.float32):
 
 
 def compare(far, numbers, call, progress=None):
-    """Checks that a call has the same bits on several devices as in the simulator.
+    """Checks that a call on several devices returns the simulator's bits.
 
     Returns the numbers of the devices that worked.
     """
@@ -80,7 +80,7 @@ def compare(far, numbers, call, progress=None):
 
 
 def same(far, q, k, v, numbers, progress=None, **options):
-    """The same of attention; returns the numbers of the devices that worked."""
+    """Compares attention like ``compare``; returns the numbers of the devices that worked."""
     options = {"kernel": "fa2", "tiles": {"Br": 16, "Bc": 16}, "return_lse": True} | options
 
     def attend(backend):
@@ -90,7 +90,7 @@ def same(far, q, k, v, numbers, progress=None, **options):
 
 
 def with_gradients(q, k, v):
-    """A call on a backend that returns the output and its gradients."""
+    """Returns a function that computes the output and its gradients on a backend."""
     how = {"kernel": "fa2", "backward_kernel": "two_pass", "causal": True}
 
     def call(backend):
@@ -104,7 +104,7 @@ def of_form(*shape):
     return np.random.default_rng(1).standard_normal(shape).astype(np.float32)
 
 
-SHARED = {  # a problem, and what three devices get of it
+SHARED = {  # sizes and options, by the axis divided among devices
     "batch": ((6, 1, 30), {}),
     "heads": ((2, 4, 50, 2, 40), {"causal": True}),
     "rows": ((1, 1, 200, 1, 90), {"causal": True}),
@@ -184,7 +184,7 @@ def test_all_devices_are_those_like_the_current_one(far):
     far.models = ("A", "B", "B")
     far.use(2)
     same(far, *arrays(2, 2, 60), "all")
-    assert list(hosts[far]) == [2, 1]  # what is not divided runs on the current one
+    assert list(hosts[far]) == [2, 1]  # undivided work runs on the current device
 
 
 OFFSETS = np.array([0, 30, 31, 65, 71, 120, 124], np.int32)
@@ -221,7 +221,7 @@ def test_progress_is_that_of_all_devices(far):
 
 
 def test_an_error_on_one_device_ends_the_work_of_all(far, monkeypatch):
-    """What is on its way to another one is waited for."""
+    """The call waits for transfers to the other device."""
     gate = far.gates[0, "to"] = Gate()
     empty = far.empty
 
@@ -243,7 +243,7 @@ def test_an_error_on_one_device_ends_the_work_of_all(far, monkeypatch):
 
 
 def test_an_error_ends_the_work_of_all_devices_also_if_others_fail(far, monkeypatch):
-    """The first error is raised when all have been waited for."""
+    """The first error is raised after all devices have been waited for."""
     waited, launch, wait = [], pieces.Layout.launch, streamed_call.Call.wait_for_all
 
     def failing(self, backend, slot):
@@ -267,7 +267,7 @@ def test_an_error_ends_the_work_of_all_devices_also_if_others_fail(far, monkeypa
 
 
 def test_ctrl_c_ends_the_work_of_all_devices(far):
-    """Also a second Ctrl-C, while the call waits for its devices."""
+    """A second Ctrl-C arrives while the call waits for its devices."""
     gate = far.gates[0, "to"] = Gate()
     main, pressed = threading.current_thread(), []
 
@@ -291,7 +291,7 @@ def test_ctrl_c_ends_the_work_of_all_devices(far):
     same(far, q, k, v, [0, 1])
 
 
-EQUAL = {  # problems, and how many devices
+EQUAL = {  # number of devices, and problem
     "rows of heads": (3, {"heads": 32, "kv_heads": 4, "M": 32768, "N": 32768, "causal": True}),
     "one head": (8, {"heads": 8, "kv_heads": 1, "M": 32768, "N": 32768, "causal": True}),
     "more keys": (3, {"batch": 2, "heads": 4, "M": 4096, "N": 65536, "causal": True}),
@@ -308,7 +308,7 @@ def planned(kernel, **sizes):
 
 
 def shared(plan, plan_of, count, wanted=33 << 20):
-    """The shares of devices, which are complete; rows are cut where tiles begin."""
+    """Returns the devices' shares; checks that they are complete and cut at tile boundaries."""
     p, seen = plan.problem, {}
     made = divided(plan, pieces.cut(plan, plan_of, wanted, 10**12), count)
     for piece in (x for share in made for x in share):
@@ -328,7 +328,7 @@ def test_shares_have_equal_work(what):
     flops = [sum(plan.operation.flops(x.problem(plan.problem)) for x in y) for y in made]
     assert len(made) == count and max(flops) * count <= 1.05 * sum(flops)
     cuts = sum(share[0].rows.start > 0 for share in made)
-    assert cuts < count  # of heads, whose keys are sent to two devices
+    assert cuts < count  # heads that are cut, whose keys are sent to two devices
 
 
 def test_shares_begin_and_end_with_a_small_piece_where_kernels_take_longest():
@@ -354,7 +354,7 @@ def test_a_small_first_piece_has_the_bits_of_the_whole(far, monkeypatch):
 
 
 def test_shares_of_sequences_have_equal_work():
-    """Of pieces of equal bytes those with longer sequences have more work."""
+    """In pieces of equal bytes, longer sequences are more work."""
     lengths = [80_000, *[500] * 400, 40_000, 300, *[18_000] * 8]
     starts = [np.cumsum([0, *lengths]).astype(np.int32)] * 2
     plan, plan_of = planned("wgmma_persistent", lengths=lengths, heads=8, kv_heads=2)
@@ -401,13 +401,13 @@ def test_shares_of_any_problem_are_complete(sizes, count, causal):
 
 
 def test_every_thread_that_compiles_works_on_the_device():
-    # Else loading a kernel would make a capture of another thread invalid.
+    # A kernel loaded outside working_on() would invalidate another thread's capture.
     device = Captured()
     problem = Problem(1, 2, 2, 40, 40, 16, 16, DTYPES["float32"])
     plan = planning.plan(LADDER["backward"]["two_pass"], problem, LIMITS)
-    with device.working_on(None):  # as all that call it
+    with device.working_on(None):  # like all callers
         launcher.compile_kernels(device, plan)
     threads = {thread for thread, _ in device.prepared}
-    # A worker that is done early takes a second kernel: the number of threads is not fixed.
+    # A worker that finishes early takes a second kernel, so the number of threads varies.
     assert len(device.prepared) == len(plan.programs) > 1
     assert threads - {threading.get_ident()} and all(works for _, works in device.prepared)

@@ -1,4 +1,4 @@
-"""What a call that fails leaves behind: nothing that it allocated."""
+"""Failed calls keep no memory that they allocated."""
 
 import gc
 import weakref
@@ -21,7 +21,7 @@ _MOST_ATTEMPTS = 40
 
 
 class _Device:
-    """A device that is current anyway, as a context."""
+    """A context manager for a device that is already current."""
 
     def __enter__(self):
         return self
@@ -31,7 +31,7 @@ class _Device:
 
 
 class Counting(GpuLike):
-    """Knows which of its arrays are alive; failures go the way of those of CUDA."""
+    """A device that counts its live arrays; errors propagate as with CUDA."""
 
     def __init__(self):
         super().__init__()
@@ -68,7 +68,7 @@ def device(monkeypatch):
 
 @pytest.fixture
 def no_collection():
-    """Without garbage collections, which free what refers to itself."""
+    """Disables garbage collection, which would free reference cycles."""
     gc.collect()
     gc.disable()
     yield
@@ -82,7 +82,7 @@ def cached(put, token, **how):
     )
 
 
-# Calls on arrays that ``put`` makes of NumPy's.
+# Calls on arrays that ``put`` makes from NumPy arrays.
 CALLS = {
     "forward": lambda put, **on: cupyfa.attention(*map(put, (Q, Q, Q)), return_lse=True, **on),
     "split": lambda put, **on: cupyfa.attention(*map(put, (Q, Q, Q)), kernel="fa2_split_kv", **on),
@@ -118,7 +118,7 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_that_ran_out_of_memory_keeps_none(device, no_collection, where, call):
     put = device.upload if where == "device" else np.array
-    CALLS[call](put, backend=device)  # makes what calls share
+    CALLS[call](put, backend=device)  # allocates memory that calls share
     usual, attempts = device.alive, 0
     for attempts in range(_MOST_ATTEMPTS):
         device.calls.clear()
@@ -157,7 +157,7 @@ def test_a_limited_pool_is_as_before(cuda, no_collection, much_memory, room):
             with fails(cupyfa.OutOfMemory):
                 call()
             pool.set_limit(0)
-            # Calls share 4 MiB of each stream, and small results may be kept.
+            # Calls share 4 MiB per stream, and small results may be kept.
             assert pool.used_bytes() - usual <= 6 * 2**20
             cuda.spaces.clear()
     cuda.synchronize()

@@ -57,7 +57,7 @@ def test_offsets_beyond_two_to_the_31(cuda, much_memory, dtype):
         plan = planning.plan(kernel, problem, cuda.limits)
         right = expected(plan.problem, plan.rounding)
         tolerance.require(tolerance.compare(results, right), kernel.name)
-        # cuBLAS, and keys shared out to blocks, add up in an order that depends on the batch.
+        # cuBLAS and split-KV kernels sum in an order that depends on the batch.
         by_batch = kernel.name.startswith("baseline") or "split_kv" in kernel.name
         np.testing.assert_allclose(
             *(x.get() for x in (all_heads[-1:], o)),
@@ -75,7 +75,7 @@ CALL = (
 
 @pytest.fixture
 def process(cuda, tmp_path):
-    """Starts a process that makes one call, with an empty cache of compiled kernels."""
+    """Returns a function that starts a process with one call and an empty compile cache."""
     where = {"PYTHONPATH": str(Path(cupyfa.__file__).parents[1]), "CUPYFA_CACHE_DIR": str(tmp_path)}
 
     def start():

@@ -1,4 +1,4 @@
-"""The host's side on a GPU: buffers, overlap, graphs, threads, foreign streams."""
+"""The host side on a GPU: buffers, overlap, graphs, threads, foreign streams."""
 
 from itertools import pairwise
 
@@ -62,7 +62,7 @@ def test_sequences_go_through_pieces_with_the_same_bits(kernel, back):
 
 
 def test_ragged_batches_and_decoding_are_repeated(monkeypatch):
-    """On the very arrays of a call before, whose lengths may have changed."""
+    """Repeated calls use the same arrays, whose lengths may have changed."""
     import cupy
 
     slow, read = [], execution.read_call
@@ -82,7 +82,7 @@ def test_ragged_batches_and_decoding_are_repeated(monkeypatch):
             alone = cupyfa.attention(*parts, causal=True).swapaxes(0, 1)
             np.testing.assert_allclose(out[a:b].get(), alone.get(), atol=4e-3)
         np.testing.assert_allclose(decoded.get()[:, :, 0], new[2].get()[:, :, 0], atol=4e-3)
-    assert len(slow) <= 8 * 2 + 2 * 5  # dense ones, and the others until their memory is known
+    assert len(slow) <= 8 * 2 + 2 * 5  # dense calls, and other calls on new memory
 
 
 def of_shape(*shape, dtype=np.float16):
@@ -102,7 +102,7 @@ def of_shape(*shape, dtype=np.float16):
     ids=lambda options: " ".join(options),
 )
 def test_arrays_and_texts_go_through_pieces_with_the_same_bits(kernel, options):
-    """Of pieces in both directions; the memory that they may take is a fraction of the whole."""
+    """Pieces are transferred in both directions and use a fraction of the arrays' memory."""
     transfer.configure(chunk_bytes=1 << 18, piece_bytes=1 << 19, device_bytes=6 << 20)
     q, k, v = arrays(4, 8, 300, 64)
     k, v = (x[:, :4, : 299 if 299 in shapes_of(options) else 300] for x in (k, v))
@@ -170,8 +170,10 @@ def test_a_problem_larger_than_the_memory_it_may_take(options):
 
 
 def test_uploads_and_downloads_overlap(monkeypatch):
-    """Downloads do not wait for uploads, nor these for them: by the GPU's own clock. Which copies
-    share an engine there it does not tell. Other processes on the GPU may delay either."""
+    """Downloads and uploads do not wait for each other, by the GPU's own clock.
+
+    It does not tell which copies share an engine, and other processes may delay either direction.
+    """
     import cupy
 
     from cupyfa.runtime.cuda.device import _Lane
@@ -192,7 +194,7 @@ def test_uploads_and_downloads_overlap(monkeypatch):
         spans["down" if is_down else "up"].append((begin, end))
 
     def share_beside():
-        """How much of the downloads' time uploads take place in."""
+        """Returns the fraction of download time during which uploads run."""
         spans["up"], spans["down"] = [], []
         start = cupy.cuda.Event()
         start.record()
@@ -357,12 +359,12 @@ def test_all_devices_have_the_bits_of_one(two_gpus, shapes, options):
 
 
 def test_arrays_on_a_device_have_no_devices():
-    with pytest.raises(TypeError, match="the arrays lie on a device already; leave it out"):
+    with pytest.raises(TypeError, match="the arrays are already on a device; leave backend out"):
         cupyfa.attention(*on_device(*arrays(1, 2, 40, 64)), backend=cupyfa.Devices("all"))
 
 
 def test_a_producers_stream_is_waited_for():
-    """An array whose interface names the stream that still writes it."""
+    """The array's interface names the stream that still writes the array."""
     import cupy
 
     class Foreign:

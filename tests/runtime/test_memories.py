@@ -1,4 +1,4 @@
-"""Every sort of input on every path of calls, from the memory of the host and of a device."""
+"""Every kind of input on every path of calls, in host or device memory."""
 
 from itertools import islice, product
 
@@ -16,12 +16,12 @@ def on_host(array):
     return np.asarray(array)
 
 
-# The first ones are those with most kinds of inputs.
+# Paths with the most kinds of inputs come first.
 TABLE = sorted(
     ((path, sort) for path in PATHS for sort in sorts_of(path)),
     key=lambda x: (x[1] != "both", x[0] not in ("packed", "cache", "lists")),
 )
-MEMORIES = [*product(("host", "device"), repeat=2)]  # of q, k and v, and of what else is read
+MEMORIES = [*product(("host", "device"), repeat=2)]  # of (q, k, v), and of the other inputs
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_every_input_comes_from_any_memory_of_a_gpu(cuda, path, sort):
         require_equal(got, wanted)
 
 
-# Arrays of the host in every dtype
+# Host arrays of every dtype
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -69,7 +69,7 @@ def of_dtype(*shape, dtype, seed=0):
 
 
 def host_calls(dtype, backend, several):
-    """What every function gives for arrays of the host, by name."""
+    """Yields name and results of every function on host arrays."""
     q, k, v = (of_dtype(2, 2, 20, 16, dtype=dtype, seed=i) for i in range(3))
     how = {"backend": backend, "causal": True}
     back = {"backward_kernel": "two_pass"}
@@ -113,7 +113,7 @@ def require_same_calls(dtype, backend, wanted, several=False):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype, most", [("bfloat16", 4), *((x, 99) for x in DTYPES)])
 def test_host_arrays_of_every_dtype(like_a_gpu, dtype, most):
-    """Most of them; the first ones are calls, prepared ones and gradients."""
+    """Compares the first `most` functions: calls, prepared calls and gradients."""
     wanted = dict(islice(host_calls(dtype, "simulator", False), most))
     require_same_calls(dtype, like_a_gpu, wanted)
 
@@ -121,7 +121,7 @@ def test_host_arrays_of_every_dtype(like_a_gpu, dtype, most):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_host_arrays_of_every_dtype_on_a_gpu(cuda, dtype):
-    """In the bits of the same arrays on the device, which kernels see there."""
+    """Results equal those of the same arrays on the device bit by bit."""
     import cupy
 
     def there(array):
@@ -136,7 +136,7 @@ def test_host_arrays_of_every_dtype_on_a_gpu(cuda, dtype):
 
 
 def of_e4m3(backend, put):
-    """Calls on e4m3 arrays, whose results are bfloat16."""
+    """Returns the bfloat16 results of calls on e4m3 arrays."""
     q, k, v = (of_dtype(2, 2, 64, 64, dtype="float8_e4m3fn", seed=i) for i in range(3))
     how, descale = {"backend": backend, "kernel": "wgmma_fp8"}, np.full((2, 2), 0.5, np.float32)
     q, k, v = (put(x) for x in (q, k, v))
@@ -179,5 +179,5 @@ def test_prepared_calls_of_device_arrays_refuse_those_of_the_host(like_a_gpu, dt
     q, k, v = map(like_a_gpu.upload, host)
     with pytest.raises(TypeError, match="mixed|is of type GpuArray"):
         prepared(host[0], k, v)
-    with pytest.raises(TypeError, match="out is .*the inputs are CuPy arrays; give a CuPy array"):
+    with pytest.raises(TypeError, match="out is .*but inputs are CuPy arrays; give a CuPy array"):
         prepared(q, k, v, out=np.empty_like(host[0]))

@@ -1,4 +1,4 @@
-"""merge and merge_vjp: attentions over parts of the keys become that of all."""
+"""merge and merge_vjp: attention over parts of the keys becomes attention over all keys."""
 
 from itertools import pairwise
 
@@ -18,7 +18,7 @@ INF, NAN = np.inf, np.nan
 
 
 def drawn(count, *shape, dtype="float32", spread=5.0, seed=0):
-    """Parts of random numbers, [batch, heads, M, dv]; ``spread`` is that of lse."""
+    """Returns random parts (out [batch, heads, M, dv], lse); ``spread`` scales lse."""
     rng, of_lse = np.random.default_rng(seed), np.float64 if dtype == "float64" else F
     shape = shape or (2, 3, 5, 24)
     return [
@@ -36,7 +36,7 @@ def slopes_of(out, lse, seed=1):
 
 
 def checked(parts, backend="simulator", **how):
-    """All results, which are compared with the reference."""
+    """Returns merged results and gradients, after comparing the results with the reference."""
     (out, lse), pullback = cupyfa.merge_vjp(parts, backend=backend, check=True, **how)
     return (out, lse), pullback(*slopes_of(out, lse))
 
@@ -60,7 +60,7 @@ def test_results_are_within_their_bounds(backend, dtype, count):
 def test_more_parts_than_a_launch_has_room_for(backend, count, spread):
     parts = drawn(count, 1, 2, 3, 7, spread=spread)
     for _, lse in parts[: MOST_PARTS + 1]:
-        lse[0, 0, 0] = -INF  # a row that begins in the second launch, or not at all
+        lse[0, 0, 0] = -INF  # a row that begins in the second launch, or never
     checked(parts, backend)
 
 
@@ -89,7 +89,7 @@ def test_attention_of_all_keys_is_that_of_their_parts(backend, dtype):
 
 
 def test_gradients_go_on_to_keys_and_queries():
-    """float64 agrees with the gradients of attention within the bounds of float32."""
+    """The float64 gradients match those of attention within float32 bounds."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, 1, n, 8)) for n in (6, 11, 11))
     how = {"kernel": "fa2", "backward_kernel": "two_pass", "backend": "simulator"}
@@ -112,7 +112,7 @@ def test_gradients_go_on_to_keys_and_queries():
 
 
 def plain(outs, lses):
-    """The definition, for complex numbers too."""
+    """Merges by the definition, also for complex numbers."""
     largest = lses.real.max(axis=0)
     lse = largest + np.log(np.exp(lses - largest).sum(axis=0))
     return (np.exp(lses - lse)[..., None] * outs).sum(axis=0), lse
@@ -120,7 +120,7 @@ def plain(outs, lses):
 
 @pytest.mark.parametrize("of_lse", [False, True])
 def test_gradients_are_derivatives(backend, of_lse):
-    """Along the imaginary axis a difference has no error of cancellation."""
+    """A difference along the imaginary axis has no cancellation error."""
     parts = drawn(3, 1, 1, 4, 6, dtype="float64", spread=1.0)
     (out, lse), pullback = cupyfa.merge_vjp(parts, backend=backend)
     dout, dlse = slopes_of(out, lse)
@@ -223,14 +223,14 @@ def test_axes(backend, shape):
 
 @pytest.mark.parametrize("shape", [(2, 3, 5, 24), (3, 5, 24), (5, 24)])
 def test_the_other_layout(backend, shape):
-    """Of three axes it is that of the packed rows of ragged batches."""
+    """With three axes, "bshd" is the layout of packed rows."""
     parts = drawn(3, *shape)
     turned = [(x.swapaxes(-2, -3).copy() if x.ndim > 2 else x, y) for x, y in parts]
     (wanted, rows), right = checked(parts, backend)
     (out, lse), gradients = checked(turned, backend, layout="bshd")
     assert same_bits([wanted, rows], [out.swapaxes(-2, -3) if out.ndim > 2 else out, lse])
     assert gradients[0][0].shape == turned[0][0].shape == out.shape and lse.shape == shape[:-1]
-    assert same_bits([right[0][1]], [gradients[0][1]]) or len(shape) > 2  # other slopes
+    assert same_bits([right[0][1]], [gradients[0][1]]) or len(shape) > 2  # dout differs
 
 
 def test_packed_rows_of_a_ragged_batch(backend):
@@ -300,7 +300,7 @@ def test_other_libraries_arrays(backend):
 
 
 def test_the_bounds_find_small_faults():
-    """Of one weight, of one lse and of one gradient, by about a hundred roundings."""
+    """One weight, one lse or one gradient is off by about a hundred roundings."""
     parts = drawn(3)
     outs, lses = map(np.stack, zip(*parts))
     right = merge_bounds.expected_merge(outs, lses, dtype="float32")

@@ -1,4 +1,4 @@
-"""merge and merge_vjp on a GPU: arrays stay there, calls are captured, and large arrays fit."""
+"""merge and merge_vjp on a GPU: arrays stay on it, calls are captured, and large arrays fit."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 
 
 def drawn(count, *shape, dtype=np.float16, seed=0):
-    """Parts in GPU memory."""
+    """Returns random parts in GPU memory."""
     import cupy
 
     rng = np.random.default_rng(seed)
@@ -42,7 +42,7 @@ def test_arrays_of_the_host_and_of_the_gpu_have_the_same_bits(cuda, count):
 
 
 def steps_of_columns(parts):
-    """The same numbers, with columns that kernels read from copies."""
+    """Returns the same numbers with strided columns, which kernels read from copies."""
     import cupy
 
     return [(cupy.repeat(x, 2, axis=-1)[..., ::2], y) for x, y in parts]
@@ -64,7 +64,7 @@ def test_a_graph_merges_what_parts_contain_when_it_runs(cuda, count, view):
         (_, of_graph), again = cupyfa.merge_vjp(parts)
         gradients = again(dout, of_graph)
         graph = stream.end_capture()
-        # What the graph needs besides was given back to no pool.
+        # Overwrites free memory of the pool, which must not include the graph's.
         sizes = [2**x for x in range(8, 20)] * 10
         taken = [cupy.full(size, np.nan, np.float32) for size in sizes]
     for seed in (2, 3):
@@ -139,7 +139,7 @@ def test_memories_are_not_mixed(cuda):
     part, (host,) = drawn(1, 2, 3, 5, 24)[0], on_host(drawn(1, 2, 3, 5, 24))
     with pytest.raises(TypeError, match="arrays in host and GPU memory are mixed"):
         cupyfa.merge([part, host])
-    with pytest.raises(TypeError, match="out is of type ndarray, the parts are CuPy arrays"):
+    with pytest.raises(TypeError, match="out is of type ndarray, but parts are CuPy arrays"):
         cupyfa.merge([part], out=host[0])
     with pytest.raises(TypeError, match="the simulator takes NumPy arrays"):
         cupyfa.merge([part], backend="simulator")

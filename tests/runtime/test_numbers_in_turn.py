@@ -1,4 +1,4 @@
-"""Calls on the same arrays with other numbers, in turn: each has the result of its own number."""
+"""Alternating calls on the same arrays with different numbers: each uses its own number."""
 
 import numpy as np
 import pytest

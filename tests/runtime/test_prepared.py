@@ -1,5 +1,4 @@
-"""Calls that are decided once: on a device that the simulator stands for, and as the driver sees
-them."""
+"""Prepared and repeated calls, on a simulated device and as the driver receives them."""
 
 import ctypes
 import sys
@@ -33,9 +32,9 @@ from cupyfa.runtime.launcher import Launcher
 
 
 class Near(np.ndarray):
-    """An array in a device's memory; its address is where CuPy's arrays have it."""
+    """An array in device memory, with its address where CuPy's arrays store it."""
 
-    where = 0  # the number of the device
+    where = 0  # device number
 
     def __array_finalize__(self, like):
         self.where = getattr(like, "where", 0)
@@ -46,7 +45,7 @@ class Near(np.ndarray):
 
 
 class NearDevice(Simulator):
-    """Launches by addresses, as a GPU does."""
+    """A device that launches kernels by addresses, as a GPU does."""
 
     failures = (ZeroDivisionError,)
     writes_in_place = True
@@ -56,7 +55,7 @@ class NearDevice(Simulator):
         self.made, self.stream, self.is_capturing, self.short = [], 7, False, 0
         self.device, self.working = 0, 0
 
-    stream = is_capturing = device = None  # not the properties of others
+    stream = is_capturing = device = None  # replace the base class's properties
 
     @contextmanager
     def working_on(self, array):
@@ -81,7 +80,7 @@ class NearDevice(Simulator):
 
 
 class Counted(Launcher):
-    """Counts launches of plans by addresses, and sees that their device is current."""
+    """A launcher that counts launches by addresses and checks their device."""
 
     def __call__(self, addresses, stream):
         assert self._backend.device == self._device
@@ -172,7 +171,7 @@ def on(device, arrays):
 
 
 def test_calls_run_on_the_device_of_their_arrays(near):
-    """With another one current."""
+    """Another device is current."""
     here, there = arrays(2, 3, 20, 16), on(1, arrays(2, 3, 20, 16, seed=1))
     bound = compiled(near, *there)
     for call in (bound, partial(cupyfa.attention, backend=near, kernel="fa2")):
@@ -221,7 +220,7 @@ def test_out_is_written_in_place_or_checked(near):
     assert bound(q, k, v, out=out) is out
     assert bound(q, k, v, out=out) is out
     np.testing.assert_array_equal(out, expected)
-    assert near.short == 2 and len(near.made) == 1  # lse, of this stream
+    assert near.short == 2 and len(near.made) == 1  # allocates lse for this stream
     wide = near.empty((2, 3, 40, 16), q.dtype)[:, :, ::2]
     assert bound(q, k, v, out=wide) is wide
     np.testing.assert_array_equal(wide, expected)
@@ -243,7 +242,7 @@ def test_only_the_arrays_of_the_last_call_are_reused(near):
     near.stream = 9
     near.made.clear()
     np.testing.assert_array_equal(bound(q, k, v, out=out), right(q, k, v))
-    assert near.made == [(2, 3, 20)]  # of lse, for this stream
+    assert near.made == [(2, 3, 20)]  # allocates lse for this stream
     new = bound(q, k, v)
     assert new is not out
     np.testing.assert_array_equal(new, out)
@@ -264,7 +263,7 @@ def test_addresses_unaligned_for_tensor_maps(near, kernel):
 
 
 def forward(near, q, k, v, **options):
-    """The host's results of attention, in the device's memory."""
+    """Returns the host's results of attention as arrays in device memory."""
     o, lse = right(q, k, v, return_lse=True, **options)
     return [near_copy(near, x) for x in (o, lse)]
 
@@ -300,9 +299,9 @@ def test_prepared_gradients_are_those_of_backward(near, kernel):
         assert all(isinstance(x, Near) for x in got)
         for mine, its in zip(got, wanted):
             np.testing.assert_allclose(mine, its, rtol=1e-6, atol=1e-6)
-    assert near.short == 7  # all of these, and the forward pass of the last
+    assert near.short == 7  # all calls above, and the forward pass of vjp
     grads = [near.empty(x.shape, x.dtype) for x in (q, k, v)]
-    for _ in range(4):  # the last ones from a recording
+    for _ in range(4):  # the last iterations replay a recording
         for x in grads:
             x[...] = 7
         assert all(map(is_, prepared(*given, grads=grads), grads))
@@ -357,7 +356,7 @@ def test_results_are_written_to_arrays_of_other_libraries(there):
 
 
 class CpuTensor(Foreign):
-    """Like torch's tensors on the CPU: DLPack without versions, which NumPy takes as read-only."""
+    """A CPU tensor like torch's: DLPack without versions, which NumPy imports read-only."""
 
     def __init__(self, array, requires_grad=False):
         super().__init__(array)
@@ -387,7 +386,7 @@ def test_results_are_written_to_tensors_like_those_of_torch():
             np.testing.assert_array_equal(out.array, wanted)
     for out, error, words in (
         (CpuTensor(q.copy(), requires_grad=True), TypeError, r"out, .*use tensor\.detach\(\)"),
-        (CpuTensor(q[:, :1].copy()), ValueError, r"out is float32 \(1, 1, 20, 16\), the result"),
+        (CpuTensor(q[:, :1].copy()), ValueError, r"out is float32 \(1, 1, 20, 16\), but the"),
         (CpuTensor(q.astype("f8")), ValueError, "out is float64 .* give an array of that dtype"),
         (CpuTensor(q), ValueError, "out overlaps the input Q"),
     ):
@@ -494,7 +493,7 @@ CAPTURED = ["attention", "lse", "gradients", "vjp", "softmax"]
 
 
 def of_captures(backend):
-    """These functions as calls without arguments."""
+    """Returns the functions named in CAPTURED as calls without arguments."""
     q, k, v = arrays(2, 3, 20, 16)
     how = {"backend": backend, "kernel": "fa2"}
     out, lse = cupyfa.attention(q, k, v, return_lse=True, **how)
@@ -510,7 +509,7 @@ def of_captures(backend):
 
 @pytest.mark.parametrize("name", CAPTURED)
 def test_a_capture_takes_memory_only_where_that_is_allowed(near, name):
-    """In a first call, in another one, and in the first one of another stream; see Near.empty."""
+    """Covers a first call, a repeated call, and the first call in another stream."""
     call = of_captures(near)[name]
     for near.stream in (7, 8):
         for _ in range(2):
@@ -524,7 +523,7 @@ def test_a_capture_takes_memory_only_where_that_is_allowed(near, name):
 
 @pytest.fixture
 def plans(monkeypatch):
-    """How often something was planned; the simulator knows no call of other tests."""
+    """Collects the plans that are made; first clears the simulator's cached calls."""
     choose_backend.backend_named("simulator").calls.clear()
     made, plan = [], planning.plan
     monkeypatch.setattr(planning, "plan", lambda *a, **k: made.append(a) or plan(*a, **k))
@@ -544,7 +543,7 @@ def test_attention_plans_once(near, plans):
     ):
         got = cupyfa.attention(q, k, v, backend=near, kernel="fa2", **options)
         np.testing.assert_array_equal(got, right(q, k, v, **options))
-    assert len(plans) == 9  # those of the simulator, too
+    assert len(plans) == 9  # including the simulator's plans
     near.refresh()
     cupyfa.attention(q, k, v, backend=near, kernel="fa2")
     assert len(plans) == 10
@@ -563,7 +562,7 @@ def test_gradients_plan_once(near, plans, tmp_path, monkeypatch):
         wanted, *_ = cupyfa.backward(*host, **options | {"backend": Simulator()})
         np.testing.assert_array_equal(dq, wanted)
     launches = len(LADDER["backward"]["two_pass"].steps(Problem.of(*x)))
-    assert len(plans) == 3 and len(texts) == 3 * launches  # the simulators' own, too
+    assert len(plans) == 3 and len(texts) == 3 * launches  # including the simulators' plans
     for change in ({"causal": True}, {"kernel": "columns"}, {"tiles": {"Br": 16, "Bc": 16}}):
         cupyfa.backward(o, *x, o, lse, **options | change)
     assert len(plans) == 6
@@ -573,14 +572,14 @@ def test_gradients_plan_once(near, plans, tmp_path, monkeypatch):
     cupyfa.backward(*there, **options)
     assert len(plans) == 7
     mine = replace(LADDER["backward"]["two_pass"], folder=str(tmp_path))
-    for _ in range(2):  # its text may have changed
+    for _ in range(2):  # the file may have changed
         with pytest.raises(FileNotFoundError):
             cupyfa.backward(o, *x, o, lse, backend=near, kernel=mine)
     assert len(plans) == 9
 
 
 def test_kernel_names_may_be_string_subclasses(near):
-    """No temporary is kept, so one may have the address of another."""
+    """Temporary names are freed, so a later one may reuse the address of an earlier one."""
     x = arrays(2, 3, 20, 16)
     o, lse = cupyfa.attention(*x, return_lse=True, backend="simulator", kernel="fa2")
     cupyfa.backward(o, *x, o, lse, backend=near, kernel=np.str_("two_pass"))
@@ -604,11 +603,11 @@ def test_host_arrays_of_any_strides_share_a_prepared_call(plans):
     simulator = Simulator()
     for x in (q, q, q[:, ::-1]):
         cupyfa.attention(x, x, x, backend=simulator, kernel="fa2")
-    assert len(plans) == 2  # the simulator's own arrays have strides
+    assert len(plans) == 2  # the simulator distinguishes strides of its own arrays
 
 
 def test_a_graph_has_its_own_temporaries(near, monkeypatch):
-    """It may be launched in another stream, while calls go on in the one it was captured in."""
+    """The graph may be launched in another stream while calls continue in the captured stream."""
     places, x = [], arrays(2, 3, 20, 16)
 
     def launch(addresses, stream):
@@ -663,7 +662,7 @@ def test_calls_of_attention_share_memory_for_temporaries(near):
 
 
 def test_temporaries_between_launches_are_not_shared_with_other_calls(near, monkeypatch):
-    """Calls of one launch in the same stream may come from other threads in between."""
+    """Other threads may launch in the same stream between the launches of a call."""
     places = []
 
     def launcher(_, plan, arrays):
@@ -700,7 +699,7 @@ def test_threads_share_a_prepared_call(near):
 
 @pytest.fixture
 def driver(monkeypatch):
-    """CuPy's arrays over host memory; launches are only recorded."""
+    """Replaces CuPy's memory by host memory, and records launches."""
     from cupyfa.runtime.cuda import device as cuda
 
     launched = []
@@ -736,7 +735,7 @@ def on_device(shape, dtype):
 
 
 def arrays_of(plan):
-    """An array of CuPy for each that the launches of a plan of attention have."""
+    """Returns a CuPy array for each array of a plan's launches."""
     p = plan.problem
     q, k, v = (on_device(p.shape(f"batch heads {x} d"), p.dtype.numpy) for x in "MNN")
     others = {**plan.outputs, **plan.scratch}
@@ -744,7 +743,7 @@ def arrays_of(plan):
 
 
 class Driven:
-    """CUDA without a device."""
+    """A Cuda engine without a device."""
 
     def __new__(cls):
         from cupyfa.runtime.cuda.device import Cuda
@@ -881,7 +880,7 @@ def test_each_thread_has_its_own_arguments(driver):
 
 
 def test_launches_of_a_call_are_not_interleaved_with_other_threads(driver, monkeypatch):
-    """Two threads in one stream share the temporaries that the second launch reads."""
+    """Two threads in one stream share temporaries that the second launch reads."""
     from cupyfa.runtime.cuda import device as cuda
 
     engine = Driven()
@@ -893,7 +892,7 @@ def test_launches_of_a_call_are_not_interleaved_with_other_threads(driver, monke
 
     def launch(function, *_):
         launched.append((threading.get_ident(), function))
-        time.sleep(0.001)  # as the driver does, it lets other threads go on
+        time.sleep(0.001)  # like the driver, lets other threads run
 
     monkeypatch.setattr(cuda, "driver", SimpleNamespace(launchKernel=launch))
     launchers = [Launcher(engine, plan, arrays) for _ in range(2)]
@@ -913,7 +912,7 @@ def test_launches_of_a_call_are_not_interleaved_with_other_threads(driver, monke
 
 
 class Tensor:
-    """The used part of torch's tensors."""
+    """The part of torch's tensor interface that the library reads."""
 
     is_cuda, layout, requires_grad = True, "strided", False
 

@@ -1,4 +1,4 @@
-"""Calls on ragged batches and caches on the very arrays of a call before."""
+"""Repeated calls on ragged batches and caches, on the same arrays."""
 
 import weakref
 
@@ -22,7 +22,7 @@ def device(monkeypatch):
 
 @pytest.fixture
 def slow_calls(monkeypatch):
-    """How many calls were not repeats."""
+    """Collects the calls that were not repeats."""
     found, read = [], execution.read_call
     monkeypatch.setattr(execution, "read_call", lambda *call: found.append(1) or read(*call))
     return found
@@ -58,7 +58,7 @@ def test_packed_sequences_are_repeated(device, slow_calls):
         found = cupyfa.attention(*packed((q, k, v), offsets), **how)
         wanted = cupyfa.attention(*packed(PACKED, offsets.host), **{**how, "sink": sink.host, **ON})
         same(found, wanted)
-    assert len(slow_calls) - 8 <= 5  # those of the simulator, and until all memory is known
+    assert len(slow_calls) - 8 <= 5  # the simulator's calls, and calls on new memory
     before = len(slow_calls)
     cupyfa.attention(*packed((q, k, v), offsets), **{**how, "causal": False})
     used = there(np.array([5, 0, 1], "i4"))[0]
@@ -150,7 +150,7 @@ TABLE = np.arange(12, dtype=np.int32)[::-1].reshape(3, 4).copy()
 @pytest.mark.parametrize("is_paged", [False, True], ids=["contiguous", "pages"])
 @pytest.mark.parametrize("writes", [False, True], ids=["read", "append"])
 def test_decoding_is_repeated(device, slow_calls, is_paged, writes):
-    """With lengths that change, and with new keys and values where they were."""
+    """Lengths change between calls, and new keys and values are updated in place."""
     shape = PAGED if is_paged else CONTIGUOUS
     host = [drawn(*shape, seed=3), drawn(*shape, seed=4), np.array([5, 0, 20], np.int32)]
     host += [TABLE] * is_paged
@@ -174,10 +174,10 @@ def test_decoding_is_repeated(device, slow_calls, is_paged, writes):
             lengths += 2
         new_k += turn
         new_v -= turn
-    assert len(slow_calls) <= 2 + 5  # of the host, and until all memory is known
+    assert len(slow_calls) <= 2 + 5  # the host's calls, and calls on new memory
 
     slow_calls.clear()
-    device.stream = 9  # where other temporaries are
+    device.stream = 9  # with other temporaries
     same(
         cupyfa.attention(far_q, cache, **theirs, **how),
         cupyfa.attention(q, here, **ours, **how, backend="simulator"),

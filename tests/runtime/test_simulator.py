@@ -1,5 +1,5 @@
 """The simulator: semantics of CUDA C++, detected faults, and the build of kernels."""
-# ruff: noqa: SIM300 (arrays have capital letters here and are no constants)
+# ruff: noqa: SIM300 (arrays have capital letters here and are not constants)
 
 import shutil
 import subprocess
@@ -208,8 +208,7 @@ RIGHT_ACCESSES = (
 def test_accesses_of_the_same_global_memory():
     A = np.zeros(65, np.int32)
     for body, schedule in product(RIGHT_ACCESSES, (None, 1, 2)):
-        # One block after another: in one of two at once, two threads could draw a remainder of 63
-        # and race.
+        # One block at a time: with two, two threads could draw a remainder of 63 and race.
         grid = (4 if body.startswith("if (atomicAdd") else 1, 1, 1)
         head = "#include <ptx/named_barrier.cuh>"
         launch(body, A, threads=64, grid=grid, workers=1, schedule=schedule, head=head)
@@ -308,7 +307,7 @@ def test_sixteen_bit_arithmetic(header, dtype):
 
 
 def test_doubles_round_to_halves_once():
-    # Halfway between two halves and a little more: rounding to float first would lose the rest.
+    # Slightly above the midpoint of two halves: rounding to float first would lose the difference.
     A = np.array([1 + 2**-11 + 2**-40, 1 + 2**-11, 1 + 3 * 2**-11 - 2**-40, 65519.999999, 1e300])
     B = np.zeros(5, np.float16)
     launch("B[threadIdx.x] = A[threadIdx.x];", A, B, threads=5, head="#include <cuda_fp16.h>")
@@ -320,7 +319,7 @@ def test_doubles_round_to_halves_once():
 def test_tensor_core_tiles(load, transposed):
     rng = np.random.default_rng(5)
     A, B = (rng.standard_normal((16, 24)).astype(np.float16) for _ in range(2))
-    memory = np.zeros(2 * 16 * 24 + 32, np.float16)  # tiles begin at multiples of 32 bytes
+    memory = np.zeros(2 * 16 * 24 + 32, np.float16)  # tiles start at multiples of 32 bytes
     start = -memory.ctypes.data % 32 // 2
     memory[start : start + 768] = np.concatenate([A, B], axis=None)
     out = np.zeros(16 * 20 + 8, np.float32)
@@ -454,7 +453,7 @@ DECLARATIONS = [
     "__shared__ extern volatile float x[];",
     "extern __shared__ __attribute__((aligned(32))) scalar x[];",
 ]
-# Where it stands besides, with what follows it there.
+# Scopes that enclose the declaration, with the code that follows it there.
 SCOPES = {
     "function": "",
     "file": "{} struct After {{ }};",
@@ -519,7 +518,7 @@ def test_a_read_of_uninitialised_shared_memory(name):
     caught = fault(body, ones(), scalars=(np.int32(1),), **options)
     assert "at byte 128 of" in caught.what and "no thread of this block" in caught.what
     assert caught.thread == (31, 0, 0)
-    # What an earlier block wrote does not count.
+    # A value written by an earlier block does not count.
     stale = body.replace("shared.x[thr", "if (blockIdx.x == 0) shared.x[thr", 1)
     caught = fault(stale, ones(), scalars=(np.int32(0),), **options, workers=1)
     assert caught.block == (1, 0, 0)
@@ -611,7 +610,8 @@ def test_the_headers_compile_without_warnings(tmp_path, recorded):
     folder = Path(machine.__file__).parent
     names = [path.relative_to(folder / "include") for path in folder.glob("include/**/*.cuh")]
     names = ["simulator.h", "cuda_fp16.h", "cuda_bf16.h", *sorted(names)]
-    text = "constexpr int threads = 32;\nconstexpr bool timeline_detailed = true;\n"  # by the host
+    # Constants that the host declares.
+    text = "constexpr int threads = 32;\nconstexpr bool timeline_detailed = true;\n"
     limits = ("first", "blocks", "warps", "capacity")
     text += "".join(f"constexpr unsigned timeline_{x} = 2;\n" for x in limits)
     text += "".join(f"#include <{name}>\n" for name in names)
@@ -655,7 +655,7 @@ def test_cxx_names_the_compiler_unless_it_is_no_such_compiler(monkeypatch):
         machine._warn_of_ignored.cache_clear()
         with pytest.warns(UserWarning, match=f"CXX=.* is ignored: {why}"):
             assert machine.compiler() == usual
-        with warnings.catch_warnings(action="error"):  # it is said once
+        with warnings.catch_warnings(action="error"):  # warns once
             assert machine.compiler() == usual
     assert '(found first; CXX="an \'open quote" is ignored' in machine.compiler_choice()
     monkeypatch.setenv("CXX", "")

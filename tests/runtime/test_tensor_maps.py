@@ -1,4 +1,4 @@
-"""The host's side of kernels with TMA: tensor maps, aligned rows, sm_90a."""
+"""The host side of TMA kernels: tensor maps, aligned rows, sm_90a."""
 
 import ctypes
 from dataclasses import replace
@@ -205,7 +205,7 @@ def test_an_interrupted_call_leaves_no_stale_address():
     assert launched == [[1, 2, 3], [1, 2, 3]]
 
 
-# Products whose registers are written between them: ptxas makes them wait for each other.
+# wgmma products between which registers are written: ptxas serializes them.
 SLOW = code("slow")
 
 
@@ -258,9 +258,9 @@ def test_axes_of_size_1_get_valid_strides(kernel, simulator):
     "spoil, message",
     [
         (lambda x: x.astype(np.float32), "float32 .*float16 or bfloat16"),
-        (lambda x: x[..., 0], "boxes are of .batch, heads, rows, columns."),
+        (lambda x: x[..., 0], "TMA needs .batch, heads, rows, columns."),
         (lambda x: x[..., 1:], "must be multiples of 16 bytes"),
-        (lambda x: x[:, :, ::-1], "strides above 0"),
+        (lambda x: x[:, :, ::-1], "strides positive"),
     ],
     ids=["float32", "no columns", "an odd address", "backwards"],
 )
@@ -305,7 +305,7 @@ def test_arguments_of_cuTensorMapEncodeTiled(monkeypatch):
         0,
     ]
     assert bytes(made) == b"\7" * 128
-    assert cuda.Cuda().tensor_map(mapped) is made  # the driver is asked once
+    assert cuda.Cuda().tensor_map(mapped) is made  # the driver is called once
     with pytest.raises(
         DeviceError, match=r"EncodeTiled failed for Mapped\(address=28672, .* CUresult 1"
     ):
@@ -329,7 +329,7 @@ def test_a_kernel_without_boxes_needs_no_aligned_rows(simulator):
 
 
 def views(q, k, v):
-    """The same arrays with strides that tensor maps cannot have: reversed, unaligned, broadcast."""
+    """Returns the arrays with strides that tensor maps reject: reversed, unaligned, broadcast."""
     room = np.empty((*k.shape[:-1], k.shape[-1] + 3), k.dtype)
     room[..., 1:-2] = k
     return {
@@ -358,7 +358,7 @@ def skip_unless_it_runs(kernel, backend):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_tma_tiles_are_copied_unchanged(kernel, backend, dtype):
-    """Of one key, every row of O is V: each bit has been copied into a box and out of another."""
+    """With one key, every row of O is V, so each bit was copied into a box and out of another."""
     skip_unless_it_runs(kernel, backend)
     plan = planned(kernel, backend, {**SIZES, "N": 1}, dtype)
     inputs = inputs_of(plan)
@@ -397,7 +397,7 @@ def test_a_call_takes_arrays_of_any_alignment(kernel, backend, sizes, check):
 
 
 def on_device(arrays):
-    """The same arrays on a GPU, with the same strides."""
+    """Copies the arrays to a GPU, with the same strides."""
     return {name: timing._placed(backend_named("cuda"), array) for name, array in arrays.items()}
 
 

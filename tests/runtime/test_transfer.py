@@ -34,7 +34,7 @@ def far():
 
 @pytest.fixture(autouse=True)
 def small():
-    """Chunks and pieces so small that small arrays have several."""
+    """Shrinks chunks and pieces so that small arrays have several."""
     before = transfer.configure()
     transfer.configure(threads=3, chunk_bytes=4096, buffers=4, piece_bytes=20_000, pieces=3)
     with pytest.MonkeyPatch.context() as patch:
@@ -53,7 +53,7 @@ def arrays(*shape_q, kv_heads=None, N=None, dv=None, dtype=np.float32, seed=0):
 
 
 def same(far, q, k, v, tolerance=0.0, **options):
-    """Checks that a far device gives the simulator's results; returns them."""
+    """Checks that a far device returns the simulator's results, and returns them."""
     options = {"kernel": "fa2", "return_lse": True} | options
     there = cupyfa.attention(q, k, v, backend=far, **options)
     here = cupyfa.attention(q, k, v, backend="simulator", **options)
@@ -72,7 +72,7 @@ def test_a_kernel_of_one_s_own_gets_the_whole_problem(far):
     same(far, q, k, v, kernel=sloped.bind(**own, returns=("top",)))
     same(far, q, k, v, kernel=sloped.bind(**own), check=True)
     transfer.configure(device_bytes=20_000)
-    with pytest.raises(cupyfa.OutOfMemory, match="sloped on .*: all of it needs"):
+    with pytest.raises(cupyfa.OutOfMemory, match="sloped on .*: the whole problem needs"):
         cupyfa.attention(q, k, v, kernel=sloped.bind(**own), backend=far)
 
 
@@ -94,7 +94,7 @@ def planned(kernel, **sizes):
 
 
 def planner(plan):
-    """A function that plans parts of a plan's problem as calls do."""
+    """Returns a function that plans sub-problems as calls do."""
     return lambda problem: planning.plan(plan.kernel, problem, LIMITS, **plan.constants)
 
 
@@ -215,29 +215,29 @@ def test_parts_under_a_mask_are_right_for_other_kernels(far, kernel, options):
 
 
 def also_slowly(first, *others):
-    """Parameters, all but the first one for slow tests."""
+    """Returns parameters of which all but the first are slow."""
     return [first, *(pytest.param(x, marks=pytest.mark.slow) for x in others)]
 
 
 @pytest.fixture
 def counts(monkeypatch):
-    """How many pieces each problem was cut into."""
+    """Returns a function that lists the number of pieces of each problem."""
     found, cut = [], pieces.cut
     monkeypatch.setattr(pieces, "cut", lambda *x: found.append(made := cut(*x)) or made)
     return lambda: [len(x) for x in found]
 
 
 def sent_to(far):
-    """The bytes that were copied to the device."""
+    """Returns the number of bytes copied to the device."""
     there = [(x.ctypes.data, x.ctypes.data + x.nbytes) for x in far.kept]
     return sum(size for to, _, size in far.copied if any(a <= to < b for a, b in there))
 
 
-SIZES = (3, 4, 24, 21)  # of a row of 21 elements the memory is padded
+SIZES = (3, 4, 24, 21)  # rows of 21 elements are padded in memory
 
 
 def of_form(form, dtype=np.float16):
-    """Random numbers with axes that letters name."""
+    """Returns a random array whose axes are named by letters."""
     shape = [1 if axis == "1" else SIZES["bhmn".index(axis)] for axis in form]
     return np.random.default_rng(1).standard_normal(shape).astype(dtype)
 
@@ -268,7 +268,7 @@ def padded(q, k, v):
     return cupyfa.Padded(q, [24, 0, 11]), k, v
 
 
-ALIKE = {  # what pieces have their parts of, or all of
+ALIKE = {  # inputs that pieces receive in part or as a whole
     "mask and slopes": {"mask": of_form("b11n") > -1, "alibi_slopes": of_form("bh", np.float32)},
     "sinks": {"sink": of_form("h", np.float32), "mask": of_form("1hmn") > -1, "causal": True},
     "text": {
@@ -290,7 +290,7 @@ ALIKE = {  # what pieces have their parts of, or all of
 @pytest.mark.slow
 @pytest.mark.parametrize("what", also_slowly(*ALIKE))
 def test_arrays_and_texts_go_through_the_pieces(far, counts, what):
-    """With the same bits as in one piece, and so do gradients."""
+    """Results and gradients have the same bits as in one piece."""
     q, k, v = of_sizes()
     if what == "lengths":
         q, k, v = padded(q, k, v)
@@ -333,7 +333,7 @@ def test_what_counts_heads_is_one_piece(far, counts, what):
     assert counts() == [1]
     transfer.configure(device_bytes=4000)
     with pytest.raises(
-        cupyfa.DeviceError, match="all of it needs .* fewer batch elements or heads"
+        cupyfa.DeviceError, match="the whole problem needs .* fewer batch elements or heads"
     ):
         cupyfa.attention(q, k, v, kernel="fa2", backend=far, **ONE_PIECE[what])
 
@@ -348,7 +348,7 @@ def test_gradients_of_what_texts_read_are_one_piece(far, counts):
     assert counts() == [6, 1]
 
 
-BEYOND = {  # what is cut along rows and keys, too
+BEYOND = {  # inputs that are also cut along rows and keys
     "bias and mask": {"bias": of_form("1hmn"), "mask": of_form("b11n") > -1},
     "bias and slopes": {"bias": of_form("bh1n"), "alibi_slopes": of_form("h"), "softcap": 3.0},
     "mask": {"mask": of_form("11mn") > -1, "alibi_slopes": of_form("bh"), "causal": "top-left"},
@@ -385,7 +385,7 @@ def test_pieces_are_cut_again_only_for_other_sizes(monkeypatch):
     monkeypatch.setattr(pieces, "cut", lambda *x: done.append(x) or again(*x))
     for wanted, most in (
         *((30_000, 10**6), (30_000, 10**7), (20_000, 10**6)),
-        *((500, 10**6), (500, 10**7), (9000, 9000)),  # less than a head; a head that does not fit
+        *((500, 10**6), (500, 10**7), (9000, 9000)),  # pieces below a head; a head above the limit
     ):
         assert kept.cut(wanted, most).pieces == again(plan, planner(plan), wanted, most)
     assert [x[2] for x in done] == [30_000, 20_000, 500, 9000, 9000]
@@ -413,7 +413,7 @@ def test_merged_parts_of_keys_are_rounded_once(far):
     wide = [x.astype(np.float32) for x in (q, k, v)]
     exact = cupyfa.attention(*wide, kernel="fa2", backend="simulator").astype(np.float16)
     out = cupyfa.attention(q, k, v, kernel="fa2", backend=far)
-    assert np.mean(out != exact) < 0.01  # with parts of 16 bits it is 0.4
+    assert np.mean(out != exact) < 0.01  # with 16-bit partial results it would be 0.4
 
 
 def test_nan_stays_in_its_row_when_keys_are_merged(far):
@@ -434,7 +434,7 @@ def test_largest_scores_of_pieces_are_those_of_the_whole(far):
     q[0, 0, 7, 0] = np.nan
     how = {"kernel": "fa2", "return_max": True, "causal": True}
     _, whole = cupyfa.attention(q, k, v, backend="simulator", **how)
-    for room in (100_000, 4000):  # heads are pieces; parts of rows and of keys
+    for room in (100_000, 4000):  # one head per piece; then parts of rows and keys
         transfer.configure(device_bytes=room)
         _, found = cupyfa.attention(q, k, v, backend=far, **how)
         np.testing.assert_array_equal(found, whole)
@@ -483,7 +483,7 @@ def test_progress_is_reported_for_each_piece(far):
     [
         ("float32", "wgmma_fp16x2", 4, 16, 8192, 4),  # 2 heads are 33 MiB
         ("float64", "mma_f64", 4, 16, 2048, 16),
-        ("float16", "wgmma_persistent", 64, 16, 512, 16),  # the bus takes longer by far
+        ("float16", "wgmma_persistent", 64, 16, 512, 16),  # transfers dominate
     ],
 )
 def test_pieces_have_tiles_for_a_device_where_kernels_take_a_while(
@@ -504,7 +504,7 @@ def pinned(far, shape, dtype=np.float32):
 
 
 def test_pinned_arrays_need_no_buffers(far, monkeypatch):
-    """And the first kernel is started before the next piece is sent."""
+    """The first kernel starts before the next piece is sent."""
     sent, launch = [], pieces.Layout.launch
 
     def launched(*args):
@@ -525,7 +525,7 @@ def test_pinned_arrays_need_no_buffers(far, monkeypatch):
 
 @pytest.mark.parametrize("least", [256, 1 << 18])
 def test_parts_of_pinned_arrays_need_no_buffers(far, monkeypatch, least):
-    """Each contiguous part of a strided array is copied by itself, unless it is small."""
+    """Each contiguous part of a strided array is copied separately, unless it is small."""
     monkeypatch.setattr(pieces, "_LEAST_RUN", least)
     monkeypatch.setattr(pieces, "_LEAST_TILES", 1)
     host = arrays(2, 4, 64, 16, kv_heads=1)
@@ -573,7 +573,7 @@ def test_an_error_in_a_thread_ends_the_call(far):
 
 @pytest.mark.parametrize("what", ["no memory", "a lost device"])
 def test_an_error_with_few_buffers_ends_the_call(far, what):
-    """Threads that wait for a buffer are woken, and a buffer whose copy failed is returned."""
+    """Threads waiting for a buffer are woken, and a buffer whose copy failed is returned."""
     transfer.configure(buffers=2, threads=4)
     ended, wait = threading.Event(), FarMark.wait
 
@@ -599,7 +599,7 @@ def test_an_error_with_few_buffers_ends_the_call(far, what):
 
 
 def test_pinned_results_stay_within_the_limit(far):
-    """With concurrent threads, dropped results and a failing allocation."""
+    """Covers concurrent threads, dropped results and a failing allocation."""
     size, held = 3 << 10, []
     transfer.configure(pinned_results=2 * 4096)
     transfer.new_result(far, (size,), np.dtype("u1"))
@@ -614,7 +614,7 @@ def test_pinned_results_stay_within_the_limit(far):
     held.clear()
     assert transfer.held() == 0
     ask()
-    with host._lock:  # where Python may find a result that is no more, and drop it
+    with host._lock:  # a finalizer may run while the lock is held
         held.clear()
     assert transfer.held() == 0
     far.pinned = lambda size: 1 / 0
@@ -634,10 +634,10 @@ def test_several_threads_may_call_at_once(far):
 
 @pytest.mark.parametrize("where, kernel", [("to", "fa2"), ("back", "fa2"), ("launch", "baseline")])
 def test_a_device_that_stands_still_holds_up_no_other(far, where, kernel):
-    """Each device has its own threads, buffers and locks; here a call takes all of its device's."""
+    """Each device has its own threads, buffers and locks; here one call occupies all of them."""
     transfer.configure(threads=1, buffers=1)
     q, k, v = arrays(2, 2, 64, 16)
-    outs = [np.empty_like(q) for _ in range(2)]  # ordinary memory, which needs buffers
+    outs = [np.empty_like(q) for _ in range(2)]  # pageable memory needs buffers
     gate = far.gates[0, where] = Gate()
 
     def call(device):
@@ -665,10 +665,10 @@ def of_transfer():
 @pytest.mark.parametrize("failing", [False, True])
 def test_threads_end_with_their_buffers(far, failing):
     transfer.release()
-    gc.collect()  # what other tests left
+    gc.collect()  # garbage of other tests
     for thread in of_transfer():
         thread.join(60)
-    gc.disable()  # a call that failed leaves nothing that would have to be found
+    gc.disable()  # a failed call must leave no reference cycle
     try:
         out = np.empty((4, 4, 64, 16), np.float32)
         cupyfa.attention(*arrays(4, 4, 64, 16), kernel="fa2", backend=far, out=out)
@@ -696,7 +696,7 @@ def test_buffers_are_reused_before_new_ones_are_made(far):
         lane.copy(far.address(there), second.address, 4096)
         second.copied(lane)
         taken.give(second)
-        assert taken.take() is first  # the other one's copy goes on
+        assert taken.take() is first  # the other buffer's copy is still running
         lane.synchronize()
         assert taken.take() is second and taken.made == 2
 
@@ -720,7 +720,7 @@ def test_a_part_has_the_mask_of_the_whole(options):
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_ctrl_c_during_a_transfer_ends_the_call(far, monkeypatch, begun):
-    """Copies are submitted all or not at all, and the call waits for submitted ones."""
+    """Copies are submitted all together or not at all; the call waits for submitted copies."""
     q, k, v = arrays(2, 4, 50, 16)
     submit, left = Host.submit, [4]
 
@@ -737,7 +737,7 @@ def test_ctrl_c_during_a_transfer_ends_the_call(far, monkeypatch, begun):
     same(far, q, k, v)
 
 
-BOUNDS = {  # of five sequences, the second and fourth of which are empty on one side
+BOUNDS = {  # of five sequences; the second and fourth are empty on one side
     "q": np.array([2, 30, 30, 65, 71, 90], np.int32),
     "k": np.array([0, 21, 40, 66, 66, 93], np.int32),
 }
@@ -767,7 +767,7 @@ def of_sequences(dtype=np.float32, used=None):
 
 
 def same_sequences(far, given, **options):
-    """Checks results and gradients of a ragged batch; returns the far device's."""
+    """Checks a ragged batch's results and gradients; returns the far device's."""
 
     def made(backend):
         how = {"backend": backend, "kernel": "fa2", "backward_kernel": "two_pass", **options}
@@ -784,7 +784,7 @@ def same_sequences(far, given, **options):
 @pytest.mark.slow
 @pytest.mark.parametrize("what", also_slowly(*OF_SEQUENCES))
 def test_sequences_go_through_the_pieces(far, counts, what):
-    """With the same bits as in one piece: first whole ones, then the heads of each."""
+    """Results have the bits of one piece, for pieces of whole sequences and of single heads."""
     for piece_bytes in (70_000, 18_000):
         transfer.configure(piece_bytes=piece_bytes)
         given = of_sequences(used=USED if what == "lengths" else None)
@@ -820,7 +820,7 @@ def test_sequences_of_16_bits_go_through_the_pieces(far, counts, kernel, back):
 
 
 def test_sequences_with_lists_dropout_and_checks(far, counts):
-    """Dropout counts sequences, so it gets the whole batch."""
+    """Dropout counts sequences, so the batch is not divided."""
     transfer.configure(piece_bytes=35_000)
     packed = of_sequences()
     lists = [[x.array[a:b] for a, b in pairwise(x.offsets)] for x in packed]

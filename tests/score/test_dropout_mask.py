@@ -1,4 +1,4 @@
-"""The generator of dropout, and the masks that it makes."""
+"""The random generator of dropout, and the masks that it makes."""
 
 import numpy as np
 import pytest
@@ -48,7 +48,7 @@ def test_as_many_are_kept_as_the_probability_says(p):
     kept = mask(p, M=256, N=512)
     deviation = (p * (1 - p) / kept.size) ** 0.5
     assert abs(kept.mean() - (1 - p)) < 5 * deviation
-    for axis in range(4):  # and as many of each place in a patch of 16 queries and 16 keys
+    for axis in range(4):  # and of each batch element, head, query and key
         share = np.moveaxis(kept, axis, 0).reshape(kept.shape[axis], -1).mean(1)
         bound = 6 * deviation * kept.shape[axis] ** 0.5
         assert np.abs(share - (1 - p)).max() < bound
@@ -61,7 +61,8 @@ def test_neighbours_and_other_seeds_are_independent():
         *(mask(0.5, *x, M=256, N=512) for x in ((12,), (2**32 + 11,), (11, 1))),
     ]
     for other in others:
-        if other is not kept and not np.array_equal(other, kept):  # a roll of 16 by 2 is one
+        # Rolling an axis of length 2 by 8 or 16 changes nothing.
+        if other is not kept and not np.array_equal(other, kept):
             assert abs((other == kept).mean() - 0.5) < 5 * 0.5 / kept.size**0.5
 
 

@@ -1,4 +1,4 @@
-"""Expressions: what texts and traced functions mean, and what is refused before a compiler runs."""
+"""Expressions: the meaning of texts and traced functions, and errors before compilation."""
 
 import ast
 import math
@@ -58,7 +58,7 @@ def test_no_text_is_too_long_or_too_deep_to_be_refused(text):
 @pytest.mark.parametrize("term", [" + score", " * 2", " - 0.5 * score"])
 def test_a_flat_chain_is_not_deep(term):
     assert Expression.of("score_mod", "score" + term * 190).cpp(lambda *place: False)
-    with pytest.raises(ValueError, match=r"300 operations follow each other; at most 200 may; set"):
+    with pytest.raises(ValueError, match=r"chains 300 operations; the limit is 200; group"):
         Expression.of("score_mod", "score" + "+1" * 300)
 
 
@@ -220,8 +220,8 @@ def test_a_function_is_traced_once(function, text):
         (lambda score: score > 0 and score < 1, "& | ~"),
         (lambda score: not score > 0, "& | ~"),
         (lambda score: max(score, 0), "maximum"),
-        (lambda score: math.exp(score), "instead of those of math"),
-        (lambda score: float(score), "instead of those of math"),
+        (lambda score: math.exp(score), "instead of math"),
+        (lambda score: float(score), "instead of math"),
         (lambda score: sum(score), "cannot be iterated"),
         (lambda score, slope, key: score + slope[key:], "not a slice"),
         (lambda score: score + np.ones(3), "captured="),

@@ -1,4 +1,4 @@
-"""The table of functions: what pages say of it, and what its rows need."""
+"""The table of functions: its description in the pages, and requirements of its rows."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Texts on scores and masks against plain loops, finite differences and float32 arithmetic."""
+"""Expressions in NumPy, compared with plain loops, finite differences and float32 arithmetic."""
 
 import math
 
@@ -39,7 +39,7 @@ MASK_TEXTS = {
 
 
 def modifications(scores=(), masks=(), **more):
-    """Those of a problem of the sizes above; `more` replaces what is given."""
+    """Returns Modifications of named expressions at the sizes above; `more` overrides defaults."""
     how = {"position": N - M, "queries": M, "keys": N, **more}
     of_scores = tuple(Expression.of("score_mod", SCORE_TEXTS[x]) for x in scores)
     return Modifications(
@@ -48,7 +48,7 @@ def modifications(scores=(), masks=(), **more):
 
 
 def of_texts(score=None, mask=None, keys=N, **names):
-    """The same of other texts, and of arrays that they read."""
+    """Returns Modifications of the given expressions and of the arrays that they capture."""
     scores = (Expression.of("score_mod", score),) if score else ()
     masks = (Expression.of("mask_mod", mask),) if mask else ()
     return Modifications(scores, masks, names, N - M, M, keys)
@@ -63,7 +63,7 @@ def gradients(q, k, v, out, lse, dout, **how):
 
 
 def in_python(text, b, h, i, j, **names):
-    """What a text says of one pair, by Python's own numbers."""
+    """Evaluates an expression for one pair with Python numbers."""
     place = {"batch": b, "head": h, "query": i, "key": j, "position": i + N - M}
     functions = {**TRACEABLE, "min": min, "max": max, "abs": abs}
     others = {"queries": M, "keys": N, "table": NAMES["table"].astype(float)}
@@ -71,7 +71,7 @@ def in_python(text, b, h, i, j, **names):
 
 
 def by_hand(q, k, v, scale, scores=(), masks=(), causal_offset=None, sink=None):
-    """Attention in plain loops."""
+    """Computes attention in plain loops."""
     out, lse = np.zeros((B, H, M, DV)), np.full((B, H, M), -INF)
     for b, h, i in np.ndindex(B, H, M):
         weights = {}
@@ -124,7 +124,7 @@ def test_gradients_are_finite_differences(scores, masks, causal_offset, has_sink
     how = {"scale": -0.7, "causal_offset": causal_offset, "mods": modifications(scores, masks)}
     how["sink"] = sink
     out, lse = reference.attention(q, k, v, **how)
-    dlse[np.isneginf(lse)] = 5.0  # of empty rows: without effect
+    dlse[np.isneginf(lse)] = 5.0  # no effect in empty rows
     found = tolerance.expected_gradients(
         q, k, v, out, lse, dout, dlse=dlse, dtype="float64", **how
     )[None]
@@ -171,7 +171,7 @@ def test_a_row_with_a_sink_alone():
     assert (expected["O"].bound[:, :, :2] == 0).all() and (expected["O"].bound[:, :, 2:] > 0).all()
     assert (expected["lse"].bound[:, 1, :2] == 0).all()
     assert (expected["lse"].bound[:, [0, 2, 3], :2] > 0).all()
-    dout[:, 1, :2] = NAN  # without effect, where the sink is -inf
+    dout[:, 1, :2] = NAN  # no effect where the sink is -inf
     found = gradients(q, k, v, out, lse, dout, dlse=dlse, **how)
     assert np.isfinite(found["dsink"].value).all() and found["dsink"].value[1] == 0
     assert (found["dQ"].value[:, :, :2] == 0).all()
@@ -189,7 +189,7 @@ def test_texts_apply_in_every_precision(precision):
 
 
 def test_a_hidden_pair_is_as_if_it_were_masked():
-    """Neither NaN in it, nor a text that reads beyond its array there, matters."""
+    """In a hidden pair, neither NaN nor an index out of bounds has an effect."""
     q, k, v, dout, _ = inputs()
     bias = np.full((1, H, M, N), NAN)
     bias[..., :6] = 0.5
@@ -244,9 +244,9 @@ def test_an_index_out_of_range_and_a_divisor_of_0_name_the_pair():
         axis, size = (0, H) if index < 0 else (1, 16)
         message = f"score_mod: index {index} of axis {axis} of table is out of range, for {pair}; "
         assert str(error.value) == message + f"the axis has size {size}: give 0 to {size - 1}"
-    with pytest.raises(ValueError, match="divides by 0, for batch 0, head 0, query 0, key 3; let"):
+    with pytest.raises(ValueError, match="divides by 0, for batch 0, head 0, query 0, key 3; make"):
         reference.attention(q, k, v, scale=1.0, mods=of_texts("score + query % (key - 3)"))
-    # A pair that the mask hides is not read.
+    # A pair hidden by the mask is not read.
     mods = of_texts("score + table[head, key + 5]", "key < 11", table=table)
     reference.attention(q, k, v, scale=1.0, mods=mods)
 
@@ -293,7 +293,7 @@ def test_scores_of_a_whole_problem():
     assert Modifications().applied_to(scores) is scores
 
 
-# Functions and the rules of numbers
+# Functions and rules of arithmetic
 
 
 @pytest.mark.parametrize(
@@ -366,7 +366,7 @@ def test_slopes_of_choices(text, at, slope):
     )
 
 
-# Errors
+# Error bounds
 
 SHAPE = (2, 3, 8, 24)
 ARRAYS = {
@@ -401,9 +401,9 @@ def random_text(rng, depth):
 
 @np.errstate(all="ignore")
 def ratios(text, seed, moved=0.0):
-    """Errors of float32 arithmetic / their bounds: the largest of values and of slopes.
+    """Returns the largest ratio of float32 errors to their bounds, for values and for slopes.
 
-    moved: an error of the scores, in eps of their size.
+    moved: error of the scores, in units of eps times their magnitude.
     """
     rng = np.random.default_rng(seed)
     score = (3 * rng.normal(size=SHAPE)).astype(np.float32)
@@ -431,7 +431,7 @@ def test_float32_arithmetic_stays_below_the_bounds_of_random_texts():
         assert a <= 1.001 and b <= 1.001, (text, a, b)
         of_values.append(a)
         of_slopes.append(b)
-    assert np.mean(np.array(of_values) > 0.1) > 0.8  # the others are exact
+    assert np.mean(np.array(of_values) > 0.1) > 0.8  # the other results are exact
     assert np.mean(np.array(of_slopes) > 0.1) > 0.25
 
 
@@ -448,21 +448,21 @@ def test_the_bounds_of_functions_are_not_vacuous(name):
 @pytest.mark.parametrize("large", [1.0, 30.0, 1e4, 1e8, 1e30])
 @pytest.mark.parametrize("name", [x.name for x in FUNCTIONS.values() if x.small_near_0])
 def test_bounds_near_0_are_relative(name, large):
-    """So a function of a small argument, times a large number, has bounds of usual numbers."""
+    """A function of a small argument, times a large factor, has bounds of moderate size."""
     scores = np.concatenate([np.logspace(-6, 0, 30), -np.logspace(-6, 0, 30)]) * min(large, 0.4)
     found = value(f"large * {name}(score / large)", scores, {"large": large}, eps=float32.EPS)
     assert (found.error < 10 * np.abs(scores)).all()
 
 
 def test_the_bound_of_a_small_slope_is_relative():
-    """That of cos is -sin near 0, and that of sigmoid is small far from 0."""
+    """The slope of cos is -sin near 0, and the slope of sigmoid is small far from 0."""
     for text, scores in (("cos(score)", 1e-6), ("sigmoid(score)", 15.0), ("sigmoid(score)", -15.0)):
         found = value(text, [scores], slope=1.0, eps=float32.EPS)
         assert found.slope_error < 40 * np.abs(found.slope)
 
 
 def test_a_wrong_text_is_beyond_the_bounds():
-    """One number of a text is off by a hundredth of a thousandth."""
+    """The wrong expression differs by one constant, by about 1e-5."""
     right, wrong = "cap * tanh(score / cap)", "cap * tanh(score / 3.70004)"
     score = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
     found = value(right, score, ARRAYS, slope=1.0, eps=float32.EPS)

@@ -1,4 +1,4 @@
-"""A short run of host_times.py, in a process of its own."""
+"""A short run of host_times.py in a separate process."""
 
 import json
 from functools import partial
@@ -10,7 +10,7 @@ host_times = partial(printed, "host_times.py")
 
 
 def groups(backend, *args):
-    """What of each group, by its name, took how long; fails unless that is above 0."""
+    """Maps groups to their rows of times by name; all times must be positive."""
     told = json.loads(host_times("--backend", backend, "--format", "json", *args))
     assert told["environment"]["device"] and told["environment"]["cupyfa"]
     found = {}

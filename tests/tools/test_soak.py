@@ -1,4 +1,4 @@
-"""Short runs of soak.py, in processes of their own."""
+"""Short runs of soak.py in separate processes."""
 
 import os
 from functools import partial

@@ -1,1 +1,1 @@
-"""Timing, results, peers and tuning."""
+"""Benchmarks: timing, comparison with other libraries, and tuning."""

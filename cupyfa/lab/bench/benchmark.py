@@ -1,4 +1,4 @@
-"""Benchmarks: kernels are checked, then timed in alternation with others on the same problem."""
+"""Benchmarks kernels: checks them, then times them in alternation on the same problems."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +42,7 @@ from cupyfa.runtime.launcher import replay
 
 _NOT_HERE = (Unsupported, DeviceError, MemoryError)
 _WRONG = (WrongResult, SimulatorFault)
-# A single kernel is compared only with rungs that have those of these features that it needs.
+# On problems that need one of these features, only rungs that support it are compared.
 _OF_SEQUENCES = {"ragged", "lengths", "paged"}
 
 
@@ -67,22 +67,23 @@ def bench(
 ) -> list[Measurement]:
     """Checks kernels and times them in alternation, on one problem or on many.
 
-    ``kernels`` are names, ``script.py:name``, "auto" or records. A single one is compared with the
-    operation's baseline and the rung before it, unless ``alone``. ``sizes`` are those of
-    ``sweeps.problems``: each of them, and each of the kernels' ``tiles``, may be a list, and every
-    combination is measured. ``against`` are peers of ``peers.NAMES``.
+    ``kernels`` are names, ``script.py:name``, "auto" or records. A single kernel is compared with
+    the operation's baseline and with the previous rung, unless ``alone``. ``sizes`` are passed to
+    ``sweeps.problems``. Each size, and each of the kernels' ``tiles``, may be a list; every
+    combination is measured. ``against`` names peers in ``peers.NAMES``.
 
     Every kernel is first compared with the float64 reference on the same inputs (``values``,
-    ``layout`` and ``seed`` as in ``Case``); if that would take long, on a sample of rows. A wrong
-    kernel is not timed. Kernels and peers then alternate in rounds, each for ``budget`` seconds or
-    until its median is known to half a percent. ``cold`` overwrites the caches before each launch;
-    ``graph`` replays the launches of a call as a CUDA graph. A kernel that would take longer than
-    ``patience`` seconds, judging by an earlier problem, is left out. ``so_far`` is called with all
-    rows after each problem. ``watch`` is told what runs; problems that it has as done are skipped.
+    ``layout`` and ``seed`` as in ``Case``), or on a sample of rows if the reference is too slow.
+    Kernels with wrong results are not timed. Kernels and peers then alternate in rounds, each for
+    ``budget`` seconds or until its median is accurate to half a percent. ``cold`` overwrites the
+    caches before each launch; ``graph`` replays the launches of a call as a CUDA graph. A kernel
+    that, judging by an earlier problem, would take longer than ``patience`` seconds is skipped.
+    ``so_far`` is called with all rows after each problem. ``watch`` tracks the running call;
+    problems that it lists as done are skipped.
 
-    Returns a row for each kernel, peer and problem, with a note if it cannot be measured. Warns of
-    peers that cannot take part. Raises ValueError or TypeError for arguments, and the first
-    kernel's error if no named kernel can run at all.
+    Returns a row for each kernel, peer and problem; a note explains why a row was not measured.
+    Warns about peers that cannot be measured. Raises ValueError or TypeError for invalid arguments,
+    and the first kernel's error if none of the named kernels can run.
     """
     backend = backend_to_measure(backend)
     names = [kernels] if isinstance(kernels, str | Kernel) else list(kernels)
@@ -117,7 +118,7 @@ def bench(
         measuring = on(case, noted)
         try:
             contenders = measuring.contenders(by_operation[case.operation])
-        except Unsupported as error:  # "auto" has no kernel to choose
+        except Unsupported as error:  # "auto" finds no kernel
             refusals.append(error)
             rows.append(Measurement("auto", case.operation, case.problem, note=str(error)))
             continue
@@ -133,7 +134,7 @@ def bench(
 
 
 def _with_all_factors(rows: Sequence[Measurement]) -> list[Measurement]:
-    """Returns the rows with all keys in each row's ``factors``, which become columns of a table."""
+    """Returns the rows with the same keys in all ``factors``, which become table columns."""
     rivals = (BASELINE, BEFORE, *(name for row in rows for name in row.factors))
     known = [x for x in dict.fromkeys(rivals) if any(x in row.factors for row in rows)]
     return [replace(row, factors={x: row.factors.get(x) for x in known}) for row in rows]
@@ -148,7 +149,7 @@ def _check(
 ) -> None:
     """Raises ValueError for unknown names of sizes, tiles and peers."""
     if not kernels:
-        raise ValueError("there is no kernel to measure; name kernels")
+        raise ValueError("no kernel is named; name at least one")
     peers.check_names(against)
     sweeps.refuse_foreign(operations, sizes, tiles="tiles")
     known = {name for x in kernels if isinstance(x, Kernel) for name in x.choice.names}
@@ -164,7 +165,7 @@ def _check(
 def _labels(
     names: Sequence[str | Kernel], chosen: Sequence[str | Kernel], alone: bool
 ) -> list[tuple[Kernel, str]]:
-    """Returns the kernels with their labels: their names, or, if two are equal, the given names."""
+    """Labels each kernel by its own name, or by the caller's name for it if two names clash."""
     known: list[tuple[Kernel, str]] = []
     for name, kernel in zip(names, chosen):
         if isinstance(kernel, Kernel):
@@ -185,7 +186,7 @@ def _labels(
 
 
 def rivals(kernel: Kernel) -> dict[str, Kernel]:
-    """Returns the rungs to compare with: the first, and the one before that shares a dtype."""
+    """Returns the rungs to compare with: the first, and the previous one with a common dtype."""
     rungs = list(LADDER[kernel.operation].values())
     earlier = rungs[: rungs.index(kernel)] if kernel in rungs else []
     alike = [x for x in earlier if set(x.dtypes) & set(kernel.dtypes)]
@@ -193,7 +194,6 @@ def rivals(kernel: Kernel) -> dict[str, Kernel]:
 
 
 def _compared_with(kernel: Kernel) -> list[Kernel]:
-    """Returns the kernels that are measured together with a single named kernel."""
     return list({x.name: x for x in rivals(kernel).values() if x is not kernel}.values())
 
 
@@ -210,11 +210,11 @@ class _Entry:
     refusal: Exception | None = None
 
     def reject(self, why: str) -> None:
-        """Marks the kernel as wrong; it is not timed."""
+        """Marks the kernel as wrong, so that it is not timed."""
         self.row, self.call = replace(self.row, passed=False, note=f"WRONG: {why}"), None
 
     def fail(self, error: Exception) -> None:
-        """Notes why the kernel is wrong or not timed; raises the error if the device is lost."""
+        """Records why the kernel is wrong or not timed; raises the error if the device is lost."""
         if isinstance(error, DeviceLost):
             raise error
         if isinstance(error, _WRONG):
@@ -229,7 +229,7 @@ class _Entry:
 
 @dataclass
 class _Measuring:
-    """The arguments of ``bench``, and the inputs and judges that the kernels of a case share."""
+    """The arguments of ``bench``, and the inputs and judge that a case's kernels share."""
 
     backend: Backend
     labels: Sequence[tuple[Kernel, str]]
@@ -251,9 +251,9 @@ class _Measuring:
         return self.case.inputs(self.backend)
 
     def judge(self, plan: Plan) -> Judge:
-        """Returns the judge of a kernel with its own reference, or the one that all others share.
+        """Returns the shared judge, or a separate judge if the kernel has its own reference.
 
-        It judges gradients of arrays that change scores only if it judges all rows.
+        Gradients of score-modifying arrays are judged only if all rows are judged.
         """
         if not self.is_judged_whole:
             plan = replace(plan, problem=transforms.differentiate(plan.problem, ()))
@@ -276,14 +276,14 @@ class _Measuring:
         ) == [None]
 
     def note(self, text: str) -> None:
-        """Warns once, even if several problems give the same note."""
+        """Warns only once if several problems cause the same note."""
         what = text.replace(str(self.case.problem), "")
         if what not in self.noted:
             self.noted.add(what)
             warn(text)
 
     def contenders(self, kernels: Sequence[str | Kernel]) -> list[_Entry]:
-        """Returns the kernels to measure, each with every combination of its constants."""
+        """Returns an entry for each kernel to measure and each combination of its constants."""
         operation, problem = self.case.operation, self.case.problem
         chosen = [select(x, operation, problem, self.backend.limits) for x in kernels]
         joining = _compared_with(chosen[0]) if len(chosen) == 1 and not self.alone else []
@@ -301,7 +301,7 @@ class _Measuring:
         return entries
 
     def measured(self, entries: Sequence[_Entry], earlier: Sequence[Measurement]) -> list[_Entry]:
-        """Measures entries, and returns them with the entries of peers."""
+        """Measures entries, and returns them together with the entries of peers."""
         self.backend.trim()
         peers.trim()
         for entry in entries:
@@ -316,7 +316,7 @@ class _Measuring:
         return entries
 
     def check(self, entry: _Entry, earlier: Sequence[Measurement]) -> None:
-        """Checks the kernel of an entry; a correct one gets a call to time."""
+        """Checks an entry's kernel and, if its results are right, prepares the call to time."""
         backend, case, kernel = self.backend, self.case, entry.kernel
         assert kernel is not None
         try:
@@ -355,10 +355,10 @@ class _Measuring:
     def judged(
         self, plan: Plan, results: Mapping[str, np.ndarray]
     ) -> tuple[float, Sequence[Verdict]]:
-        """Returns the fraction of rows that are judged, and the verdicts on them.
+        """Returns the fraction of rows that were judged, and the verdicts.
 
-        A smaller problem is judged instead if the kernel's own reference takes long, or if
-        gradients are sums over all rows.
+        Where judging all rows is too slow, kernels with their own reference and gradients that sum
+        over all rows are judged on a smaller problem.
         """
         case, p = self.case, plan.problem
         if (plan.kernel.reference or p.wrt) and not self.is_judged_whole:
@@ -377,14 +377,14 @@ class _Measuring:
         return judge.share * (part if case is not self.case else 1.0), verdicts
 
     def leave_out(self, entry: _Entry) -> bool:
-        """Whether an entry is skipped, since its call did not return in an earlier process."""
+        """Skips an entry whose call hung in an earlier process; returns whether it was skipped."""
         is_hung = _call(entry.row) in self.watch.hung
         if is_hung:
             entry.row, entry.call = replace(entry.row, passed=False, note=self.watch.verdict), None
         return is_hung
 
     def check_patience(self, row: Measurement, earlier: Sequence[Measurement]) -> None:
-        """Raises Unsupported if the time on the previous problem predicts too long a launch."""
+        """Raises Unsupported if a launch would take too long, judging by the previous problem."""
 
         def kind(x: Measurement) -> tuple[Any, ...]:
             return x.kernel, x.constants, x.problem.arithmetic
@@ -394,10 +394,10 @@ class _Measuring:
             return
         seconds = (alike[-1].time or 0.0) / 1e3 * row.flops / max(alike[-1].flops, 1)
         if seconds > self.patience:
-            raise Unsupported(f"left out: a launch would take about {seconds:.2g} s")
+            raise Unsupported(f"skipped: a launch would take about {seconds:.2g} s")
 
     def peers(self, entries: Sequence[_Entry]) -> list[_Entry]:
-        """Returns the peers that can do the problem, with results compared with the kernels'."""
+        """Returns the peers that support the problem; compares the kernels' results with theirs."""
         case, found = self.case, []
         if case.operation == "softmax" or not entries:
             return []
@@ -419,14 +419,14 @@ class _Measuring:
         return found
 
     def compare_results(self, entry: _Entry, other: _Entry) -> None:
-        """Compares every element with a peer's; if they differ too much, the reference decides.
+        """Compares a kernel's results with a peer's; the reference decides if they differ too much.
 
-        The allowed difference is the sum of the largest error bounds of both in the sample; a peer
-        may round float32 to tf32.
+        The allowed difference is the sum of the kernel's and the peer's largest error bounds in the
+        sample; a peer may round float32 to tf32.
         """
         plan, p = entry.plan, self.case.problem
         assert plan is not None
-        if plan.kernel.reference:  # it computes something else
+        if plan.kernel.reference:  # its results differ from the peer's by definition
             return
         judge = self.judge(plan)
         roundings = (plan.rounding, "tf32" if p.dtype.name == "float32" else None)
@@ -455,7 +455,7 @@ class _Measuring:
                 entry.reject(str(ours))
 
     def capture(self, entry: _Entry) -> None:
-        """Replaces a call by a CUDA graph; a call that cannot be captured is not timed."""
+        """Replaces an entry's call by a CUDA graph; if capturing fails, the call is not timed."""
         if not entry.call:
             return
         try:
@@ -484,16 +484,16 @@ class _Measuring:
 
 
 def _call(row: Measurement) -> str:
-    """Names a call, in the same way in every process."""
+    """Returns a name for a row's call that is the same in every process."""
     constants = "".join(f" {name}={value}" for name, value in row.constants.items())
     return f"{row.kernel}{constants} on {row.problem}"
 
 
 def _peak(backend: Backend, plan: Plan) -> float | None:
-    """Returns the peak rate that bounds the operation: of products, for a softmax of copies, for
-    a cache of reads.
+    """Returns the peak rate that bounds the operation: the rate of copies for a softmax, of reads
+    for decoding, and of matrix products otherwise.
 
-    None in the simulator, whose times say nothing about such rates.
+    Returns None in the simulator, whose times are unrelated to these rates.
     """
     if backend.name == "simulator":
         return None
@@ -511,7 +511,7 @@ def _captured(
     arrays: Mapping[str, Any],
     results: Mapping[str, np.ndarray],
 ) -> timing.Call:
-    """Captures a call as a CUDA graph; one replay checks that it writes all outputs."""
+    """Captures a call as a CUDA graph and replays it once to check that it writes all outputs."""
     replay = backend.capture(call)
     floats = [name for name, (_, dtype) in plan.outputs.items() if dtype.kind not in "iub"]
     for name in floats:
@@ -524,7 +524,7 @@ def _captured(
 
 
 def _compare(entries: Sequence[_Entry]) -> None:
-    """Adds the speedups over the baseline, the previous rung and the peers."""
+    """Adds the speedups over the baseline, the previous rung and the peers to each row."""
     times = {entry.row.kernel: entry.row.milliseconds for entry in reversed(entries)}
     others = {entry.row.kernel: entry.row.kernel for entry in entries if entry.kernel is None}
     for entry in entries:

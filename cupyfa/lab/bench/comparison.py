@@ -1,9 +1,9 @@
-"""Comparison of two benchmarks: faster, slower, the same within the noise, or unclear.
+"""Compares two benchmarks: kernels are faster, slower, the same within the noise, or unclear.
 
-The noise of a ratio has two sources and is at least one percent. Within a run it is the spread of
-the rounds, and of the medians of blocks of consecutive rounds, which spread further if the device
-drifts. Between runs, kernels whose code is the same in both show by how much the device has
-changed: with n such kernels, the noise is the root mean square of their changes, widened by
+The noise of a ratio has two sources and is at least one percent. Within a run, the noise is
+estimated from the spread of the rounds, and from the medians of blocks of consecutive rounds, which
+vary more if the device drifts. Between runs, kernels with unchanged code reveal how much the device
+has changed. For n such kernels, the noise is the root mean square of their changes, widened by
 Student's t for n degrees of freedom.
 """
 
@@ -20,14 +20,14 @@ from cupyfa.lab.bench import timing
 from cupyfa.lab.bench.results import Measurement, Results
 from cupyfa.numerics.shown import Rows, ShownRow
 
-FLOOR = 0.01  # the least noise between two runs of the same code
-TELLING = 0.1  # times are the SAME only if a difference larger than this would have been seen
-_CERTAIN = 2  # standard errors that make a difference certain
-_UNKNOWN = 0.05  # the standard error that is assumed for a single time
+FLOOR = 0.01  # minimum noise between two runs of the same code
+TELLING = 0.1  # SAME requires that a difference larger than this would have been detected
+_CERTAIN = 2  # number of standard errors beyond which a difference is certain
+_UNKNOWN = 0.05  # standard error assumed for a single time
 _FEW = 5  # with fewer times, the spread underestimates the noise
-_BLOCKS = 10  # of consecutive rounds, at most
-_IRRELEVANT = ("time", "command", "python", "system")  # differences that are not reported
-# Facts of an environment that do not change how fast compiled code runs.
+_BLOCKS = 10  # maximum number of blocks of consecutive rounds
+_IRRELEVANT = ("time", "command", "python", "system")  # facts whose differences are not reported
+# Facts of an environment that do not affect the speed of compiled code.
 _OF_THE_HOST = ("cupyfa", "numpy", "cupy", "compiler")
 # Student's t for 1, 2, … degrees of freedom, exceeded with a probability of 2.5 % on each side.
 _STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
@@ -40,7 +40,7 @@ class Comparison(ShownRow):
     """One kernel on one problem, measured before and after.
 
     ``factor`` is the speedup, ``uncertainty`` its standard error. ``verdict`` is SAME, FASTER,
-    SLOWER, UNCLEAR if the noise hides more than ten percent, or the reason that there is none.
+    SLOWER, UNCLEAR if the noise could hide ten percent, or the reason why there is no comparison.
     """
 
     before: Measurement | None
@@ -58,7 +58,7 @@ class Comparison(ShownRow):
 
     @property
     def change(self) -> str:
-        """The change of speed in words."""
+        """The change in speed, in words."""
         if self.factor is None or self.uncertainty is None:
             return ""
         factor, error = self.factor, self.uncertainty
@@ -69,14 +69,14 @@ class Comparison(ShownRow):
 
     @property
     def certain_slowdown(self) -> float:
-        """The fraction by which it is certainly slower, beyond the noise; else 0."""
+        """The slowdown beyond the noise, as a fraction; 0 if there is none."""
         if self.verdict == UNCHANGED or self.factor is None or self.uncertainty is None:
             return 0.0
         noise = _CERTAIN * self.uncertainty / self.factor
         return max(0.0, exp(-log(self.factor) - noise) - 1)
 
     def row(self) -> dict[str, Any]:
-        """One row of a table."""
+        """Returns the comparison as a table row."""
         return {
             **dict(takewhile(lambda column: column[0] != "ms", self.measurement.row().items())),
             "ms_before": self.before.time if self.before else None,
@@ -94,14 +94,14 @@ def compare(
 ) -> list[Comparison]:
     """Compares two benchmarks: files of ``bench --save``, their content, or rows.
 
-    Rows of the same kernel, problem and constants are compared by their medians, in order if there
-    are several. FASTER and SLOWER need a difference of more than two standard errors; a smaller
-    difference is the SAME if two standard errors are at most ten percent, else UNCLEAR. Rows with
-    the same compiled source, device and versions are "unchanged code", whatever their times: their
-    changes add to the standard errors of all others. Times of the simulator are not compared. Rows
-    of only one side come last.
+    Rows with the same kernel, problem and constants are paired, in order if there are several, and
+    compared by their medians. FASTER and SLOWER require a difference of more than two standard
+    errors; a smaller difference is SAME if two standard errors are at most ten percent, else
+    UNCLEAR. Rows with the same compiled source, device and versions are "unchanged code" whatever
+    their times; the changes of their times add to the standard errors of all other rows. Simulator
+    times are not compared. Unpaired rows come last.
 
-    Raises OSError if a file cannot be read, ValueError if it holds something else.
+    Raises OSError if a file cannot be read, and ValueError if it is not a results file.
     """
     old, new = _loaded(before), _loaded(after)
     olds, news = _keyed(old.rows), _keyed(new.rows)
@@ -140,7 +140,7 @@ def _loaded(source: str | Path | Results | Sequence[Measurement]) -> Results:
 
 
 def _keyed(rows: Sequence[Measurement]) -> dict[tuple[Any, ...], Measurement]:
-    """Returns rows by kernel, operation, problem, constants and their number among equals."""
+    """Indexes rows by kernel, operation, problem, constants and a count of earlier duplicates."""
     found: dict[tuple[Any, ...], Measurement] = {}
     counts: Counter[tuple[Any, ...]] = Counter()
     for row in rows:
@@ -151,7 +151,7 @@ def _keyed(rows: Sequence[Measurement]) -> dict[tuple[Any, ...], Measurement]:
 
 
 def _untimed(old: Measurement, new: Measurement) -> str:
-    """Returns the verdict on two rows if one has no time; empty if both have one."""
+    """Returns the verdict on two rows if one was not timed; "" if both were timed."""
     if old.time and new.time:
         return ""
     if new.passed is False:
@@ -178,8 +178,8 @@ def _compared(old: Measurement, new: Measurement, drift: float, is_unchanged: bo
 def _drift(unchanged: Sequence[tuple[Measurement, Measurement]]) -> float:
     """Estimates the standard error that a change of the device between runs adds to every ratio.
 
-    It is the part of the changes of kernels with unchanged code that the noise within the runs does
-    not explain, widened because few kernels estimate it badly.
+    The estimate is how much times of unchanged code change beyond the noise within the runs. It is
+    widened, because a small number of kernels estimates it poorly.
     """
     timed = [(a, b) for a, b in unchanged if a.time and b.time]
     if not timed:
@@ -195,7 +195,7 @@ def _within(old: Measurement, new: Measurement) -> float:
 
 
 def _error(row: Measurement) -> float:
-    """Returns the relative standard error of the median."""
+    """Returns the relative standard error of a row's median."""
     times = row.milliseconds
     error = timing.standard_error(times)
     if len(times) < _FEW:

@@ -1,4 +1,4 @@
-"""Peak rates of devices: published ones, and rates of products and copies measured here."""
+"""Peak rates of devices: published figures, and measured rates of matrix products and copies."""
 
 import csv
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +20,10 @@ from cupyfa.runtime.backend import Backend
 
 # Results of ex2.approx per clock and multiprocessor, compute capability 7.5 to 12.0: CUDA C++
 # Programming Guide, throughput of native arithmetic instructions. FlashAttention-3 (Shah et al.,
-# 2024, arXiv:2407.08608, section 3.1) uses the same: 3.9 TFLOP/s of exponentials on an H100 SXM.
+# 2024, arXiv:2407.08608, section 3.1) uses this figure: 3.9 TFLOP/s of exponentials on an H100 SXM.
 EXP2_PER_CLOCK = 16
-_FLOAT8_SINCE = 89  # compute capability 8.9; twice as fast as float16 on all devices here
-_SIZES = (256, 512, 1024, 2048, 4096, 8192)  # of the square matrices that are multiplied
+_FLOAT8_SINCE = 89  # compute capability 8.9; float8 is twice as fast as float16 on all devices
+_SIZES = (256, 512, 1024, 2048, 4096, 8192)  # sizes of the square matrices to multiply
 _BYTES = tuple(2**n for n in (22, 24, 26, 28, 30))
 _LONGEST = 100.0  # milliseconds; sizes that would take longer are not tried
 _BUDGET = 0.2  # seconds for each size
@@ -31,16 +31,16 @@ _BUDGET = 0.2  # seconds for each size
 
 @dataclass(frozen=True, repr=False)
 class Device(Shown):
-    """The published peaks of a device.
+    """The published peak rates of a device.
 
-    Rates of tensor cores hold for dense matrices with float32 accumulators, rates of plain units
-    for multiply-adds; both count a multiply-add as 2 FLOP.
+    Tensor-core rates assume dense matrices and float32 accumulators, CUDA-core rates multiply-adds.
+    Both count a multiply-add as 2 FLOP.
 
-    clock: GHz at the peak of the tensor cores, None if unknown.
-    tensor, plain: TFLOP/s of tensor cores and of plain units, by dtype or "tf32".
-    bandwidth: GB/s.
-    source: where the figures come from.
-    called: the names that CUDA reports, without "NVIDIA".
+    clock: GHz at which the tensor-core peak is reached, None if unknown.
+    tensor, plain: TFLOP/s of tensor cores and of CUDA cores, by dtype or "tf32".
+    bandwidth: memory bandwidth in GB/s.
+    source: publication of the figures.
+    called: device names reported by CUDA, without "NVIDIA".
     """
 
     name: str
@@ -54,9 +54,9 @@ class Device(Shown):
     called: tuple[str, ...] = ()
 
     def peak(self, precision: str, *, tensor: bool) -> float:
-        """Returns the TFLOP/s for operands of a precision.
+        """Returns the peak TFLOP/s for operands of a precision.
 
-        Plain units compute precisions that tensor cores lack, and 16-bit operands in float32.
+        CUDA cores compute precisions that tensor cores lack, and 16-bit operands in float32.
         """
         if tensor and precision == "float8_e4m3" and int(self.arch or 0) >= _FLOAT8_SINCE:
             return 2 * self.tensor["float16"]
@@ -66,12 +66,12 @@ class Device(Shown):
 
     @property
     def exponentials(self) -> float | None:
-        """The 10¹² exponentials per second that the device can compute."""
+        """The peak rate of exponentials, in 10¹² per second."""
         return self.clock and EXP2_PER_CLOCK * self.multiprocessors * self.clock / 1e3
 
 
 def _device(row: Mapping[str, str]) -> Device:
-    """Makes a device of a row of the table, whose float16 rates are also those of bfloat16."""
+    """Makes a device from a table row; bfloat16 has the rates of float16."""
     tensor = {name: row[name] for name in ("float16", "tf32", "float64")}
     tensor["bfloat16"] = row["float16"]
     return Device(
@@ -92,23 +92,24 @@ with Path(__file__).with_suffix(".csv").open(encoding="utf-8") as _table:
 
 
 def named(name: str) -> Device:
-    """Returns the device of a key in DEVICES. Raises ValueError for an unknown key."""
+    """Returns the device with this key in DEVICES. Raises ValueError for an unknown key."""
     if name not in DEVICES:
         known = ", ".join(DEVICES)
         raise ValueError(
-            f"device {name!r} is unknown{nearest(name, DEVICES)}; there are {known}, and this"
+            f"device {name!r} is unknown{nearest(name, DEVICES)}; use one of {known}, or "
+            "'this' for the local GPU"
         )
     return DEVICES[name]
 
 
 def known_as(name: str) -> Device | None:
-    """Returns the device of a CUDA name such as "NVIDIA GeForce RTX 4060", or None if unlisted."""
+    """Returns the device that CUDA calls by this name, such as "NVIDIA L4", or None if unlisted."""
     short = name.removeprefix("NVIDIA ")
     return next((device for device in DEVICES.values() if short in device.called), None)
 
 
 def product_rate(backend: Backend, precision: str) -> float | None:
-    """Measures the TFLOP/s of a large product in a dtype or "tf32"; None without a library."""
+    """Measures the TFLOP/s of a matrix product in a dtype or "tf32"; None without a library."""
     if backend.limits.no_matmul or precision not in (*DTYPES, "tf32"):
         return None
     tf32 = precision == "tf32"
@@ -123,7 +124,7 @@ def product_rate(backend: Backend, precision: str) -> float | None:
 
 
 def copy_rate(backend: Backend) -> float | None:
-    """Measures the GB/s of a large copy in the device's memory, counting reads and writes."""
+    """Measures the GB/s of a large copy within device memory, counting reads and writes."""
 
     def call(size: int) -> timing.Call:
         source = _random(backend, (size // 4,), np.dtype(np.float32), 1)
@@ -134,7 +135,7 @@ def copy_rate(backend: Backend) -> float | None:
 
 
 def read_rate(backend: Backend) -> float | None:
-    """Measures the GB/s at which a sum reads a large array in the device's memory."""
+    """Measures the GB/s at which a sum reads a large array in device memory."""
 
     def call(size: int) -> timing.Call:
         return _random(backend, (size // 4,), np.dtype(np.float32), 1).sum
@@ -149,7 +150,7 @@ def _best(
     call: Callable[[int], timing.Call],
     work: Callable[[int], float],
 ) -> float | None:
-    """Returns the stored rate, work per millisecond, or stores the best of growing sizes."""
+    """Returns a rate (work per millisecond): the cached one, or the best over growing sizes."""
     file = cache_folder.facts_file("peaks", backend.limits.device)
     fact = cache_folder.recall(file).get(what)
     if isinstance(fact, int | float) and isfinite(fact) and fact > 0:
@@ -171,6 +172,6 @@ def _best(
 
 
 def _random(backend: Backend, shape: tuple[int, ...], dtype: np.dtype, seed: int) -> Any:
-    """Uploads a million random numbers, repeated; zeros would draw less power."""
+    """Uploads an array of random numbers (a million, repeated); zeros would draw less power."""
     numbers = np.random.default_rng(seed).standard_normal(2**20, np.float32)
     return backend.upload(np.resize(numbers.astype(dtype), shape))

@@ -1,7 +1,7 @@
 """Attention of other libraries, for comparison of times and results.
 
-All of them are optional: Unsupported says why one cannot be used. Arrays are shared through DLPack
-without a copy; masks mean the same as here.
+All libraries are optional; Unsupported gives the reason if one cannot be used. Arrays are shared
+through DLPack without copies. Masks have the same meaning as in cupyfa.
 """
 
 import sys
@@ -25,11 +25,11 @@ from cupyfa.problem.problem import Problem
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import version_of
 
-# The names that torch gives to the kernels of scaled_dot_product_attention.
+# torch's names for the kernels of scaled_dot_product_attention.
 _TORCH = {"fa2": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
 _TORCH |= {"efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
 FLEX = "flex"  # torch's flex_attention
-_RAGGED = ("fa2", "efficient")  # those that take packed sequences
+_RAGGED = ("fa2", "efficient")  # peers that support packed sequences
 _OF_TORCH = (*_TORCH, FLEX)
 PACKAGES = {**dict.fromkeys(_OF_TORCH, "torch"), "cudnn-frontend": "nvidia-cudnn-frontend"}
 NAMES = tuple(PACKAGES)
@@ -38,10 +38,10 @@ OPTIONS_OF_PEERS = ("causal", "scale")
 
 @dataclass(frozen=True)
 class Peer:
-    """Another library's attention or gradients on given arrays; a first call gave ``outputs``.
+    """Another library's attention or gradients on given arrays, with the first call's ``outputs``.
 
-    ``call`` computes them again on the backend's stream, gradients without the forward pass.
-    ``capture`` makes a CUDA graph and returns the function that replays it.
+    ``call`` recomputes the outputs on the backend's stream; gradients exclude the forward pass.
+    ``capture`` captures a CUDA graph and returns a function that replays it.
     """
 
     label: str
@@ -53,9 +53,9 @@ class Peer:
 def peer(
     name: str, backend: Backend, p: Problem, arrays: Mapping[str, Any], operation: str = "forward"
 ) -> Peer:
-    """Makes a peer for arrays of the backend: Q, K, V, dO for gradients, and "mods.bias" etc.
+    """Makes a peer for arrays of the backend: Q, K, V, dO for gradients, "mods.bias" and so on.
 
-    Raises Unsupported if it is not installed or cannot do the problem.
+    Raises Unsupported if the library is not installed or does not support the problem.
     """
     check_names([name])
     row = p.options.row()
@@ -67,20 +67,20 @@ def peer(
     inputs = [arrays[x] for x in "QKV"]
     with _reasons(label(name), p):
         if others:
-            raise Unsupported(f"its attention has no {', '.join(others)} here")
+            raise Unsupported(f"it does not support {', '.join(others)} here")
         if p.wrt:
-            raise Unsupported(f"its gradients of {', '.join(p.wrt)} are not timed here")
+            raise Unsupported(f"bench does not time its gradients of {', '.join(p.wrt)}")
         if name in _OF_TORCH:
             more = {x: y for x, y in arrays.items() if x.startswith("mods.")}
             gradient = arrays["dO"] if operation == "backward" else None
             return _torch(name, backend, p, inputs, more, gradient)
         if operation != "forward":
-            raise Unsupported("its gradients are not timed here")
+            raise Unsupported("bench does not time its gradients")
         return _cudnn_frontend(name, backend, p, inputs)
 
 
 def _foreign(name: str, p: Problem) -> list[str]:
-    """Lists the inputs of a problem, besides Q, K and V, that a peer does not take."""
+    """Lists the inputs and features of a problem that a peer does not support."""
     if p.lengths is None:
         return [x.name for x in p.operands if name not in _OF_TORCH or x.name == DLSE]
     others = [x.name for x in p.operands if x.name not in STARTS]
@@ -89,16 +89,16 @@ def _foreign(name: str, p: Problem) -> list[str]:
     if name == "efficient" and p.window != (None, None):
         others.append("window")
     if any(x.before or x.after for x in p.lengths):
-        others.append("rows of no sequence")
+        others.append("rows outside sequences")
     return others
 
 
 def without_cache(
     p: Problem, inputs: Mapping[str, np.ndarray]
 ) -> tuple[Problem, dict[str, np.ndarray]]:
-    """Returns the problem of a cache and its inputs without pages and lengths, for other libraries.
+    """Converts a decoding problem and its inputs to contiguous keys without lengths.
 
-    All sequences get as many keys as the longest. If lengths differ, a mask hides unused rows.
+    All sequences get as many keys as the longest. If lengths differ, a mask hides unused keys.
     """
     assert p.cached is not None
     lengths, most = np.array(p.cached.rows), max(p.cached.rows)
@@ -125,24 +125,24 @@ def check_names(names: Sequence[str]) -> None:
     for name in names:
         if name not in NAMES:
             raise ValueError(
-                f"peer {name!r} is unknown{nearest(name, NAMES)}; there are {', '.join(NAMES)}"
+                f"peer {name!r} is unknown{nearest(name, NAMES)}; use one of {', '.join(NAMES)}"
             )
 
 
 def label(name: str) -> str:
-    """Returns the name of a peer in tables, which differs from those of kernels."""
+    """Returns a peer's name in tables, which differs from all kernel names."""
     return f"torch {name}" if name in _OF_TORCH else name
 
 
 def versions(names: Sequence[str]) -> dict[str, str]:
-    """Returns the versions of these peers' installed packages. Raises as ``check_names`` does."""
+    """Returns the installed versions of peers' packages. Raises ValueError for unknown peers."""
     check_names(names)
     found = {PACKAGES[name]: version_of(PACKAGES[name]) for name in names}
     return {package: version for package, version in found.items() if version}
 
 
 def trim() -> None:
-    """Frees the device memory that other libraries hold in reserve."""
+    """Frees the device memory that torch caches."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -150,7 +150,7 @@ def trim() -> None:
 
 @contextmanager
 def _reasons(label: str, p: Problem) -> Iterator[None]:
-    """Turns errors of a library into Unsupported, with the reasons from its warnings."""
+    """Converts a library's errors to Unsupported, with reasons taken from its warnings."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
@@ -174,10 +174,10 @@ def _torch(
     more: Mapping[str, Any],
     gradient: Any,
 ) -> Peer:
-    """torch's attention, or its gradients after a forward pass.
+    """Makes a peer of torch's attention, or of its gradients after a forward pass.
 
-    Autograd runs a backward step on the stream of its forward step. So to capture a graph of
-    gradients, the forward pass runs once more on the capturing stream, with new tensors.
+    Autograd runs each backward step on the stream of its forward step. To capture gradients in a
+    graph, the forward pass is therefore run again on the capturing stream, with new tensors.
     """
     torch = import_module("torch")
     q, k, v = (_tensor(torch, array) for array in arrays)
@@ -222,7 +222,7 @@ def _torch(
     results = on_stream(compute)
     results = (results,) if gradient is None else results
     outputs = {x: _numpy(torch, result, p) for x, result in zip(names, results)}
-    # torch 2.11 fails while it captures these gradients, and then the device is lost.
+    # torch 2.11 fails to capture these gradients, and the device is lost.
     has_graphs = not (name == "efficient" and p.lengths and gradient is not None)
     call = partial(on_stream, compute)
     return Peer(label(name), call, outputs, capture if has_graphs else None)
@@ -248,9 +248,9 @@ def _scaled_dot_product(
 def _packed(
     torch: Any, name: str, p: Problem, arrays: Mapping[str, Any], device: Any
 ) -> Callable[..., Any]:
-    """Returns one of torch's kernels for packed sequences, called by its operator.
+    """Returns one of torch's kernels for packed sequences, called through its operator.
 
-    FA2 aligns masks to the last query and key of a sequence, `efficient` to either corner.
+    FA2 aligns causal masks to a sequence's last query and key, `efficient` to either corner.
     """
     assert p.lengths is not None
     starts = [arrays[f"mods.{x}"] for x in STARTS]
@@ -259,7 +259,7 @@ def _packed(
     if name == "fa2" and is_top_left:
         raise Unsupported("its causal mask is aligned to the bottom right")
     if name == "efficient" and p.group > 1:
-        raise Unsupported("every query head needs a key head of its own")
+        raise Unsupported("it requires one key head per query head")
 
     def fa2(q: Any, k: Any, v: Any) -> Any:
         sides = zip(("window_size_left", "window_size_right"), p.window)
@@ -286,7 +286,7 @@ def _packed(
 def _flex(
     torch: Any, name: str, p: Problem, arrays: Mapping[str, Any], device: Any
 ) -> Callable[..., Any]:
-    """flex_attention, compiled on a GPU, with the tiles that its mask needs already found."""
+    """Returns flex_attention, compiled on a GPU, with its block mask already created."""
     module = import_module("torch.nn.attention.flex_attention")
     on_gpu = device.type == "cuda"
     attention = torch.compile(module.flex_attention) if on_gpu else module.flex_attention
@@ -294,7 +294,7 @@ def _flex(
 
 
 def _usual(p: Problem) -> dict[str, Any]:
-    """Returns arguments that both functions take; older torch versions lack enable_gqa."""
+    """Returns the arguments shared by both functions; older torch versions lack enable_gqa."""
     return {"scale": p.scale} | ({"enable_gqa": True} if p.heads != p.kv_heads else {})
 
 
@@ -307,13 +307,13 @@ def _causal(name: str, p: Problem) -> dict[str, Any]:
     if name == "cudnn":
         raise Unsupported("its causal mask is aligned to the top left")
     if p.M > p.N:
-        raise Unsupported("its rows without a key are NaN")
+        raise Unsupported("it returns NaN for rows without visible keys")
     bias = import_module("torch.nn.attention.bias")
     return {"attn_mask": bias.causal_lower_right(p.M, p.N)}
 
 
 def _tensor(torch: Any, array: Any) -> Any:
-    """Returns the array as a torch tensor; bfloat16 passes as bits, as NumPy's DLPack lacks it."""
+    """Shares an array with torch; bfloat16 is shared as bits, since NumPy's DLPack lacks it."""
     if str(array.dtype) == "bfloat16":
         return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_dlpack(array)
@@ -333,13 +333,13 @@ def _torch_stream(torch: Any, backend: Backend) -> Any:
 
 
 def _cudnn_frontend(name: str, backend: Backend, p: Problem, arrays: Sequence[Any]) -> Peer:
-    """cuDNN's attention graph, built by its Python interface and run on pointers."""
+    """Makes a peer of cuDNN's attention graph, built by its Python frontend."""
     cudnn = import_module("cudnn")
     if backend.stream is None:
         raise Unsupported("it needs a GPU")
     kinds = {"float16": cudnn.data_type.HALF, "bfloat16": cudnn.data_type.BFLOAT16}
     if p.dtype.name not in kinds:
-        raise Unsupported(f"its dtypes are {', '.join(kinds)}")
+        raise Unsupported(f"it supports only {', '.join(kinds)}")
     kind, single = kinds[p.dtype.name], cudnn.data_type.FLOAT
     out = backend.empty((p.batch, p.heads, p.M, p.dv), p.dtype.numpy)
 

@@ -1,4 +1,4 @@
-"""The measurements of a benchmark, and files that hold them."""
+"""Benchmark measurements, and the files that store them."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from cupyfa.ladder.operations import OPERATIONS
 from cupyfa.numerics.shown import Shown, ShownRow
 from cupyfa.problem.problem import Problem
 
-_MOST_BYTES = 256 << 20  # of a file of results
-BASELINE, BEFORE = "baseline", "rung before"  # keys of factors; other keys are peers
+_MOST_BYTES = 256 << 20  # maximum size of a results file
+BASELINE, BEFORE = "baseline", "rung before"  # keys of factors; all other keys are peers
 
 
 @dataclass(frozen=True, repr=False)
 class Measurement(ShownRow):
-    """A kernel, or a peer, on one problem.
+    """The measurement of a kernel or a peer on one problem.
 
-    milliseconds: of every timed call, in rounds with the other rows; empty if ``note`` explains why
-        it was not timed.
+    milliseconds: times of all timed calls, one per round; empty if ``note`` explains why the row
+        was not timed.
     passed: False for a wrong result, None without a result.
-    checked: the fraction of rows compared with the reference.
-    peak: the device's peak rate in TFLOP/s, or for a softmax and for decoding in GB/s.
-    factors: speedups over others, medians of the ratios over the rounds.
-    code: a digest of the compiled source and its launches; empty for a peer.
+    checked: fraction of rows compared with the reference.
+    peak: the device's peak rate in TFLOP/s, or in GB/s for a softmax and for decoding.
+    factors: speedups over other kernels and peers, as medians of the ratios per round.
+    code: digest of the compiled source and its launches; empty for a peer.
     """
 
     kernel: str
@@ -55,19 +55,19 @@ class Measurement(ShownRow):
 
     @property
     def flops(self) -> int:
-        """Floating-point operations."""
+        """The number of floating-point operations."""
         return OPERATIONS[self.operation].flops(self.problem)
 
     @property
     def tflops(self) -> float | None:
-        """10¹² floating-point operations a second."""
+        """The rate in 10¹² floating-point operations per second."""
         return self.flops / self.time / 1e9 if self.time else None
 
     @property
     def bandwidth(self) -> float | None:
-        """The GB/s if every input is read once and every output written once.
+        """The bandwidth in GB/s, counting one read of every input and one write of every output.
 
-        For a cache, only the keys and values of its sequences count, read once.
+        For a cache, only one read of its sequences' keys and values counts.
         """
         p = self.problem
         moved = OPERATIONS[self.operation].bytes(p)
@@ -77,13 +77,13 @@ class Measurement(ShownRow):
 
     @property
     def percent_of_peak(self) -> float | None:
-        """The rate in percent of the device's peak."""
+        """The rate as a percentage of the device's peak."""
         is_memory = self.operation == "softmax" or self.problem.cached is not None
         rate = self.bandwidth if is_memory else self.tflops
         return 100 * rate / self.peak if rate and self.peak else None
 
     def row(self) -> dict[str, Any]:
-        """One row of a table."""
+        """Returns the measurement as a table row."""
         return {
             "kernel": self.kernel,
             **self.problem.row(),
@@ -102,12 +102,12 @@ class Measurement(ShownRow):
         }
 
     def record(self) -> dict[str, Any]:
-        """All fields, for a file."""
+        """Returns all fields as plain values, for a file."""
         return {**asdict(self), "problem": record_of_problem(self.problem)}
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Measurement:
-        """Returns the measurement of a ``record()``. Raises ValueError or TypeError for others."""
+        """Restores a measurement from a record. Raises ValueError or TypeError if it is invalid."""
         given = _ROW(dict(record))
         sizes = {**given["problem"], "is_softmax": given["operation"] == "softmax"}
         made = cls(**{**given, "problem": problem_of_record(sizes)})
@@ -115,7 +115,7 @@ class Measurement(ShownRow):
         return made
 
 
-# The fields of a file; those that older versions did not write may be missing.
+# Fields of a row in a file. Optional fields are missing in files of older versions.
 _POSITIVE = records.number(0.0)
 _ROW = records.record(
     {
@@ -152,18 +152,18 @@ class Results(Shown):
 
     @property
     def device(self) -> str:
-        """The name of the device; files from elsewhere may lack it."""
+        """The device's name, or "an unknown device" if the file does not name it."""
         return self.environment.get("device", "an unknown device")
 
     def save(self, path: str | Path) -> None:
-        """Writes a JSON file, whole or not at all."""
+        """Writes a JSON file atomically."""
         rows = [row.record() for row in self.rows]
         content = {"environment": dict(self.environment), "rows": rows}
         cache_folder.write_whole(Path(path), json.dumps(content, indent=1).encode())
 
     @classmethod
     def load(cls, path: str | Path) -> Results:
-        """Reads a file of ``save``. Raises OSError if that fails, ValueError for other files."""
+        """Reads a file written by ``save``. Raises OSError, or ValueError for any other file."""
         with records.refusing(f"{path} was not written by cupyfa bench --save"):
             content = _RESULTS(records.parsed(records.read_file(path, _MOST_BYTES)))
             return cls(content["environment"], list(map(Measurement.of_record, content["rows"])))

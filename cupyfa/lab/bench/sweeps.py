@@ -1,4 +1,4 @@
-"""Sweeps: sizes that take several values, and one problem for each combination."""
+"""Expands sizes that have several values into one problem per combination."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +23,7 @@ _SOFTMAX: dict[str, Any] = {"M": 16384, "N": 4096, "dtype": "float32"}
 USUAL = {"forward": _ATTENTION, "backward": _ATTENTION, "softmax": _SOFTMAX}
 _FEW = {"batch": 1, "heads": 2, "M": 128}
 SMALL = {"forward": _FEW, "backward": _FEW, "softmax": {"M": 64, "N": 256}}
-MOST = 10_000  # problems in one call
+MOST = 10_000  # maximum number of problems per call
 CACHES = "contiguous", "paged"
 _OF_CACHE = "cache", "page"
 AXES = (*SIZES, "dtype", *OPTIONS, *shape_language.NAMES, *_OF_CACHE)
@@ -32,7 +32,7 @@ _OF_SOFTMAX = ("M", "N", "dtype")
 
 
 def usual_dtype(*kernels: Kernel, precision: Any = None) -> str:
-    """Returns float32 if a precision needs it or all kernels can do it, else their first dtype."""
+    """Returns float32 if a precision requires it or all kernels support it, else a common dtype."""
     able = [x for x in DTYPES if all(x in kernel.dtypes for kernel in kernels)]
     return "float32" if precision or not able or "float32" in able else able[0]
 
@@ -56,7 +56,7 @@ def parsed(text: str) -> tuple[str, list[Any]]:
     if name in (shape_language.BLOCK_MASK, shape_language.DLSE, shape_language.RETURN_MAX):
         return name, [_truth(name, value.strip()) for value in values.split(",")]
     if name == shape_language.CAPTURED:
-        raise ValueError(f"captured has one value for all cases; give --captured {values.strip()}")
+        raise ValueError(f"captured cannot have several values; use --captured {values.strip()}")
     if name in OWN_ARRAYS:
         return name, [value.strip() for value in values.split(",")]
     if ":" in values:
@@ -70,40 +70,40 @@ def parsed(text: str) -> tuple[str, list[Any]]:
 def problems(
     operation: str, sizes: Mapping[str, Any], *kernels: Kernel, small: bool = False
 ) -> list[Problem]:
-    """Returns the problem of every combination of sizes, each of which is one value or several.
+    """Returns a problem for each combination of sizes; each size has one value or several.
 
-    Sizes are those of ``Problem.of_sizes``; N follows M, dv follows d, kv_heads follow heads, and
-    the dtype is one that the kernels can do, unless given. ``tokens`` is batch * M, ``width`` is
-    heads * d. Several values form a list or a tuple; several windows, shapes and values of ``wrt``,
-    which may themselves be tuples, must form a list.
-    ``options`` is an AttentionOptions. Arrays that change scores are forms of ``shape_language``:
-    ``bias="1hmn", captured={"slope": "f32[heads]"}, wrt="bias,slope"``; with ``block_mask=True``
-    masks become a block mask. ``lengths``, as of ``Problem.of_sizes``, replace batch, M and N;
-    several of them form a list. A softmax has M rows of N elements.
+    Sizes are those of ``Problem.of_sizes``. N defaults to M, dv to d, kv_heads to heads, and the
+    dtype to one that the kernels support. ``tokens`` is batch * M, ``width`` is heads * d. Several
+    values form a list or a tuple; windows, shapes and values of ``wrt``, which may themselves be
+    tuples, must form a list. ``options`` is an AttentionOptions. Score-modifying arrays are given
+    as forms of ``shape_language``: ``bias="1hmn", captured={"slope": "f32[heads]"},
+    wrt="bias,slope"``; ``block_mask=True`` turns masks into a block mask. ``lengths``, as in
+    ``Problem.of_sizes``, replaces batch, M and N; several of them must form a list. A softmax has M
+    rows of N elements.
 
-    ``cache``, "contiguous" or "paged", makes it decoding: each sequence has M new tokens, by
-    default one, and ``lengths`` keys, or N, new ones included; with ``lengths``, N is the room.
-    ``page`` is the number of keys per page, by default 16. Defaults are USUAL; ``small`` selects
-    those of the simulator.
+    ``cache``, "contiguous" or "paged", selects decoding: each sequence has M new tokens (1 by
+    default) and ``lengths`` or N keys, including the new ones; with ``lengths``, N is the capacity.
+    ``page`` is the number of keys per page (16 by default). Other sizes default to USUAL, or to
+    SMALL for the simulator if ``small``.
     """
-    # A record may have an operation that does not exist: the planner refuses it.
+    # Unknown operations get default sizes; the planner rejects their records later.
     usual = {**USUAL.get(operation, _ATTENTION), **(SMALL.get(operation, _FEW) if small else {})}
     usual["dtype"] = usual_dtype(*kernels, precision=sizes.get("precision"))
     several: dict[str, Sequence[Any]] = {}
-    has_options = sizes.get("options") is not None  # then no single option may be given
+    has_options = sizes.get("options") is not None  # conflicts with single options, even None
     for name, value in sizes.items():
         if value is not None or (has_options and name in OPTIONS):
             several[name] = value if _is_several(name, value) else [value]
             if not several[name]:
                 raise ValueError(f"{name} is {value}; give at least one value")
     if (count := prod(map(len, several.values()))) > MOST:
-        raise ValueError(f"these are {count:,} combinations of sizes; give at most {MOST:,}")
+        raise ValueError(f"sizes have {count:,} combinations; give at most {MOST:,}")
     combined = (dict(zip(several, values)) for values in product(*several.values()))
     return list(dict.fromkeys(_problem(operation, usual, one) for one in combined))
 
 
 def _is_several(name: str, value: Any) -> bool:
-    """Whether a list or tuple holds several values of a size, instead of being one value."""
+    """Returns whether a list or tuple holds several values of a size, rather than being one."""
     if name == shape_language.LENGTHS_OF:  # a list of integers is one value
         return isinstance(value, list) and any(isinstance(x, list | tuple | str) for x in value)
     if not isinstance(value, tuple):
@@ -116,9 +116,9 @@ def _is_several(name: str, value: Any) -> bool:
 def refuse_foreign(
     operations: Collection[str], sizes: Mapping[str, Any], *, tiles: str | None = None
 ) -> None:
-    """Raises ValueError for given sizes that none of the operations has.
+    """Raises ValueError for sizes that none of the operations accepts.
 
-    ``tiles`` names the argument for tile sizes, if the caller has one.
+    ``tiles`` is the name of the caller's argument for tile sizes, if it has one.
     """
     known = _OF_SOFTMAX if set(operations) == {"softmax"} else (*AXES, "options", "tokens", "width")
     unknown = sorted(name for name in sizes if sizes[name] is not None and name not in known)
@@ -136,11 +136,11 @@ def _problem(operation: str, usual: Mapping[str, Any], given: Mapping[str, Any])
     if cache is not None:
         return _of_cache(operation, sizes, given, cache, page)
     if page is not None:
-        raise ValueError(f"page is {page}, and there is no cache; give cache='paged' too")
+        raise ValueError(f"page is {page}, but cache is not given; give cache='paged' too")
     if given.get(shape_language.LENGTHS_OF) is not None:
         if given.get("tokens") is not None:
             raise ValueError(
-                "lengths and tokens are given; leave out tokens, which follow from lengths"
+                "lengths and tokens are given; leave out tokens, which follows from lengths"
             )
         sizes = {x: y for x, y in sizes.items() if x in given or x not in ("batch", "M", "N")}
     for whole, count, each in (("tokens", "batch", "M"), ("width", "heads", "d")):
@@ -156,16 +156,16 @@ def _problem(operation: str, usual: Mapping[str, Any], given: Mapping[str, Any])
 def _of_cache(
     operation: str, sizes: Mapping[str, Any], given: Mapping[str, Any], cache: str, page: int | None
 ) -> Problem:
-    """Returns the problem of new tokens and a cache. Raises ValueError if arguments conflict."""
+    """Returns the problem of decoding with a cache. Raises ValueError if arguments conflict."""
     if cache not in CACHES:
         raise ValueError(f"cache is {described(cache)}; use one of {', '.join(CACHES)}")
     if operation != "forward":
-        raise ValueError(f"decoding has no {operation} kernels; leave cache out, or name others")
+        raise ValueError(f"decoding has no {operation} kernels; name forward ones, or omit cache")
     if cache == "contiguous" and page is not None:
-        raise ValueError(f"page is {page}, and the cache is contiguous; give cache='paged'")
+        raise ValueError(f"page is {page}, but the cache is contiguous; give cache='paged'")
     if (size := sizes.get(shape_language.PAGE_SIZE)) is not None:
         raise ValueError(
-            f"page_size is {size}, and cache is {cache!r}; the pages of a cache are page="
+            f"page_size is {size}, which cannot be combined with cache; use page= instead"
         )
     _refuse_in_decoding(sizes)
     if cache == "paged" and page is None:
@@ -184,13 +184,13 @@ def _of_cache(
         if q != k or k.used or k.before or k.after:
             raise ValueError(
                 f"lengths are {described(asked)}; the lengths of a cache are whole numbers, one "
-                "for each sequence, as 20,5"
+                "for each sequence, such as 20,5"
             )
         lengths, room = list(k.rows), given.get("N", 0)
-    if few := [n for n in lengths if 0 < n < tokens]:  # length 0: no new tokens either
+    if few := [n for n in lengths if 0 < n < tokens]:  # a sequence of length 0 has no new tokens
         raise ValueError(
-            f"M is {tokens}, and a sequence has {few[0]} keys, the new ones included; give at most "
-            "that many"
+            f"M is {tokens}, but a sequence has {few[0]} keys, including the new ones; give at "
+            "most that many"
         )
     return problem_of_cache(lengths, capacity=room, page=page, M=tokens, **own)
 
@@ -198,10 +198,10 @@ def _of_cache(
 def problem_of_cache(
     lengths: Sequence[int], *, capacity: int = 0, page: int | None = None, **sizes: Any
 ) -> Problem:
-    """Returns the problem of decoding: ``lengths`` are each sequence's keys, M new ones included.
+    """Returns a decoding problem; each sequence has ``lengths`` keys, including M new ones.
 
-    capacity: the room for keys of each sequence, at least the longest length. page: the keys per
-    page; None is a contiguous cache. Other sizes are those of ``Problem.of_sizes``.
+    capacity: number of keys for which each sequence has room, at least the longest length. page:
+    keys per page; None for a contiguous cache. Other sizes are those of ``Problem.of_sizes``.
     """
     if page is not None:
         check_page_size("page", page)
@@ -219,7 +219,7 @@ def problem_of_cache(
 
 
 def _refuse_in_decoding(sizes: Mapping[str, Any]) -> None:
-    """Raises ValueError for options and arrays that attention to a cache does not take."""
+    """Raises ValueError for options and arrays that decoding does not support."""
     options = sizes.get("options") or PLAIN
     asked = {name: sizes.get(name) for name in (BIAS, MASK, shape_language.BLOCK_MASK)}
     for name in ("causal", "precision", "dropout"):
@@ -227,12 +227,12 @@ def _refuse_in_decoding(sizes: Mapping[str, Any]) -> None:
         asked[name] = getattr(options, name) if value is None else OPTIONS[name].read(value)
     if (causal := asked.pop("causal")) == "top-left":
         raise ValueError(
-            f"causal is {causal!r}, and new tokens are the last ones of a cache; leave causal out"
+            f"causal is {causal!r}, but new tokens are at the end of a cache; leave out causal"
         )
     for name, value in asked.items():
         is_off = value is None or value is False or (name == "dropout" and not value)
         if not is_off:
-            raise ValueError(f"decoding has no {name}; leave it out, or leave cache out")
+            raise ValueError(f"decoding does not support {name}; leave out {name} or cache")
 
 
 def _range(text: str) -> Iterator[int]:

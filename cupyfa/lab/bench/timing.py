@@ -1,6 +1,6 @@
-"""Timing: calls alternate in rounds until the median of each is known.
+"""Times calls in alternating rounds until each call's median is accurate enough.
 
-The speed of a device drifts by several percent within seconds. So calls alternate (A B C, A B C,
+A device's speed drifts by several percent within seconds. Calls therefore alternate (A B C, A B C,
 …), and ratios compare times of the same round.
 """
 
@@ -23,17 +23,17 @@ from cupyfa.runtime.workspace import allocate
 
 Call = Callable[[], Any]
 
-_ACCURACY = 0.005  # the relative standard error that a median must reach
-_FEWEST = 20  # rounds before a standard error means anything
-_WARM_UP = 0.05  # of the budget
-_SEVERAL = 3  # budgets; a call that takes longer than these is made once
-_NORMAL_WIDTH = 1.683  # from the 20th to the 80th percentile, in standard deviations
+_ACCURACY = 0.005  # relative standard error below which a median is accurate enough
+_FEWEST = 20  # minimum number of rounds for a meaningful standard error
+_WARM_UP = 0.05  # fraction of the budget spent on warming up
+_SEVERAL = 3  # a call that takes longer than this many budgets is timed once
+_NORMAL_WIDTH = 1.683  # 20th to 80th percentile of a normal distribution, in standard deviations
 
 
 def checked_budget(budget: float) -> float:
     """Returns the budget. Raises ValueError unless it is a number of at least 0."""
-    if not budget >= 0:  # NaN is not
-        raise ValueError(f"budget is {budget}; give seconds, a number from 0")
+    if not budget >= 0:  # also true for NaN
+        raise ValueError(f"budget is {budget}; give a number of seconds, at least 0")
     return budget
 
 
@@ -46,12 +46,12 @@ def measure(
     most: float = inf,
     begins: Callable[[int], None] = lambda number: None,
 ) -> list[list[float]]:
-    """Returns the milliseconds of each call in each of its rounds.
+    """Times calls in rounds, and returns the milliseconds of each call by round.
 
-    A call leaves the rounds when its ``budget`` of seconds is spent or after ``most`` rounds; all
-    end when every median is known to half a percent. A call is measured at least twice, or once if
-    it takes longer than three budgets. ``cold`` overwrites the device's caches before each call.
-    ``begins`` is told the number of each call before it is made.
+    A call drops out when its ``budget`` of seconds is spent or after ``most`` rounds; timing stops
+    when every median is accurate to half a percent. A call is timed at least twice, or once if it
+    takes longer than three budgets. ``cold`` overwrites the device's caches before each call.
+    ``begins`` receives the index of each call before the call is made.
     """
     lanes = [
         _Lane(backend, call, budget, cold, most, partial(begins, number))
@@ -118,12 +118,12 @@ def standard_error(milliseconds: Sequence[float]) -> float:
 
 
 def ratio(a: Sequence[float], b: Sequence[float]) -> float:
-    """Returns how many times longer a takes than b: the median over their common rounds."""
+    """Returns the median ratio of a's times to b's over their common rounds."""
     return median(x / y if y else inf for x, y in zip(a, b))
 
 
 def code_of(plan: Plan) -> str:
-    """Returns a digest of the compiled sources of a plan and of its launches."""
+    """Returns a digest of a plan's constants, compiled sources and launches."""
     parts = [str(dict(plan.constants))]
     for launch in plan.launches:
         parts += [source.text(launch), str((launch.grid, launch.threads, launch.shared_bytes))]
@@ -135,8 +135,8 @@ def digest(*parts: str) -> str:
 
 
 def resources(backend: Backend, plan: Plan) -> dict[str, int]:
-    """Returns, over all launches, the most registers and spilled bytes, and the fewest blocks per
-    multiprocessor.
+    """Returns maximum resources (registers, spilled bytes) and minimum blocks per multiprocessor
+    over all launches of a plan.
     """
     found: dict[str, int] = {}
     for launch in plan.programs:
@@ -152,7 +152,7 @@ def resources(backend: Backend, plan: Plan) -> dict[str, int]:
 def arrays_of(
     backend: Backend, plan: Plan, inputs: Mapping[str, np.ndarray], memory: dict[Any, Any]
 ) -> dict[str, Any]:
-    """Puts every array of a plan on the backend; plans on the same inputs share ``memory``."""
+    """Places a plan's arrays on the backend; ``memory`` caches them for plans of equal inputs."""
     arrays = placed(backend, inputs, memory)
     for name, allocation in {**plan.outputs, **plan.scratch}.items():
         key = (name, *allocation, plan.stored_shape(name))
@@ -165,10 +165,10 @@ def arrays_of(
 def placed(
     backend: Backend, inputs: Mapping[str, np.ndarray], memory: dict[Any, Any]
 ) -> dict[str, Any]:
-    """Puts the inputs on the backend, or takes them from ``memory`` if they are already there."""
+    """Places inputs on the backend; reuses arrays that ``memory`` already holds."""
     arrays = {}
     for name, array in inputs.items():
-        content = array.tobytes() if name.removeprefix("mods.") in MAPS else None  # per kernel
+        content = array.tobytes() if name.removeprefix("mods.") in MAPS else None  # maps differ
         key = (name, array.shape, array.strides, array.dtype, content)
         if key not in memory:
             memory[key] = _placed(backend, array)

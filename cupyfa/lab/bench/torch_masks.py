@@ -1,6 +1,7 @@
-"""Converts the masks, biases and expressions of a problem to arguments of torch.
+"""Converts a problem's masks, biases and expressions to arguments of torch's attention functions.
 
-scaled_dot_product_attention takes one array, flex_attention functions of a score and its indices.
+scaled_dot_product_attention takes a single mask array; flex_attention takes functions of a score
+and its indices.
 """
 
 import ast
@@ -21,12 +22,13 @@ _PLACE = ("batch", "head", "query", "key")
 
 
 def one_array(torch: Any, p: Problem, arrays: Mapping[str, Any], device: Any) -> Any:
-    """Returns the bias and all masks as attn_mask: added to scores, or True where a key is visible.
+    """Returns the bias and all masks as attn_mask: a float bias, or booleans, True if visible.
 
-    None if there is at most a causal mask. Raises Unsupported for other changes of scores.
+    Returns None if the problem has at most a causal mask. Raises Unsupported for any other
+    modification of scores.
     """
     if others := [x.name for x in p.operands if x.name not in (BIAS, MASK)]:
-        raise Unsupported(f"its attention has no {', '.join(others)}")
+        raise Unsupported(f"it does not support {', '.join(others)}")
     bias, mask = arrays.get(f"mods.{BIAS}"), arrays.get(f"mods.{MASK}")
     if p.window != NO_WINDOW or (p.causal and p.operands):
         seen = torch.as_tensor(p.visible(), device=device)
@@ -45,7 +47,7 @@ def flex(
     known = {name.removeprefix("mods."): x for name, x in arrays.items()}
     unread = [x.name for x in p.modifiers.arrays if x.name in (SINK, DLSE)]
     if unread:
-        raise Unsupported(f"its attention has no {', '.join(unread)}")
+        raise Unsupported(f"it does not support {', '.join(unread)}")
     known |= p.modifiers.numbers | {"queries": p.M, "keys": p.N, "first": p.first_position}
     scores = [_function(torch, x, ("score", *_PLACE), known) for x in p.modifiers.score]
     masks = [_function(torch, x, _PLACE, known) for x in p.modifiers.mask]
@@ -98,9 +100,9 @@ def _all_of(masks: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
 def _function(
     torch: Any, text: Expression, names: Sequence[str], known: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """Makes a function of an expression, whose other names are closure variables.
+    """Compiles an expression to a function of ``names``; all other names are closure variables.
 
-    torch.compile follows such variables.
+    torch.compile can trace closure variables.
     """
     body = _Selecting().visit(deepcopy(text.tree))
     if "position" in text.positions:
@@ -128,7 +130,8 @@ def _functions(torch: Any) -> dict[str, Callable[..., Any]]:
 class _Selecting(ast.NodeTransformer):
     """Rewrites expressions for tensors, which have no truth value.
 
-    It replaces and, or by &, |, conditions by where, and chained comparisons by pairs.
+    Replaces ``and``, ``or`` and ``not`` by &, | and ~, conditional expressions by ``where``, and
+    chained comparisons by pairwise comparisons joined by &.
     """
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:

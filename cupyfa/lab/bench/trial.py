@@ -1,4 +1,4 @@
-"""Checks and times single kernels on one problem, or compares them with float64."""
+"""Checks and times a kernel on one problem, and measures the accuracy of kernels."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,18 +29,18 @@ from cupyfa.runtime.environment import Progress, no_progress
 from cupyfa.runtime.guard import run_guarded
 from cupyfa.runtime.launcher import replay
 
-STEPS = 4  # of a trial, reported to ``progress``
-_LONGEST = 0.5  # seconds of timing
-_MOST = 20
+STEPS = 4  # number of steps that a trial reports to ``progress``
+_LONGEST = 0.5  # budget for timing in seconds
+_MOST = 20  # maximum number of timed calls
 
 
 @dataclass(frozen=True, repr=False)
 class Trial(Shown):
     """The result of running a plan.
 
-    resources: registers and other resources of each launch, by entry. checked: the fraction of
-    rows that were compared with the reference. is_empty: whether no row sees a key, so that
-    nothing was computed.
+    resources: registers and other resources of each launch, by entry point. checked: fraction of
+    rows compared with the reference. is_empty: whether every row is fully masked, so that nothing
+    was computed.
     """
 
     plan: Plan
@@ -66,10 +66,10 @@ def trial(
     excerpts: Sequence[Excerpt | None] = (None,),
     progress: Progress = no_progress,
 ) -> Trial:
-    """Checks all results of a plan, or excerpts, with guard zones around outputs; then times it.
+    """Runs a plan with guard zones around outputs, checks its results or excerpts, and times it.
 
-    Raises WrongResult for writes outside the outputs, and if one of ``reruns`` further runs differs
-    in a bit; wrong values are in the verdicts. ``watch`` is told what runs.
+    Raises WrongResult for writes outside the outputs, and if one of ``reruns`` further runs is not
+    bitwise identical. Wrong values are reported in the verdicts. ``watch`` tracks the running call.
     """
     progress(0, STEPS, "compiling")
     watch, readable = watch or Watch(), block_mask.readable(backend, plan, inputs)
@@ -94,14 +94,14 @@ def trial(
         (times,) = timing.measure(backend, [call], **how, begins=lambda _: begins())
     kernel, constants = plan.kernel, dict(plan.constants)
     row = Measurement(kernel.name, kernel.operation, plan.problem, constants, times)
-    lse = results.get("lse", inputs.get("lse"))  # an input of gradients
+    lse = results.get("lse", inputs.get("lse"))  # an input when computing gradients
     is_empty = lse is not None and bool(np.isneginf(lse).all())
     return Trial(plan, verdicts, row, used, judge.share, is_empty)
 
 
 @dataclass(frozen=True, repr=False)
 class Accuracy(ShownRow):
-    """The root mean squares of a kernel's error of O in one case, and of O itself."""
+    """The root mean square of a kernel's error in O on one case (rmse), and of O itself (rms)."""
 
     kernel: str
     case: Case
@@ -109,7 +109,7 @@ class Accuracy(ShownRow):
     rms: float
 
     def row(self) -> dict[str, Any]:
-        """One row of a table."""
+        """Returns the accuracy as a table row."""
         return {"kernel": self.kernel, "values": self.case.values, "rmse": self.rmse}
 
 
@@ -121,13 +121,13 @@ def accuracy(
     backend: str | Backend = "auto",
     **sizes: Any,
 ) -> list[Accuracy]:
-    """The accuracy of forward kernels on random inputs of several kinds.
+    """Measures the accuracy of forward kernels on random inputs of several kinds.
 
-    values: kinds of ``case.VALUES``.
-    sizes: of a problem, for example ``M=256, d=128, dtype="float16"``.
+    values: kinds of input values in ``case.VALUES``.
+    sizes: sizes of the problem, for example ``M=256, d=128, dtype="float16"``.
 
-    All kernels get the same inputs. Raises ValueError for the arguments, and Unsupported if a
-    kernel cannot do the problem.
+    All kernels get the same inputs. Raises ValueError for invalid arguments, and Unsupported if a
+    kernel does not support the problem.
     """
     backend = backend_named(backend)
     named = [kernels] if isinstance(kernels, str | Kernel) else kernels

@@ -36,31 +36,31 @@ from cupyfa.runtime.launcher import replay
 
 RIGHT, WRONG, REFUSED, UNTRIED = "right", "wrong", "refused", "untried"
 TIMED_OUT = "timed out"
-_FIRST = {"budget": 0.1, "most": 10}  # seconds and rounds of the first timing of a candidate
-_ROUNDS = {"budget": 1.0, "most": 20}  # of each timing of the finalists
+_FIRST = {"budget": 0.1, "most": 10}  # seconds and rounds of a candidate's first timing
+_ROUNDS = {"budget": 1.0, "most": 20}  # seconds and rounds of each timing of the finalists
 _FINALISTS = 8
-_FIRST_SHARE = 2 / 3  # at most this part of the budget is for first timings
-_FEWEST = 10  # rounds before two candidates are compared
-_SURE = 3.0  # standard errors that decide which candidate is faster
+_FIRST_SHARE = 2 / 3  # fraction of the budget after which no first timing is started
+_FEWEST = 10  # minimum number of rounds to compare two candidates
+_SURE = 3.0  # number of standard errors beyond which one of two candidates is faster
 _COLUMNS = (
     *("state", "first_ms", "ms", "x_own", "spread_%", "TFLOP/s", "rounds", "registers"),
     *("spilled_bytes", "shared_bytes", "blocks_per_sm", "note"),
 )
-_ALIKE = 0.002  # candidates are equal if their ratio's standard error is below this
+_ALIKE = 0.002  # two candidates count as equal below this standard error of their ratio
 
 
 @dataclass(frozen=True, repr=False)
 class Candidate(ShownRow):
-    """Constants of a kernel on a problem, and their measurement.
+    """One choice of a kernel's constants for a problem, and its measurement.
 
     state: "right", "wrong", "refused" by the compiler or the device, "timed out", or "untried"
-        when the budget is spent.
-    factor: speedup over the record's own choice, in the same rounds; if there are finalists,
-        None for all others.
-    rounds: how often a finalist was timed in alternation with the others; its milliseconds are of
-        these rounds, relative to the record's own choice, so that they do not drift.
-    shared_bytes: shared memory of a block.
-    first_ms: the median of the first, short timing, which chooses the finalists.
+        because the budget was spent.
+    factor: speedup over the record's default constants, in the same rounds. Once finalists have
+        been timed, None for all other candidates.
+    rounds: number of rounds in which a finalist was timed. Its milliseconds come from these rounds
+        and are scaled by the default constants' times, which cancels the device's drift.
+    shared_bytes: shared memory per block.
+    first_ms: median of the short first timing, which selects the finalists.
     """
 
     measurement: Measurement
@@ -72,11 +72,11 @@ class Candidate(ShownRow):
     first_ms: float | None = None
 
     def row(self) -> dict[str, Any]:
-        """One row of a table."""
+        """Returns the candidate as a table row."""
         row = {**self.measurement.row(), **vars(self), "x_own": self.factor}
         if not self.rounds:
             row["ms"] = None
-        options = [name for name in OPTIONS if name != "scale"]  # the same for all tiles
+        options = [name for name in OPTIONS if name != "scale"]  # equal for all candidates
         columns = ("kernel", *SIZES, "lengths", "dtype", *options, "arrays", "constants", *_COLUMNS)
         return {name: row[name] for name in columns}
 
@@ -94,18 +94,19 @@ def tune(
     """Measures the candidates of a kernel and stores the fastest for later plans.
 
     ``kernel`` is a name, ``script.py:name``, a record, or "auto" for the kernel that "auto" chooses
-    for each problem. Its ``candidates`` are combined as its rules and the device allow, its own
-    choice first. ``sizes`` are those of ``sweeps.problems``: each may be a list, and every
-    combination is tuned for ``budget`` seconds.
+    for each problem. All combinations of its ``candidates`` that its rules and the device allow are
+    tried, its default constants first. ``sizes`` are passed to ``sweeps.problems``. Each size may
+    be a list; every combination is tuned for ``budget`` seconds.
 
     Each candidate is compared with the float64 reference on a smaller problem with guard zones,
-    then timed briefly; the best are timed in alternation until their order is known. Results are
-    stored by compiled source, problem and versions, and a later call continues; ``fresh`` ignores
-    them. Plans ignore times of the simulator. ``watch`` is told what runs, and knows what an
-    earlier process has done; a candidate that does not return uses up the budget.
+    then timed briefly. The fastest are timed in alternation until their order is known. Results are
+    stored by compiled source, problem and versions; a later call continues from them, unless
+    ``fresh``. Plans ignore simulator times. ``watch`` tracks the running call and knows what an
+    earlier process has done; a candidate that hangs uses up the budget.
 
-    Returns the candidates of each problem: the finalists, fastest first, then the others. Raises
-    ValueError for sizes that the operation does not have, Unsupported if the kernel cannot do one.
+    Returns the candidates of each problem: finalists, fastest first, then all others. Raises
+    ValueError for sizes that the operation does not have, and Unsupported if the kernel does not
+    support a problem.
     """
     timing.checked_budget(budget)
     backend = backend_to_measure(backend)
@@ -117,7 +118,7 @@ def tune(
     problems = sweeps.problems(operation, sizes, *records, small=small)
     for problem in problems:
         if not OPERATIONS[operation].flops(problem):
-            raise ValueError(f"there is nothing to do in {problem}; give sizes from 1")
+            raise ValueError(f"{problem} contains no work; give sizes of at least 1")
     cache_folder.warn_unless_kept()
     tried = [
         candidates(select(record, operation, problem, backend.limits), problem, backend.limits)
@@ -136,7 +137,7 @@ def tune(
 
 @dataclass
 class _Tuning:
-    """The tuning of one problem: its plans by key, and facts about each, stored in a file."""
+    """Tunes one problem; ``facts`` holds the results by plan, which are also stored in a file."""
 
     backend: Backend
     plans: Sequence[Plan]
@@ -176,7 +177,7 @@ class _Tuning:
         return case.inputs(self.backend, plan.kernel)
 
     def is_hung(self, plan: Plan) -> bool:
-        """Whether the plan did not return in an earlier process."""
+        """Returns whether the plan hung in an earlier process."""
         return _call(plan) in self.watch.hung
 
     @property
@@ -189,7 +190,7 @@ class _Tuning:
 
     @property
     def ranked(self) -> list[str]:
-        """Returns all keys: finalists and other right ones by speed, then untried, then others."""
+        """All keys in order: finalists and other right ones, each by speed, untried, failed."""
 
         def rank(key: str) -> tuple[int, float]:
             if key in self.right:
@@ -240,7 +241,7 @@ class _Tuning:
             return timing.measure(self.backend, calls, cold=True, **how)
 
     def undecided(self) -> list[str]:
-        """Returns the best finalist, and those that are not known to be slower."""
+        """Returns the best finalist and the finalists whose comparison with it is undecided."""
         by_look = sorted(self.right, key=lambda key: median(self.facts[key]["look"]))
         finalists = by_look[:_FINALISTS]
         best = max(finalists, key=self.pace)
@@ -248,16 +249,16 @@ class _Tuning:
 
     @property
     def pacer(self) -> str:
-        """The candidate that is timed in every round: the record's own choice, if that is right."""
+        """The candidate timed in every round: the first right one, usually the record's default."""
         return next(key for key in self.keyed if key in self.right)
 
     def pace(self, key: str) -> float:
-        """Returns the speedup over the pacer, which does not drift with the device's speed."""
+        """Returns a candidate's speedup over the pacer, which cancels the device's drift."""
         pacer, its = (median(self.facts[x]["look"]) for x in (self.pacer, key))
         return median(self.ratios(self.pacer, key) or [pacer / its])
 
     def is_decided(self, key: str, best: str) -> bool:
-        """Whether it is known which of two candidates is faster, or that they are equal."""
+        """Returns whether it is known which candidate is faster, or that they are equally fast."""
         ratios = self.ratios(key, best)
         if len(ratios) < _FEWEST:
             return False
@@ -265,14 +266,14 @@ class _Tuning:
         return abs(median(ratios) - 1) > _SURE * error or error < _ALIKE
 
     def ratios(self, a: str, b: str) -> list[float]:
-        """Returns how many times longer a takes than b, for each of their common rounds."""
+        """Returns the ratios of a's times to b's in their common rounds."""
         rounds = zip(self.facts[a]["rounds"], self.facts[b]["rounds"])
         return [x / y for x, y in rounds if x and y]
 
     def steady_rounds(self, key: str) -> list[float]:
-        """Returns a candidate's milliseconds in rounds with the pacer, scaled to its median speed.
+        """Returns a candidate's milliseconds by round, scaled so that the pacer's are constant.
 
-        Candidates leave the rounds at different times, and the speed of a device drifts.
+        Candidates drop out of the rounds at different times, while the device's speed drifts.
         """
         its, pace = (self.facts[x]["rounds"] for x in (key, self.pacer if self.right else key))
         if its is pace or not any(pace):
@@ -325,16 +326,16 @@ class _Tuning:
 
 
 class _TimedOut(Exception):
-    """A candidate did not return in an earlier process."""
+    """Raised for a candidate that hung in an earlier process."""
 
 
 def _call(plan: Plan) -> str:
-    """Names a call, in the same way in every process."""
+    """Returns a name for a plan's call that is the same in every process."""
     return f"{plan.kernel.name} {_listed(plan)} on {plan.problem}"
 
 
 def _check(backend: Backend, plan: Plan, watch: Watch) -> None:
-    """Checks a plan's constants on a small problem whose sizes are no multiples of its tiles."""
+    """Checks a plan's constants on a small problem whose sizes are not multiples of its tiles."""
     small = sampling.smaller(plan)
     checked = plan_of(plan.kernel, small, backend.limits, **plan.constants)
     inputs = Case(plan.kernel.operation, small).inputs(kernel=plan.kernel)
@@ -362,7 +363,7 @@ _FACT = records.record(
 
 
 def _sound(recalled: Mapping[str, Any], keys: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Returns a file's plausible facts about these candidates."""
+    """Returns the valid facts about these candidates that were read from a file."""
     found = {}
     for key in keys:
         with suppress(ValueError):

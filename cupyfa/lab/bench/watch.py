@@ -1,7 +1,7 @@
-"""Tells another thread which call a measurement runs, so that it notices a kernel that hangs.
+"""Tracks the running call of a measurement so that another thread can detect a hung kernel.
 
-A kernel that hangs on a GPU cannot be stopped by the process that launched it. The watching thread
-ends the process; ``Watch`` has the state with which another process continues without that kernel.
+A process cannot stop a kernel that hangs on its GPU. The watching thread therefore ends the
+process, and ``Watch`` holds the state from which a new process continues without the hung kernel.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from cupyfa.lab.bench.results import Measurement
 
 @dataclass
 class Watch:
-    """The running call of a measurement, and the finished problems.
+    """A measurement's running call and finished problems.
 
-    timeout: the seconds that one call may take.
-    hung: calls that did not return in an earlier process; they are not made again.
-    done: the number of finished problems.
-    began: when the problem began, by ``monotonic``, a clock that all processes share.
-    rows: the rows of the finished problems of a benchmark.
-    running: the call that runs now, and when it began.
+    timeout: seconds that a call may take.
+    hung: calls that did not return in an earlier process; they are skipped.
+    done: number of finished problems.
+    began: when the current problem began, by ``monotonic``, a clock that all processes share.
+    rows: a benchmark's rows for the finished problems.
+    running: the running call and when it began.
     """
 
     timeout: float = inf
@@ -38,16 +38,16 @@ class Watch:
 
     @property
     def verdict(self) -> str:
-        """The note on a call that did not return."""
+        """The note in the row of a call that did not return."""
         return f"timed out after {self.timeout:g} s"
 
     def begins(self, call: str) -> None:
-        """Notes that a call begins, and that the one before it has ended."""
+        """Records that a call begins, and that the previous call has ended."""
         self.running = call, monotonic()
 
     @contextmanager
     def calls(self) -> Iterator[None]:
-        """Returns the context in which calls are made: after it no call runs."""
+        """Returns a context in which calls are made; no call is running when it exits."""
         try:
             yield
         finally:
@@ -55,12 +55,12 @@ class Watch:
 
     @property
     def overdue(self) -> str | None:
-        """Returns the call that runs for too long, or None."""
+        """The running call if it has exceeded the timeout, else None."""
         call, since = self.running or ("", inf)
         return call if monotonic() - since > self.timeout else None
 
     def save(self, path: Path, hung: str) -> None:
-        """Writes the state with which another process continues without a call."""
+        """Writes the state from which another process continues without the hung call."""
         state = {
             "hung": [*self.hung, hung],
             "done": self.done,
@@ -70,7 +70,7 @@ class Watch:
         path.write_text(json.dumps(state))
 
     def load(self, path: Path) -> None:
-        """Reads what an earlier process saved."""
+        """Restores the state that an earlier process saved."""
         state = json.loads(path.read_text())
         self.hung, self.done, self.began = state["hung"], state["done"], state["began"]
         self.rows = [Measurement.of_record(record) for record in state["rows"]]

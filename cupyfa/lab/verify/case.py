@@ -42,13 +42,13 @@ from cupyfa.runtime.guard import run_guarded
 from cupyfa.runtime.prepared import fill
 from cupyfa.score.expressions import Expression
 
-# Kinds of input values: each finds different faults.
+# Kinds of input values; each kind reveals different faults.
 VALUES = {
     "scales": "normal, times a power of two for each head of V and for each row of dO",
     "normal": "normally distributed",
-    "uniform": "from 0 to 1: sums grow, they do not cancel",
+    "uniform": "from 0 to 1: sums grow instead of cancelling",
     "integers": "-2 … 2: products are exact",
-    "equal": "all keys are the same: every element of P is 1/n",
+    "equal": "all keys are equal: every element of P is 1/n",
     "one_hot": "row j of V is 1 in column j mod dv: O has the elements of P",
     "huge": "scores up to about 10,000: exp overflows if no maximum is subtracted",
     "tiny": "below the smallest normal number of the dtype",
@@ -58,7 +58,7 @@ VALUES = {
     "pairs; without expressions, products of q and k near the ends of float32",
     "outliers": "normal, but about one number in 1000 is about ten times as large",
 }
-# Memory layouts: kernels see [batch, heads, rows, columns] and strides.
+# Memory layouts; kernels address every array as [batch, heads, rows, columns] with strides.
 LAYOUTS = {
     "bhsd": "contiguous",
     "bshd": "[batch, rows, heads, columns] in memory",
@@ -69,28 +69,28 @@ LAYOUTS = {
     "unaligned": "the address of element 0 is not a multiple of 16",
     "far": "the last batch element, head or row lies more than 2**31 elements from the first",
 }
-# How the keys and values of new tokens get into a paged cache.
+# How a paged cache receives the keys and values of new tokens.
 TOKENS = {
-    "cached": "they are there already",
-    "appended": "they are written into it first",
-    "rotated": "and rotated by their positions with the queries, in pairs (x, x + angles)",
-    "interleaved": "and rotated in pairs (2 x, 2 x + 1)",
-    "turned": "they are there, and the queries alone are rotated",
+    "cached": "they are already stored",
+    "appended": "they are appended first",
+    "rotated": "they are rotated like the queries, in pairs (x, x + angles), and appended",
+    "interleaved": "they are rotated in pairs (2 x, 2 x + 1) and appended",
+    "turned": "they are already stored, and only the queries are rotated",
 }
-WRITTEN = ("appended", "rotated", "interleaved")  # those of TOKENS that write to the cache
-FINITE = ("normal", "uniform", "integers", "equal", "one_hot", "tiny")  # without NaN and infinity
-E4M3_MOST = 448.0  # the largest number of e4m3
-_NEAR_THE_END = 1e38  # its product with two normal numbers is near the end of float32
-_MOST_OF_LOWEST = 1.8  # the limit of these normal numbers: larger ones overflow
-_FAR = 2**31 + 64  # a stride in elements
-_SEEN = 0.8  # the share of a mask that is True
-_GROUPS = 4  # distinct integers in an array that expressions read
-_WORK = 2e9  # multiply-adds of a forward pass in float64 in about a second
+WRITTEN = ("appended", "rotated", "interleaved")  # kinds of TOKENS that write to the cache
+FINITE = ("normal", "uniform", "integers", "equal", "one_hot", "tiny")  # no NaN or infinity
+E4M3_MOST = 448.0  # largest finite e4m3 number
+_NEAR_THE_END = 1e38  # scale of q·k products near the float32 maximum, 3.4e38
+_MOST_OF_LOWEST = 1.8  # clips normal numbers before scaling: 1.8² · 1e38 does not overflow
+_FAR = 2**31 + 64  # stride in elements
+_SEEN = 0.8  # fraction of a mask's elements that are True
+_GROUPS = 4  # number of distinct integers in a captured array
+_WORK = 2e9  # multiply-adds that a float64 forward pass computes in about a second
 
 
 @dataclass(frozen=True, repr=False)
 class Case:
-    """A problem and its inputs, the same on every machine for the same fields."""
+    """A problem with reproducible inputs: equal fields yield equal arrays on every machine."""
 
     operation: str
     problem: Problem
@@ -120,15 +120,15 @@ class Case:
     ) -> dict[str, np.ndarray]:
         """Returns the operation's arrays [batch, heads, rows, columns] and the kernel's own.
 
-        O and lse, inputs of gradients, come from the reference. Where that would take long, and a
-        backend is given, its fastest kernel computes them: any O and lse define the right
-        gradients. Raises Unsupported if the backend does not have this layout.
+        For gradients, the reference computes O and lse. If that would take too long and a backend
+        is given, the backend's fastest kernel computes them: the gradients are well-defined for
+        any O and lse. Raises Unsupported if the backend does not support this layout.
         """
         if backend is not None:
             self.require_reach(backend)
         p, rng = self.problem, np.random.default_rng(self.seed)
         inputs = OPERATIONS[self.operation].inputs_of(p)
-        # Not also in q and k: the sum of two such scores would overflow.
+        # Extreme products of q and k would overflow when added to an extreme bias.
         values = "normal" if self.values == "lowest" and p.modifiers.score else self.values
         arrays = {
             name: _drawn(name, x.shape(p), values, x.dtype(p), rng)
@@ -137,7 +137,7 @@ class Case:
         }
         self._poison(arrays)
         arrays |= {x.input: self._read(x) for x in p.modifiers.arrays}
-        if p.pages and p.cached is None:  # a cache gives its lengths and pages
+        if p.pages and p.cached is None:  # a cache brings its own lengths and pages
             self._put_in_pages(arrays)
         elif p.is_ragged and p.sequences is None and p.cached is None:
             self._pad(arrays)
@@ -152,9 +152,9 @@ class Case:
         return self.completed(made, kernel) if kernel else made
 
     def _poison(self, arrays: Arrays) -> None:
-        """Writes NaN to rows outside sequences, and for "nan" and "inf" fills one sequence.
+        """Writes NaN to rows outside sequences; for "nan" and "inf", also poisons one sequence.
 
-        No other sequence may read these rows.
+        These rows must not affect any other sequence.
         """
         if self.problem.lengths is None:
             return
@@ -169,11 +169,11 @@ class Case:
                 array[:, :, start : start + of.counts[chosen]] = poison[self.values]
 
     def _put_in_pages(self, arrays: dict[str, np.ndarray]) -> None:
-        """Writes lengths and a page table, and NaN to keys that no batch element uses.
+        """Adds lengths and a page table, and writes NaN to keys that no batch element uses.
 
-        Lengths are 0, 1, near whole pages, and the maximum. Pages are in random order, some
-        elements share their first page, and entries after an element's last page are invalid. For
-        "nan" and "inf", one element has such numbers in all keys that no other element uses.
+        Lengths are 0, 1, near a multiple of the page size, or the maximum. Pages are in random
+        order, two elements may share their first page, and table entries after an element's last
+        page are invalid. "nan" and "inf" fill all keys that only one chosen element uses.
         """
         p, rng = self.problem, np.random.default_rng((self.seed, *b"pages"))
         size, most = p.page_size, p.N // p.page_size
@@ -184,7 +184,7 @@ class Case:
         may_share = p.batch > 1 and self.tokens not in WRITTEN
         for i in np.flatnonzero(rng.random(p.batch) < 0.5)[:1] if may_share else ():
             table[i, 0] = table[i - 1, 0]
-        users = np.zeros((p.batch, p.pages, size), bool)  # which elements use which rows
+        users = np.zeros((p.batch, p.pages, size), bool)  # [element, page, row]
         for b, length in enumerate(lengths):
             keys = np.arange(length)
             users[b, table[b, keys // size], keys % size] = True
@@ -201,7 +201,7 @@ class Case:
         arrays[f"mods.{PAGE_TABLE}"] = np.where(needed, table, wrong).astype(np.int32)
 
     def _pad(self, arrays: dict[str, np.ndarray]) -> None:
-        """Writes NaN to the unused rows of batch elements, which no kernel may read."""
+        """Writes NaN to the unused rows of batch elements, which must not affect results."""
         for name, array in arrays.items():
             of = f"mods.{PADDED[name in ('K', 'V')]}"
             if of in arrays and array.ndim > 2 and not name.startswith("mods."):
@@ -211,9 +211,9 @@ class Case:
     def completed(
         self, inputs: Arrays, kernel: Kernel, *, keep: bool = False
     ) -> dict[str, np.ndarray]:
-        """Returns the inputs that a kernel takes, with missing ones of its own drawn.
+        """Returns the inputs that a kernel reads; draws its own inputs where they are missing.
 
-        O and lse, inputs of gradients, come from the kernel's ``forward``, unless ``keep``.
+        A gradient kernel's ``forward``, if any, computes the inputs O and lse, unless ``keep``.
         """
         p, layout = self.problem, "bshd" if self.layout == "packed" else self.layout
         own = {
@@ -221,7 +221,7 @@ class Case:
             for name, x in kernel.inputs.items()
             if x.when(p) and name not in inputs
         }
-        known = kernel.computes().inputs_of(p)  # a stored failure may be another kernel's
+        known = kernel.computes().inputs_of(p)  # stored inputs may be another kernel's
         found = {name: x for name, x in inputs.items() if name in known} | own
         if kernel.forward is None or keep or "lse" not in inputs:
             return found
@@ -233,11 +233,11 @@ class Case:
         return found | {name: _arranged(x, layout) for name, x in there.items()}
 
     def _read(self, x: Operand) -> np.ndarray:
-        """Draws an array that expressions read; it does not depend on the others.
+        """Draws an array that expressions read, independently of all other arrays.
 
-        ALiBi slopes are from 0 to 1, most of a mask is True, a seed of dropout is any number of its
-        dtype, other integers ascend from 0 along the last axis and stay inside the axes that they
-        index.
+        ALiBi slopes are between 0 and 1, most elements of a mask are True, and a dropout seed is
+        any number of its dtype. All other integers ascend along the last axis and stay within the
+        axes that they index.
         """
         rng, p = np.random.default_rng((self.seed, *x.name.encode())), self.problem
         dtype = x.numpy
@@ -246,7 +246,7 @@ class Case:
             return of.offsets if x.name in STARTS else np.array(of.counts, dtype)
         if x.name == PADDED[1] and p.cached:
             return np.array(p.cached.rows, dtype)
-        if x.name in PADDED:  # none, one, some and all rows
+        if x.name in PADDED:  # no rows, one, some, all but one, all
             most = p.N if x.name == PADDED[1] else p.M
             some = (most, 0, min(most, 1), int(rng.integers(0, most + 1)), max(most - 1, 0))
             return np.resize(rng.permutation(some), p.batch).astype(dtype)
@@ -261,7 +261,7 @@ class Case:
             return _in_tiles(x.shape, rng)
         if x.captured.kind == "bool":
             drawn = rng.random(x.shape) < _SEEN
-            if x.name == MASK and drawn.size and not drawn.any():  # else nothing is checked
+            if x.name == MASK and drawn.size and not drawn.any():  # show one pair
                 drawn.flat[0] = True
             return drawn
         if x.captured.kind == "int":
@@ -279,7 +279,7 @@ class Case:
         return array
 
     def _table(self, rng: np.random.Generator, most: int) -> np.ndarray:
-        """Draws a cache's page table [batch, most]: pages in random order, -1 for no page."""
+        """Draws a cache's page table [batch, most]: pages in random order, then -1 as padding."""
         p = self.problem
         assert p.cached is not None
         needed = -(-np.array(p.cached.rows) // p.page_size)
@@ -288,7 +288,7 @@ class Case:
         return table
 
     def _own(self, kernel: Kernel, name: str, wanted: Input) -> np.ndarray:
-        """Draws an input of the kernel's own; it does not depend on the others."""
+        """Draws one of the kernel's own inputs, independently of all other arrays."""
         p, rng = self.problem, np.random.default_rng((self.seed, *name.encode()))
         shape, dtype = wanted.shape(p), wanted.dtype(p)
         if wanted.draw is None:
@@ -297,14 +297,14 @@ class Case:
         if drawn.shape != shape:
             raise ValueError(
                 f"{kernel.name}: the record draws {name} of shape {drawn.shape} for {p}; its shape "
-                f"is {shape}"
+                f"must be {shape}"
             )
         return drawn.astype(dtype)
 
     def require_reach(self, backend: Backend) -> None:
-        """Raises Unsupported if the backend does not have this layout."""
+        """Raises Unsupported if the backend does not support this layout."""
         if self.layout == "far" and backend.name == "simulator":
-            raise Unsupported("the simulator does not have the layout 'far'", "it needs a GPU")
+            raise Unsupported("the simulator does not support the layout 'far'", "it needs a GPU")
 
     def options(self) -> list[str]:
         """Returns the command-line options that describe this case."""
@@ -332,7 +332,7 @@ class Case:
 
 
 def _largest_index(x: Operand, found: Iterable[Operand], texts: Iterable[Expression]) -> int | None:
-    """Returns the largest element that an array may have if it is part of an index, or None."""
+    """Returns the largest valid element of an array that is used as an index, else None."""
     ends = [
         array.shape[axis] - 1
         for text in texts
@@ -347,7 +347,6 @@ def _largest_index(x: Operand, found: Iterable[Operand], texts: Iterable[Express
 def _drawn(
     name: str, shape: tuple[int, ...], values: str, dtype: np.dtype, rng: np.random.Generator
 ) -> np.ndarray:
-    """Draws the elements of one contiguous array."""
     if dtype == np.bool_:
         return rng.random(shape) < 0.5
     if dtype.kind in "iu":
@@ -367,7 +366,7 @@ def _drawn(
     elif values == "huge" and name in ("Q", "K", "S"):
         x *= 2500 if name == "S" else 50
     elif values == "scales" and name in ("V", "dO"):
-        most = ml_dtypes.finfo(dtype).maxexp // 3  # sums of products of both stay finite
+        most = ml_dtypes.finfo(dtype).maxexp // 3  # keeps products of V and dO finite
         heads_or_rows = (*shape[: 2 if name == "V" else 3], 1, 1)[:4]
         x = np.ldexp(x.astype(np.float64), rng.integers(-most, most + 1, heads_or_rows))
     elif values == "lowest" and name in ("Q", "K") and x.size:
@@ -379,15 +378,15 @@ def _drawn(
         x += 10 * rng.standard_normal(shape, np.float32) * (rng.random(shape) < 0.001)
     elif values in ("nan", "inf") and x.size:
         x[tuple(rng.integers(0, shape))] = math.nan if values == "nan" else math.inf
-    if dtype == E4M3:  # beyond its range numbers become NaN
+    if dtype == E4M3:  # numbers beyond its range would become NaN
         x = x.clip(-E4M3_MOST, E4M3_MOST)
     return x.astype(dtype)
 
 
 def _in_tiles(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
-    """Draws a mask of rectangles in which all, no or most pairs are visible.
+    """Draws a mask of rectangles in which all, none or most pairs are visible.
 
-    They end at the ends of tiles, or a row or key before or after.
+    Rectangles end at a tile's edge, or one row or key before or after the edge.
     """
     rows, keys = map(int, rng.choice((32, 127, 129, 256), 2))
     kinds = rng.random((*shape[:2], -(-shape[2] // rows), -(-shape[3] // keys)))
@@ -396,8 +395,8 @@ def _in_tiles(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
 
 
 def _spread_ends(bias: np.ndarray, rng: np.random.Generator) -> None:
-    """Writes the lowest number to about a third of the rows and of the keys of a bias, and half of
-    the largest number to a few pairs of other rows.
+    """Writes the dtype's lowest number to about a third of a bias's rows and columns, and half of
+    its largest number to a few elements of the remaining rows.
     """
     ends = ml_dtypes.finfo(bias.dtype)
     rows, keys = (rng.random(n) < 0.3 for n in bias.shape[2:])
@@ -407,7 +406,7 @@ def _spread_ends(bias: np.ndarray, rng: np.random.Generator) -> None:
 
 
 def _forward(p: Problem, arrays: Arrays, backend: Backend | None) -> dict[str, np.ndarray]:
-    """Computes O and lse of a correct forward pass, in their dtypes."""
+    """Computes O and lse of a forward pass exactly and rounds them to their dtypes."""
     if backend is not None and p.heads * p.pairs * (p.d + p.dv) > _WORK:
         with suppress(Unsupported, DeviceError):
             return _forward_by_kernel(p, arrays, backend)
@@ -426,21 +425,21 @@ def _forward_by_kernel(p: Problem, arrays: Arrays, backend: Backend) -> dict[str
     outputs = {name: np.empty(*plan.outputs[name]) for name in ("O", "lse")}
     inputs = {name: arrays[name] for name in OPERATIONS["forward"].inputs_of(p)}
     with backend.working_on(None):
-        if p.lengths:  # packed rows are not copied in pieces
+        if p.lengths:  # `fill` does not transfer packed rows
             return run_guarded(backend, plan, readable_inputs(plan, inputs), outputs)
         fill(backend, plan, inputs, outputs)
     return outputs
 
 
 def arranged(arrays: Arrays, layout: str) -> dict[str, np.ndarray]:
-    """Copies contiguous arrays to one of LAYOUTS: the same elements, another order in memory."""
+    """Copies contiguous arrays into one of LAYOUTS; values are unchanged."""
     if layout == "packed":
         return _packed(arrays)
     return {name: _arranged(array, layout) for name, array in arrays.items()}
 
 
 def _arranged(x: np.ndarray, layout: str) -> np.ndarray:
-    if x.ndim < 4:  # lse has one layout
+    if x.ndim < 4:  # lse is always contiguous
         return x
     if layout == "bshd":
         return np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2)
@@ -461,9 +460,9 @@ def _arranged(x: np.ndarray, layout: str) -> np.ndarray:
 
 
 def _far(x: np.ndarray) -> np.ndarray:
-    """Copies an array; its outermost axis of several elements gets a stride above 2**31 elements.
+    """Copies an array so that its first axis longer than 1 has a stride above 2**31 elements.
 
-    The memory in between is never touched, so it takes only addresses.
+    The memory in between is never touched, so it takes up only address space.
     """
     axis = next((axis for axis in range(3) if x.shape[axis] > 1), None)
     if axis is None or not x.size:
@@ -477,9 +476,9 @@ def _far(x: np.ndarray) -> np.ndarray:
 
 
 def _packed(arrays: Arrays) -> dict[str, np.ndarray]:
-    """Copies arrays of equal rows and columns to slices of one [batch, rows, all heads, columns].
+    """Copies arrays of equal shape, except for heads, into one [batch, rows, all heads, columns].
 
-    The sizes are those of the last 4D array with the first one's dtype: V in a forward pass.
+    The shape is that of the last 4-D array with the first array's dtype: V in a forward pass.
     """
     dtype = next(iter(arrays.values())).dtype
     like_first = {name: x for name, x in arrays.items() if x.ndim == 4 and x.dtype == dtype}

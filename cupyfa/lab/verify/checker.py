@@ -1,4 +1,4 @@
-"""Checks kernels on the cases of a grid, and runs a stored failure again."""
+"""Checks kernels on the cases of a grid, and replays stored failures."""
 
 from __future__ import annotations
 
@@ -51,21 +51,21 @@ from cupyfa.runtime.choose_backend import backend_named
 from cupyfa.runtime.environment import Progress, no_progress
 from cupyfa.runtime.simulator import Simulator
 
-EXAMINED = 5  # failures of a kernel that are shrunk and written to files
-MOST_SAMPLES = 100_000  # since all cases are drawn before the first one runs
-_LONGEST = 1_000_000  # seconds, the largest timeout
-_PATIENCE = 3  # times that a kernel may hang or die before it is given up
-_WHILE_SHRINKING = 10.0  # seconds, the timeout while a failure is shrunk
-_SHRINKING = 8.0  # seconds that a worker may shrink the failures of a kernel
-AUTO = "auto"  # in place of a kernel's name: the kernel that attention chooses
+EXAMINED = 5  # number of failures per kernel that are shrunk and written to files
+MOST_SAMPLES = 100_000  # limited because all cases are drawn before the first one runs
+_LONGEST = 1_000_000  # maximum timeout in seconds
+_PATIENCE = 3  # a kernel that hangs or dies this many times is not run again
+_WHILE_SHRINKING = 10.0  # timeout in seconds while a failure is shrunk
+_SHRINKING = 8.0  # seconds per worker for shrinking all failures
+AUTO = "auto"  # stands for the kernel that attention() chooses
 
 
 @dataclass(frozen=True, repr=False)
 class Tally(ShownRow):
-    """The results of one kernel, and the cases that were not run, counted by reason.
+    """One kernel's results, and its cases that were not run, counted by reason.
 
-    worst: the largest error / bound of all results that were compared.
-    covered: for each item of ``fuzz.covers``, the number of cases that cover it.
+    worst: the largest error / bound of all compared results.
+    covered: number of cases that cover each item of ``fuzz.covers``.
     """
 
     kernel: str
@@ -76,7 +76,7 @@ class Tally(ShownRow):
     covered: Mapping[str, int]
 
     def row(self) -> dict[str, Any]:
-        """One row of a table."""
+        """Returns the tally as a table row."""
         return {
             "kernel": self.kernel,
             "runs": self.runs,
@@ -88,7 +88,7 @@ class Tally(ShownRow):
 
 @dataclass(frozen=True, repr=False)
 class Checked:
-    """The results of a check; its string is one line."""
+    """The results of a check; ``str`` summarizes them in one line."""
 
     grid: str
     device: str
@@ -99,12 +99,12 @@ class Checked:
 
     @property
     def runs(self) -> int:
-        """How often a kernel ran on a case."""
+        """Number of (kernel, case) pairs that ran."""
         return sum(tally.runs for tally in self.tallies)
 
     @property
     def right(self) -> int:
-        """How many of the runs were right."""
+        """Number of (kernel, case) pairs that ran with right results."""
         return sum(tally.right for tally in self.tallies)
 
     def __repr__(self) -> str:
@@ -131,7 +131,7 @@ class Checked:
 
 
 class Interrupted(KeyboardInterrupt):
-    """A check was interrupted by its cause; ``checked`` has the results until then."""
+    """Raised when a check is interrupted; ``checked`` holds the results so far."""
 
     def __init__(self, checked: Checked) -> None:
         super().__init__(str(checked))
@@ -156,29 +156,29 @@ def check(
 ) -> Checked:
     """Runs kernels on all cases of a grid and compares every result with the reference.
 
-    kernels: names, also ``script.py:name`` and "auto", or records.
-    grid: one of ``grids.GRIDS``. Failures on ``fuzz`` are shrunk first.
-    samples: how many cases to draw, by default all; of ``fuzz`` 40 for each kernel in the simulator
-        and 200 on a GPU.
-    seed: of the drawn cases and of the inputs.
-    dtypes: in place of the grid's.
-    options: of attention, in place of the grid's. Unless dtypes are given, a precision implies
-        float32 inputs, and an out_dtype of float32 implies 16-bit inputs. Arrays that change
-        scores are forms of ``shape_language``. With ``lengths`` every case is a ragged batch of
-        such sequences.
-    schedules: in how many orders of threads the simulator runs each case, each compared with the
-        reference.
-    reruns: how often each kernel runs again and must give the same bits.
-    jobs: the number of worker processes, which use the visible GPUs in turn if these are alike; 0
-        runs in this process, without a timeout.
+    kernels: records, or names, including ``script.py:name`` and "auto".
+    grid: one of ``grids.GRIDS``. Failures on ``fuzz`` are shrunk.
+    samples: number of cases to draw. The default is all cases; for ``fuzz``, 40 per kernel in the
+        simulator and 160 on a GPU.
+    seed: seed of the drawn cases and of their inputs.
+    dtypes: replace the grid's dtypes.
+    options: options of attention, which replace the grid's. Unless dtypes are given, a precision
+        implies float32 inputs, and an out_dtype of float32 implies 16-bit inputs. Score-modifying
+        arrays are given as forms of ``shape_language``. ``lengths`` makes every case a ragged
+        batch of these sequences.
+    schedules: number of thread orders in which the simulator runs each case; each run is compared
+        with the reference.
+    reruns: number of further runs of each kernel, which must be bitwise identical.
+    jobs: number of worker processes, spread over the visible GPUs if these are of the same model;
+        0 runs kernels in this process, without a timeout.
     timeout: seconds that a kernel may run.
-    failures: a folder, created if necessary, for files of the first EXAMINED failures of each
-        kernel, for ``replay``. The command that repeats a failure has SCRIPT.py in place of the
-        script of a record.
+    failures: folder, created if necessary, for files of the first EXAMINED failures of each
+        kernel, for ``replay``. If a record comes from a script, the command that reproduces its
+        failure contains SCRIPT.py as a placeholder for the script.
 
-    Raises ValueError for wrong arguments, Unsupported for an option that none of the kernels has,
-    DeviceError without such a backend, and Interrupted with the results so far on Ctrl-C or if a
-    signal handler exits.
+    Raises ValueError for invalid arguments, Unsupported for an option that no kernel supports,
+    DeviceError if the backend is not available, and Interrupted, with the results so far, on Ctrl-C
+    or if a signal handler exits.
     """
     start = time.monotonic()
     timeout = _checked_timeout(timeout)
@@ -198,7 +198,7 @@ def check(
     if folder:
         _require_room(folder)
     if jobs:
-        _require_pickling(drawn, f"jobs is {jobs}", "jobs=0")
+        _require_pickling(drawn, f"jobs is {jobs}", "give jobs=0")
     tasks = [replace(task, reruns=reruns, timeout=timeout) for task in drawn]
     sheet = _Sheet(tasks, backend, progress)
     workers: list[Worker] = [Process(backend, i) for i in range(jobs)] or [Here(backend)]
@@ -240,7 +240,7 @@ def tasks_of(
     backend = backend_named(backend)
     if schedules > 1 and not isinstance(backend, Simulator):
         raise ValueError(
-            f"schedules is {schedules}, and {backend.limits.device} orders its threads itself; "
+            f"schedules is {schedules}, but {backend.limits.device} orders its threads itself; "
             "use the simulator, or reruns"
         )
     if grid not in grids.GRIDS:
@@ -250,14 +250,14 @@ def tasks_of(
         )
     given: dict[str, Any] = {name: x for name, x in options.items() if x is not None}
     if remedy := tile_remedy(given, None):
-        raise TypeError(f"check() takes no tile sizes; {remedy}")
+        raise TypeError(f"check() does not take tile sizes; {remedy}")
     arrays = {name: given.pop(name) for name in NAMES if name in given}
     AttentionOptions.of(
         None, given | dict.fromkeys(seeds_in_memory(given), 0)
-    )  # refuses wrong names and values before anything runs
+    )  # raises for invalid names and values before anything runs
     rows: dict[str, Any] = {} if LENGTHS_OF in arrays else {"M": 1}
     of_rows = {name: arrays[name] for name in (LENGTHS_OF, PAGE_SIZE) if name in arrays}
-    Problem.of_sizes(d=1, **rows, **of_rows)  # refuses wrong values, and both together
+    Problem.of_sizes(d=1, **rows, **of_rows)  # raises for invalid or conflicting lengths, page_size
     if "precision" in given and not dtypes:
         dtypes = ("float32",)
     if (out_dtype := given.get("out_dtype")) is not None and not dtypes:
@@ -276,8 +276,8 @@ def tasks_of(
 
 
 def covered(task: Task, kernel: Kernel, backend: Backend) -> dict[str, bool]:
-    """Returns what a case covers, as ``fuzz.covers``; nothing if the kernel cannot run it."""
-    with suppress(Exception):  # the outcome of running it gives the reason
+    """Returns what a case covers, as ``fuzz.covers`` does; {} if the kernel cannot run the case."""
+    with suppress(Exception):  # running the case reports the error
         limits = backend_of(task, backend).limits
         plan = choose_kernel.plan(kernel, task.case.problem, limits, **task.constants)
         return fuzz.covers(plan, limits) | {"new tokens": task.case.tokens != "cached"}
@@ -286,7 +286,7 @@ def covered(task: Task, kernel: Kernel, backend: Backend) -> dict[str, bool]:
 
 @dataclass(frozen=True, repr=False)
 class Replayed(Shown):
-    """A stored failure, and the outcome of the same inputs now."""
+    """A stored failure, and the outcome of running its inputs again."""
 
     stored: Stored
     now: Outcome
@@ -300,12 +300,13 @@ def replay(
     *,
     timeout: float | None = None,
 ) -> Replayed:
-    """Runs the kernel of a file of ``check``, or another kernel, on the inputs in the file.
+    """Runs the kernel named in a file of ``check``, or another kernel, on the file's inputs.
 
-    With a timeout it runs in a process of its own, for at most that many seconds. Constants and the
-    simulator's thread order are those of the file where possible. A script that the file names is
-    not run: its kernel must be given. Raises OSError if the file cannot be read, ValueError if it
-    is damaged or if such a kernel is missing, and Unsupported if the kernel cannot run the case.
+    With a timeout, the kernel runs in a separate process for at most that many seconds. Constants
+    and the simulator's thread order are taken from the file where possible. Scripts named in a file
+    are not run; pass their kernel instead. Raises OSError if the file cannot be read, ValueError if
+    it is damaged or names a script and no kernel is passed, and Unsupported if the kernel cannot
+    run the case.
     """
     backend, stored = backend_named(backend), read(file)
     if isinstance(backend, Simulator) and backend.schedule is None:
@@ -313,19 +314,19 @@ def replay(
     case, name = stored.case, stored.outcome.kernel
     if kernel is None and not stored.has_name:
         raise ValueError(
-            f"{file} has a failure of {name}, a record from a script; give it as kernel= or, on "
+            f"{file} holds a failure of {name}, a record from a script; pass it as kernel= or, on "
             f"the command line, as --kernel script.py:{name}"
         )
     if kernel is None and not any(name in records for records in LADDER.values()):
         raise ValueError(
-            f"{file} has a failure of {name!r}, and a script that a file names is not run; give "
+            f"{file} holds a failure of {name!r}, and scripts named in a file are not run; pass "
             "the kernel as kernel= or, on the command line, as --kernel script.py:name"
         )
     chosen = kernel or name
     record = record_named(chosen) if isinstance(chosen, str) else chosen
     if record.operation != case.operation:
         raise ValueError(
-            f"{record.name} computes {record.operation}; the inputs in {file} are of "
+            f"{record.name} computes {record.operation}; the inputs in {file} are for "
             f"{case.operation}"
         )
     task = Task(case, (chosen,), multiprocessors=stored.multiprocessors)
@@ -344,7 +345,7 @@ def replay(
     task = replace(task, case=case, reruns=stored.reruns, inputs=stored.inputs, constants=constants)
     if timeout is not None:
         task = replace(task, timeout=_checked_timeout(timeout))
-        _require_pickling([task], f"timeout is {timeout}", "none")
+        _require_pickling([task], f"timeout is {timeout}", "leave out timeout")
     worker = Here(backend) if timeout is None else Process(backend)
     try:
         (now,) = worker.run(task)
@@ -358,7 +359,7 @@ def replay(
 
 
 def _is_same(chosen: KernelOrName, name: str) -> bool:
-    """Whether a kernel has the name in a file; a script may be named by another path."""
+    """Returns whether a kernel has the stored name, even if another path names its script."""
     if not isinstance(chosen, str):
         return chosen.name == name
     (script, _, variable), (other, _, of_other) = chosen.rpartition(":"), name.rpartition(":")
@@ -368,7 +369,7 @@ def _is_same(chosen: KernelOrName, name: str) -> bool:
 def _named(
     kernels: KernelOrName | Sequence[KernelOrName],
 ) -> dict[str, tuple[KernelOrName, Kernel | None]]:
-    """The kernels by name, each as given and as a record, which is None for "auto"."""
+    """Returns the kernels by name, each as given and as a record (None for "auto")."""
     chosen = [kernels] if isinstance(kernels, KernelOrName) else list(kernels)
     if not chosen:
         raise ValueError("no kernel is named; give at least one")
@@ -376,9 +377,9 @@ def _named(
     found: dict[str, tuple[KernelOrName, Kernel | None]] = {}
     for kernel in chosen:
         if not isinstance(kernel, KernelOrName):
-            raise TypeError(f"a kernel is {kernel!r}; give names, or records")
+            raise TypeError(f"kernels contains {kernel!r}; give names or records")
         name = name_of(kernel)
-        record: Kernel | None = None  # for AUTO
+        record: Kernel | None = None  # stays None for AUTO
         if isinstance(kernel, Kernel):
             record = kernel
         elif kernel != AUTO:
@@ -395,12 +396,10 @@ def _checked_timeout(timeout: float) -> float:
 
 
 def _require_room(folder: Path) -> None:
-    """Raises ValueError for a folder that cannot be written, without creating it."""
+    """Raises ValueError if a folder cannot be written to; does not create it."""
     there = next((x for x in (folder, *folder.parents) if os.path.exists(x)), folder)
     if not cache_folder.can_write(there):
-        raise ValueError(
-            f"failures is {folder}, but {there} cannot be written; name another folder"
-        )
+        raise ValueError(f"failures is {folder}, but {there} is not writable; name another folder")
 
 
 def _require_pickling(tasks: Sequence[Task], given: str, remedy: str) -> None:
@@ -408,7 +407,7 @@ def _require_pickling(tasks: Sequence[Task], given: str, remedy: str) -> None:
     try:
         pickle.dumps([task.kernels for task in tasks])
     except pickle.PicklingError as error:
-        raise ValueError(f"{given}: {error}; or give {remedy}") from None
+        raise ValueError(f"{given}, which needs a worker, but {error}; or {remedy}") from None
 
 
 def _refuse_foreign(
@@ -417,14 +416,14 @@ def _refuse_foreign(
     dtypes: Sequence[str],
     given: Mapping[str, Any],
 ) -> None:
-    """Raises an error for an option that no kernel has; warns of softmaxes, which have none.
+    """Raises an error for an option that no kernel supports; warns if a softmax ignores options.
 
-    Kernels of attention that lack an option count as not supported.
+    Attention kernels that lack an option supported by others report their cases as not supported.
     """
     softmaxes = [x.name for x in records if x and x.operation == "softmax"]
     others = [x for x in records if x is None or x.operation != "softmax"]
     if softmaxes and given and not others:
-        raise ValueError(f"softmax has no {', '.join(given)}; leave it out")
+        raise ValueError(f"softmax does not support {', '.join(given)}; leave it out")
     for name, value in given.items():
         lacking = [x for x in others if x and not _takes(x, dtypes, name, value)]
         if lacking and len(lacking) == len(others):
@@ -432,7 +431,7 @@ def _refuse_foreign(
             together = _together(name, given)
             rows: dict[str, Any] = {} if LENGTHS_OF in together else {"M": 16}
             p = Problem.of_sizes(**rows, d=16, dtype=dtype, **together)
-            choose_kernel.plan(lacking[0], p, backend.limits)  # raises the reason
+            choose_kernel.plan(lacking[0], p, backend.limits)  # raises Unsupported with the reason
     if softmaxes and given:
         are = "is" if len(softmaxes) == 1 else "are"
         names = ", ".join(given)
@@ -440,14 +439,14 @@ def _refuse_foreign(
 
 
 def _together(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns an option with those it belongs to: captured arrays of expressions, a seed."""
+    """Returns an option with its related ones: captured arrays of expressions, a dropout seed."""
     groups = (*TEXTS, *NAMES), DROPOUT, (name,)
     together = next(group for group in groups if name in group)
     return {x: given[x] for x in together if x in given}
 
 
 def _takes(kernel: Kernel, dtypes: Sequence[str], name: str, value: Any) -> bool:
-    """Whether a kernel of attention takes this value of an option, for one of the dtypes."""
+    """Returns whether an attention kernel supports an option's value with one of the dtypes."""
     if name == "precision":
         return any(value in kernel.precisions_of(dtype) for dtype in dtypes)
     if name in NAMES:
@@ -461,7 +460,7 @@ _Named = Mapping[str, tuple[KernelOrName, Kernel | None]]
 
 
 def _fuzzed(named: _Named, backend: Backend, samples: int | None, **how: Any) -> Iterator[Task]:
-    """Random cases of each kernel, whose sizes are relative to its own constants."""
+    """Yields random cases of each kernel, with sizes relative to the kernel's constants."""
     for kernel, record in named.values():
         drawing = fuzz.Fuzz(record, backend, **how)
         for i in range(samples or fuzz.SAMPLES[backend.name]):
@@ -472,7 +471,7 @@ def _fuzzed(named: _Named, backend: Backend, samples: int | None, **how: Any) ->
 
 
 def _of_grid(named: _Named, backend: Backend, grid: str, **how: Any) -> Iterator[Task]:
-    """The cases of a grid for all kernels of an operation together."""
+    """Yields a grid's cases, each with all kernels of its operation."""
     by_operation: dict[str, list[tuple[KernelOrName, Kernel | None]]] = defaultdict(list)
     for kernel, record in named.values():
         by_operation[record.operation if record else "forward"].append((kernel, record))
@@ -485,7 +484,7 @@ def _of_grid(named: _Named, backend: Backend, grid: str, **how: Any) -> Iterator
 
 
 def _runs(case: Case, record: Kernel | None, backend: Backend) -> bool:
-    """Whether kernel and backend take a case, as far as is known before it runs."""
+    """Returns whether kernel and backend support a case, as far as is known before it runs."""
     try:
         case.require_reach(backend)
         refuse_long(backend, case.problem)
@@ -495,7 +494,7 @@ def _runs(case: Case, record: Kernel | None, backend: Backend) -> bool:
 
 
 class _Sheet:
-    """The outcomes so far, by kernel and by the number of the task."""
+    """The outcomes so far, by kernel and task number."""
 
     def __init__(self, tasks: Sequence[Task], backend: Backend, progress: Progress) -> None:
         self._backend = backend
@@ -510,7 +509,7 @@ class _Sheet:
         self._progress(self._count.total(), self._total, f"{self._count[True]} failed")
 
     def failed(self) -> list[tuple[Task, Outcome]]:
-        """The failures, each with the task of its kernel alone, kernel by kernel."""
+        """Returns the failures, kernel by kernel, each with its task limited to that kernel."""
         return [
             (_only(self._tasks[i], name), outcomes[i])
             for name, outcomes in self._done.items()
@@ -532,7 +531,7 @@ class _Sheet:
         return Tally(name, runs, right, worst, not_run, self._covered(name, done))
 
     def _covered(self, name: str, outcomes: Mapping[int, Outcome]) -> dict[str, int]:
-        """Counts the cases that ran, by what they cover; several thread orders count once."""
+        """Counts the cases that ran, by what they cover; further thread orders do not count."""
         found: Counter[str] = Counter()
         named = cache(record_named)
         for i, outcome in outcomes.items():
@@ -545,13 +544,13 @@ class _Sheet:
 
 
 def _run(workers: Sequence[Worker], tasks: Mapping[int, Task], sheet: _Sheet) -> None:
-    """Runs numbered tasks; failures that other workers may have caused are run again, alone."""
+    """Runs numbered tasks; a single worker reruns failures that other workers may have caused."""
     alone = len(workers) == 1
     lost = Counter[str]()  # outcomes without a result, by kernel
     later: dict[int, Task] = {}
     order = list(tasks)
     if not alone:
-        random.Random(0).shuffle(order)  # so that GPU and CPU are both busy all the time
+        random.Random(0).shuffle(order)  # keeps GPU and CPU busy at the same time
 
     def job(worker: Worker, i: int) -> list[Outcome]:
         kernels = tuple(x for x in tasks[i].kernels if lost[name_of(x)] < _PATIENCE)
@@ -567,7 +566,7 @@ def _run(workers: Sequence[Worker], tasks: Mapping[int, Task], sheet: _Sheet) ->
         if left and not alone:
             later[i] = _only(tasks[i], *left)
         for name in left if alone else ():
-            given_up = f"given up when it had hung or died {_PATIENCE} times"
+            given_up = f"given up after it hung or died {_PATIENCE} times"
             sheet.add(i, Outcome(name, kinds.UNSUPPORTED, given_up))
     if later:
         for worker in workers:
@@ -582,7 +581,7 @@ def _only(task: Task, *names: str) -> Task:
 def _examined(
     workers: Sequence[Worker], sheet: _Sheet, backend: Backend, folder: Path | None, *, shrink: bool
 ) -> list[Failure]:
-    """Returns the failures; if requested, shrinks and stores the first ones of each kernel."""
+    """Returns the failures; shrinks and stores the first failures of each kernel if requested."""
     failed = sheet.failed()
     found = {i: _failure(backend, *one) for i, one in enumerate(failed)}
 
@@ -597,9 +596,9 @@ def _examined(
         if folder:
             try:
                 found[i] = replace(closer, file=_written(folder, backend, failed[i][0], closer))
-            except OSError as error:  # the results of the check are worth more than its files
+            except OSError as error:  # keep the results of the check
                 why = f"{folder} cannot be written to ({error.strerror})"
-                warnings.warn(f"{why}; without a file, use a failure's command", stacklevel=2)
+                warnings.warn(f"{why}; repeat failures by their commands instead", stacklevel=2)
                 folder = None
     alike = Counter(failure.command for failure in found.values())
     different = {failure.command: failure for failure in found.values()}
@@ -607,16 +606,15 @@ def _examined(
 
 
 def _written(folder: Path, backend: Backend, task: Task, failure: Failure) -> Path | None:
-    """Writes a failure to a file for ``replay``, and returns its path."""
     named, about = has_name(task.kernels[0]), environment.describe(backend)
     how = task.reruns, _schedule(backend, task), named, about, task.multiprocessors
     return write(folder, Stored(failure.case, failure.outcome, *how), failure.command)
 
 
 def _first(failed: Sequence[tuple[Task, Outcome]]) -> list[int]:
-    """Returns the numbers of EXAMINED failures of each kernel, alternating between their kinds.
+    """Returns the indices of up to EXAMINED failures per kernel, alternating between their kinds.
 
-    One failure that loses the device is enough: each attempt to repeat it starts a process.
+    Includes only one failure that loses the device: each attempt to repeat it starts a process.
     """
     by_kind: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for i, (_, outcome) in enumerate(failed):
@@ -630,7 +628,7 @@ def _first(failed: Sequence[tuple[Task, Outcome]]) -> list[int]:
 def _closer(
     worker: Worker, backend: Backend, task: Task, outcome: Outcome, seconds: float
 ) -> Failure:
-    """Repeats a failure to get its arrays, on the smallest case that is found in this time."""
+    """Shrinks a failure for at most ``seconds``, then repeats it to keep its arrays."""
     quick = replace(task, timeout=min(task.timeout, _WHILE_SHRINKING))
     found = [(task, outcome)]
 
@@ -640,7 +638,7 @@ def _closer(
         return found[-1][1].kind == outcome.kind
 
     smaller = replace(task, case=shrunk(task.case, fails, seconds=seconds)) if seconds else task
-    # A kernel that hung has no arrays to keep, and would take all of its time once more.
+    # A hung kernel has no arrays to keep; running it again would only take the full timeout.
     known = [x for tried, x in found if x.kind == kinds.NO_ANSWER and tried == smaller]
     again = known[-1] if known else worker.run(replace(smaller, keep=True))[0]
     if again.kind != outcome.kind:
@@ -651,7 +649,7 @@ def _closer(
 
 
 def _schedule(backend: Backend, task: Task) -> int | None:
-    """Returns the order of threads that a task runs in; None stands for the order by index."""
+    """Returns the seed of a task's thread order; None stands for the order by index."""
     return getattr(backend, "schedule", None) if task.schedule is None else task.schedule
 
 

@@ -1,4 +1,4 @@
-"""Renders a problem's options and arrays as options of the command line."""
+"""Renders a problem's options and arrays as command-line options."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cupyfa.problem.wrt import WRT
 
 
 def words_of_problem(p: Problem) -> list[str]:
-    """Returns the command-line options that describe the options and arrays of a problem."""
+    """Returns the command-line options that reproduce a problem's options and arrays."""
     q, k = p.lengths or (None, None)
     lengths = {"lengths": q} if q == k else {"lengths-q": q, "lengths-k": k}
     is_padded = not p.pages and p.cached is None  # pages and caches imply lengths

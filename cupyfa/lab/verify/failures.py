@@ -1,4 +1,4 @@
-"""Failures of a check: the outcome, the command that repeats it, and the file that stores it."""
+"""Failures of a check: their outcomes, commands that reproduce them, and files that store them."""
 
 import hashlib
 import io
@@ -38,18 +38,18 @@ COMPILE_ERROR = "compile error"
 ERROR = "error"
 NO_ANSWER = "no answer"
 DIED = "the process died"
-STEPS = PREPARING, RUNNING = "preparing", "running"  # no outcome yet
+STEPS = PREPARING, RUNNING = "preparing", "running"  # steps that precede an outcome
 FAILED = (
     *(WRONG_RESULT, WROTE_OUTSIDE, DIFFERS, FAULT, DEVICE_ERROR, DEVICE_LOST, COMPILE_ERROR),
     *(ERROR, NO_ANSWER, DIED),
 )
 NOT_RUN = (UNSUPPORTED, NO_MEMORY)
-LOST = (NO_ANSWER, DIED, DEVICE_LOST)  # without a result
+LOST = (NO_ANSWER, DIED, DEVICE_LOST)  # failures that return no result
 
 _FORMAT = "cupyfa failure 2"
-_RESULTS = ("actual_", "expected_", "bound_")  # prefixes of the names of arrays that are not inputs
-MOST_RERUNS = 1000  # that a file may ask for
-_MOST_BYTES = 4 << 30  # of a file, and of the arrays of its problem
+_RESULTS = ("actual_", "expected_", "bound_")  # name prefixes of arrays that are not inputs
+MOST_RERUNS = 1000  # maximum that a file may request
+_MOST_BYTES = 4 << 30  # maximum size of a file, and of its problem's results
 _MOST_ARRAYS = 1000
 
 Arrays = Mapping[str, np.ndarray]
@@ -57,7 +57,7 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True, repr=False)
 class Outcome(Shown):
-    """The outcome of one kernel on one case; arrays, if kept, are those for a failure's file."""
+    """The outcome of one kernel on one case, with arrays to store in a file if they are kept."""
 
     kernel: str
     kind: str
@@ -68,7 +68,7 @@ class Outcome(Shown):
 
     @property
     def failed(self) -> bool:
-        """Whether the kernel failed."""
+        """Whether the kernel was run and failed."""
         return self.kind not in (RIGHT, *NOT_RUN)
 
     @property
@@ -79,11 +79,11 @@ class Outcome(Shown):
 
 @dataclass(frozen=True, repr=False)
 class Failure(ShownRow):
-    """A kernel that failed on a case, and the command that repeats it.
+    """A kernel's failure on a case, with the command that reproduces it.
 
-    found_on: the original case if ``case`` was made smaller.
+    found_on: the original case if ``case`` was shrunk.
     file: where the failure is stored for ``replay``.
-    cases: how many failures have this command, since several may shrink to the same case.
+    cases: number of failures with this command, since several may shrink to the same case.
     """
 
     case: Case
@@ -94,7 +94,7 @@ class Failure(ShownRow):
     cases: int = 1
 
     def row(self) -> dict[str, Any]:
-        """The failure as a row of a table."""
+        """Returns the failure as a table row."""
         worst = self.outcome.worst
         return {
             "kernel": self.outcome.kernel,
@@ -113,10 +113,10 @@ class Failure(ShownRow):
 
 @dataclass(frozen=True, repr=False)
 class Stored(Shown):
-    """A failure in a file.
+    """A failure as stored in a file.
 
-    schedule: the simulator's order of threads. has_name: whether the kernel is found by its name.
-    multiprocessors: the simulator's, if not its default number.
+    schedule: the simulator's thread order. has_name: whether the kernel can be found by name.
+    multiprocessors: number of multiprocessors of the simulator; None for its default.
     """
 
     case: Case
@@ -129,26 +129,26 @@ class Stored(Shown):
 
     @property
     def environment(self) -> str:
-        """The device and the version with which the failure was found, in words."""
+        """The device and the cupyfa version on which the failure was found, in words."""
         device, version = (self.made_with.get(x) for x in ("device", "cupyfa"))
         return f"{device or 'an unknown device'} with cupyfa {version or 'of unknown version'}"
 
     @property
     def inputs(self) -> dict[str, np.ndarray]:
-        """The contiguous inputs, the kernel's own included."""
+        """The inputs as contiguous arrays, including the kernel's own."""
         arrays = self.outcome.arrays
         return {name: x for name, x in arrays.items() if not name.startswith(_RESULTS)}
 
 
 def command(case: Case, outcome: Outcome, options: Mapping[str, Any]) -> str:
-    """Returns the command line that repeats an outcome; options that are None are left out."""
+    """Returns the command line that reproduces an outcome; options that are None are omitted."""
     given = [f"--{name}={value}" for name, value in options.items() if value is not None]
     fixed = [f"--tile={name}={value}" for name, value in outcome.constants.items()]
     return shlex.join(["cupyfa", "run", outcome.kernel, *case.options(), *given, *fixed])
 
 
 def write(folder: Path, stored: Stored, command: str) -> Path | None:
-    """Writes a failure for ``read``; returns None without arrays. Raises OSError."""
+    """Writes a failure to a file; returns its path, or None without arrays. Raises OSError."""
     outcome = stored.outcome
     if not outcome.arrays:
         return None
@@ -163,7 +163,7 @@ def write(folder: Path, stored: Stored, command: str) -> Path | None:
         "dtypes": {name: x.dtype.name for name, x in outcome.arrays.items()},
     }
     content = io.BytesIO()
-    arrays = {  # files do not have bfloat16, so its bits are written
+    arrays = {  # .npz files cannot hold bfloat16, so its bits are written
         name: np.ascontiguousarray(x).view(np.uint16) if x.dtype.kind == "V" else x
         for name, x in outcome.arrays.items()
     }
@@ -177,16 +177,16 @@ def write(folder: Path, stored: Stored, command: str) -> Path | None:
 
 
 def read(path: str | Path) -> Stored:
-    """Reads the failure in a file of ``write``. Raises OSError, or ValueError for other files.
+    """Reads a failure from a file of ``write``. Raises OSError, or ValueError for any other file.
 
-    The file may come from a stranger: nothing in it is executed, the type and range of each field
-    are checked, and arrays take no more memory than the file has bytes.
+    The file is not trusted: nothing in it is executed, the type and range of each field are
+    checked, and arrays take no more memory than the file has bytes.
     """
     with records.refusing(f"{path} is damaged, or not a file of `cupyfa check`"):
         members = _members(path)
         written = members.pop("about")
         if written.dtype.kind != "U" or written.shape:
-            raise ValueError(f"about is {written.dtype} {written.shape}, not a string")
+            raise ValueError(f"about is {written.dtype} {written.shape}; it must be a string")
         about = _ABOUT(records.parsed(str(written)))
         arrays = {name: _viewed(members, name, x) for name, x in about["dtypes"].items()}
         outcome = Outcome(
@@ -212,7 +212,7 @@ _ABOUT = records.record(
         "format": records.one_of([_FORMAT]),
         "kernel": records.text(),
         "kind": records.one_of([RIGHT, *NOT_RUN, *FAILED]),
-        "message": records.text(1 << 24),  # a compiler may have much to say
+        "message": records.text(1 << 24),  # compiler output can be long
         "verdicts": records.list_of(
             records.record(
                 {
@@ -246,9 +246,9 @@ _ABOUT = records.record(
 
 
 def _members(path: str | Path) -> dict[str, np.ndarray]:
-    """Reads the arrays of an .npz file, without objects. Raises ValueError if they are too large.
+    """Reads an .npz file's arrays, rejecting objects. Raises ValueError if they are too large.
 
-    Files of ``write`` are not compressed, so all arrays together are no larger than the file.
+    ``write`` does not compress, so all arrays together are no larger than the file.
     """
     with Path(path).open("rb") as file:
         if not zipfile.is_zipfile(file):  # np.load would read it as a pickle
@@ -257,16 +257,16 @@ def _members(path: str | Path) -> dict[str, np.ndarray]:
         with zipfile.ZipFile(file) as archive:
             found = archive.infolist()
             if any(x.compress_type != zipfile.ZIP_STORED for x in found):
-                raise ValueError("its arrays are compressed")
+                raise ValueError("its arrays are compressed; they must be stored uncompressed")
             if size > _MOST_BYTES or sum(x.file_size for x in found) > size:
                 raise ValueError("its arrays are too large")
             if len({x.filename for x in found}) < len(found) or len(found) > _MOST_ARRAYS:
-                raise ValueError("it has too many arrays, or one twice")
+                raise ValueError("it holds too many arrays, or two of one name")
             return {x.filename.removesuffix(".npy"): _array(archive, x) for x in found}
 
 
 def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
-    """Reads an array of an archive, whose header must not announce more bytes than it has."""
+    """Reads an array from an archive. Raises ValueError unless its size matches its header."""
     with archive.open(member) as file:
         content = io.BytesIO(file.read(member.file_size + 1))
     version = np.lib.format.read_magic(content)
@@ -275,47 +275,47 @@ def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
         (2, 0): np.lib.format.read_array_header_2_0,
     }
     if version not in read_header:
-        raise ValueError(f"{member.filename} has version {version} of NumPy's format")
+        raise ValueError(f"{member.filename} uses version {version} of NumPy's format")
     shape, in_columns, dtype = read_header[version](content)
     if dtype.hasobject or dtype.kind not in "biufU" or dtype.subdtype:
-        raise ValueError(f"{member.filename} has dtype {dtype}")
+        raise ValueError(f"{member.filename} has dtype {dtype}; only numbers and strings are read")
     left = content.getbuffer()[content.tell() :]
     if math.prod(shape) * dtype.itemsize != len(left):
-        raise ValueError(f"{member.filename} has {len(left):,} bytes for {dtype} {shape}")
+        raise ValueError(f"{member.filename} holds {len(left):,} bytes for {dtype} {shape}")
     found = np.frombuffer(left, dtype, math.prod(shape)) if len(left) else np.empty(0, dtype)
     return found.reshape(shape, order="F" if in_columns else "C")
 
 
 def _viewed(members: Mapping[str, np.ndarray], name: str, dtype: str) -> np.ndarray:
-    """Returns an array viewed in the dtype that it had before it was written."""
+    """Returns a stored array as a view of its original dtype."""
     if name not in members:
         raise ValueError(f"{name} is missing")
     found, wanted = members[name], INPUTS[dtype].numpy if dtype in INPUTS else np.dtype(dtype)
     as_bits = np.dtype(f"u{wanted.itemsize}") if wanted.kind == "V" else wanted
     if found.dtype != as_bits:
-        raise ValueError(f"{name} is {found.dtype}, not {as_bits}")
+        raise ValueError(f"{name} is {found.dtype}; it must be {as_bits}")
     return found.view(wanted)
 
 
 def _check_arrays(stored: Stored) -> None:
-    """Raises ValueError unless the inputs fit the problem and its results are not huge."""
+    """Raises ValueError if the inputs do not fit the problem, or if its results are too large."""
     p, inputs = stored.case.problem, stored.inputs
     operation = OPERATIONS[stored.case.operation]
     require_inputs(inputs, operation.inputs_of(p), p)
     results = sum(x.bytes(p) for x in operation.outputs_of(p).values())
     if results > _MOST_BYTES:
-        raise ValueError(f"results of {p} have {results:,} bytes")
+        raise ValueError(f"results of {p} take {results:,} bytes, more than {_MOST_BYTES:,}")
     _check_lengths(inputs, p)
 
 
 def require_inputs(arrays: Arrays, wanted: Mapping[str, Input], p: Problem) -> None:
-    """Raises ValueError unless all wanted inputs exist with the right shapes and dtypes."""
+    """Raises ValueError unless all required inputs exist with the right shapes and dtypes."""
     for name, x in wanted.items():
         if name not in arrays:
             raise ValueError(f"{name} is missing")
         array = arrays[name]
         if array.shape != x.shape(p) or array.dtype != x.dtype(p):
-            raise ValueError(f"{name} is {array.dtype} {array.shape} in {p}")
+            raise ValueError(f"{name} is {array.dtype} {array.shape}, which does not fit {p}")
 
 
 def _check_lengths(inputs: Arrays, p: Problem) -> None:
@@ -330,11 +330,11 @@ def _check_lengths(inputs: Arrays, p: Problem) -> None:
         if starts in given:
             offsets = given[starts]
             if offsets[0] < 0 or offsets[-1] > rows or (np.diff(offsets) < 0).any():
-                raise ValueError(f"{starts} does not grow from 0 to at most {rows}")
+                raise ValueError(f"{starts} must not decrease and must lie between 0 and {rows}")
             most = np.diff(offsets)
         for name in (used, padded):
             if name in given and ((given[name] < 0) | (given[name] > most)).any():
-                raise ValueError(f"{name} has lengths below 0, or above those of the arrays")
+                raise ValueError(f"{name} has lengths below 0, or larger than the arrays")
     if PAGE_TABLE in given and p.page_size:
         table, lengths = given[PAGE_TABLE], given.get(PADDED[1])
         if lengths is None:

@@ -1,12 +1,12 @@
-"""Random cases for one kernel, with sizes near those of its tiles, rings and schedule.
+"""Draws random cases for a kernel, with sizes near the limits of its tiles, stages and schedules.
 
-Many faults appear only at certain sizes: a mask's edge at the end of a tile, more keys than a ring
-of stages holds, more tasks than blocks. So lengths are drawn relative to the constants that the
-kernel is compiled with. Choices alternate, so that a few samples cover each of them. The first
-sample is plain: contiguous arrays of normal values, several tiles, no mask or other options, a
-usual head dimension. Samples come in groups that share one compilation. A group is plain, or its
-subject is expressions, ragged batches, many arrays at once, expressions of the whole grammar,
-pages, new tokens of a cache, or gradients.
+Many faults appear only at certain sizes: a mask's edge at the end of a tile, more keys than the
+pipeline stages hold, more tiles than blocks. Lengths are therefore drawn relative to the constants
+that the kernel is compiled with. Every option cycles through its values, so that a few samples
+cover all of them. The first sample is plain: contiguous arrays of normal values, several tiles, a
+common head dimension, no mask and no other option. Successive samples form groups that share one
+compilation. A group is plain, or tests expressions, ragged batches, several arrays at once, the
+whole grammar of expressions, pages, new tokens of a cache, or gradients of arrays.
 """
 
 import math
@@ -62,23 +62,23 @@ from cupyfa.runtime.simulator import Simulator
 
 Value = TypeVar("Value")
 
-# The subjects of successive groups of samples: plain ones find most faults.
+# Subjects of successive groups of samples. Plain groups find most faults.
 _GROUPS = (
     *(*("plain",) * 4, "arrays", "texts", "expressions", "sequences of texts"),
     *("pages", "new tokens"),
 )
-# Subjects in place of these, for kernels without pages and for gradients.
+# Subjects that replace others: for kernels without pages, and for gradients.
 _INSTEAD = {"pages": "padded", "new tokens": "arrays"}
 _OF_GRADIENTS = {"pages": "padded", "new tokens": "gradient of a bias"}
 _MODIFIED = {"texts", "sequences of texts", "arrays", "expressions", "gradient of a bias"}
 
-SAMPLES = {"simulator": 40, "cuda": 160}  # by default
-_ONE_IS_LOWEST = 7  # one sample of this many has scores near the ends of float32's range
-TOGETHER = 4  # successive samples that share one compilation
-_MOST_WORK = {"simulator": 3 * 2**24, "cuda": 2**29}  # multiply-adds of a case
-_MOST_REPAIRED = 512  # rows and keys of a case that are computed again, each by a block
-_ATTEMPTS = 8  # to draw a sample that kernel and backend can run
-# Kinds of numbers of queries and keys; "many" is more than the kernel processes at once.
+SAMPLES = {"simulator": 40, "cuda": 160}  # default number of samples per kernel
+_ONE_IS_LOWEST = 7  # one in this many samples has scores near the limits of float32
+TOGETHER = 4  # number of successive samples that share one compilation
+_MOST_WORK = {"simulator": 3 * 2**24, "cuda": 2**29}  # maximum multiply-adds per case
+_MOST_REPAIRED = 512  # maximum rows and keys per case to repair; each takes a whole block
+_ATTEMPTS = 8  # attempts to draw a sample that kernel and backend support
+# Kinds of (query, key) lengths; "many" exceeds what the kernel processes at once.
 _LENGTHS = (("below", "edge"), ("edge", "beyond"), ("beyond", "below"), ("many", "many"))
 _PLAIN_LENGTHS = ("beyond", "beyond")
 _HEADS = (
@@ -93,40 +93,40 @@ _DIMS = ("odd", 64, "edge", "usual", 128, "wide")
 _USUAL_DIMS = (8, 16, 32, 48, 80, 96, 112, 144, 160, 192, 208, 256)
 _PLAIN_DIM = 64
 _NARROW, _NARROW_GROUP = 64, 3
-_WIDEST = 640  # the largest d drawn for kernels that take any
-_FEW, _FEW_HEADS = ("few", "beyond"), (2, 2, 3)  # heads that may share tiles of rows
+_WIDEST = 640  # largest d drawn for kernels that support any d
+_FEW, _FEW_HEADS = ("few", "beyond"), (2, 2, 3)  # heads so short that they may share a row tile
 _HEADS_OF_LENGTHS = ((3, 2, 2), (5, 2, 1), (2, 2, 3), (3, 1, 5))
 _PAGE_SIZES = (16, 64, 32, 128)
-_SMALL_PAGES = (16, 32)  # several fit in a tile
+_SMALL_PAGES = (16, 32)  # several pages fit in a key tile
 _SIDES_PADDED = (("q", "k"), ("k",), ("q",))
 _MASKS = (None, "bottom-right", None, "top-left")
 _SIDES = ("neither", "both", "neither", "left", "neither", "right")
 _SEEDS = ("i64[1]", "u64[1]", "i32[1]", "u32[1]")
 _FEW_ROWS = 48
 _NEAR = tuple(layout for layout in LAYOUTS if layout != "far")
-_OF_CACHES = ("bhsd", "bshd", "reversed", "gaps", "unaligned")  # with contiguous rows
-_OF_PAGES = ("bhsd", "reversed", "columns")  # with aligned rows; new tokens also try others
+_OF_CACHES = ("bhsd", "bshd", "reversed", "gaps", "unaligned")  # layouts for new tokens
+_OF_PAGES = ("bhsd", "reversed", "columns")  # layouts for other paged groups, with aligned rows
 _VALUES = ("normal", "normal", "uniform", *VALUES)
-_REPAIRED = ("tiny", "lowest", "nan", "inf")  # float16 cannot hold most of their rows
-_OF_TOKENS = tuple(x for x in FINITE if x != "tiny")  # bounds of "tiny" hide errors
+_REPAIRED = ("tiny", "lowest", "nan", "inf")  # values beyond float16: most rows need repair
+_OF_TOKENS = tuple(x for x in FINITE if x != "tiny")  # error bounds of "tiny" would hide faults
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A case, the kernel it is for, and the constants that its sizes were drawn for."""
+    """A drawn case, its kernel, and the kernel constants on which its sizes are based."""
 
     case: Case
     kernel: Kernel
     constants: Mapping[str, int]
-    multiprocessors: int | None = None  # the simulator's, if not its default number
+    multiprocessors: int | None = None  # of the simulator; None for its default
 
 
 @dataclass(frozen=True)
 class Fuzz:
-    """Draws cases for a kernel, or, if it is None, for the kernels that "auto" chooses.
+    """Draws cases for a kernel or, if ``kernel`` is None, for the kernels that "auto" chooses.
 
-    Sample i of a seed does not depend on the other samples. dtypes, options of attention and arrays
-    (their forms) replace the drawn ones; sizes keep every index inside its array.
+    Sample i depends only on the seed and i. ``dtypes``, ``options`` (of attention) and ``arrays``
+    (their forms) replace drawn values; sizes are limited so that indices stay inside these arrays.
     """
 
     kernel: Kernel | None
@@ -137,7 +137,7 @@ class Fuzz:
     arrays: Mapping[str, Any] | None = None
 
     def sample(self, i: int) -> Drawn:
-        """Returns sample i; the kernel refuses it only if no attempt draws one that it can run."""
+        """Returns sample i, which the kernel supports unless every attempt to draw it failed."""
         for attempt in range(_ATTEMPTS):
             pick = random.Random(f"{self.seed} {i} {attempt}")
             try:
@@ -149,12 +149,11 @@ class Fuzz:
                 return drawn
             except Unsupported:
                 continue
-            except ValueError:  # a mistake in the record
+            except ValueError:  # the record is invalid
                 break
         return self._plain(i)
 
     def _kind(self, turns: "_Turns") -> str:
-        """Returns the subject of a group of samples."""
         if self._lengths:
             return "sequences of texts" if turns.i % 8 >= 6 or turns.i % 2 else "sequences"
         kind, has = _GROUPS[turns.i % len(_GROUPS)], self._has
@@ -174,7 +173,7 @@ class Fuzz:
 
     @cached_property
     def _planned(self) -> dict[Any, Plan]:
-        """The plans of the latest group, kept because each is needed several times."""
+        """Cached plans of the latest group; drawing a sample uses each of them several times."""
         return {}
 
     def _plan(self, record: Kernel, p: Problem, constants: Mapping[str, int]) -> Plan:
@@ -199,9 +198,9 @@ class Fuzz:
 
     @property
     def _values(self) -> Sequence[str]:
-        """Kinds of input values, without "lowest" for a kernel with its own reference.
+        """Kinds of input values, without "lowest" if the kernel has its own reference.
 
-        Such a reference need not define results for infinite scores or for a rounded lse.
+        A kernel's own reference need not define results for infinite scores or a rounded lse.
         """
         has_own = self.kernel is not None and self.kernel.reference is not None
         return [x for x in _VALUES if x != "lowest"] if has_own else _VALUES
@@ -218,30 +217,30 @@ class Fuzz:
 
     @cached_property
     def _lengths(self) -> Packed | None:
-        """The given lengths of sequences, which replace drawn ones, or None."""
+        """Sequence lengths passed by the caller, or None if lengths are drawn."""
         given = (self.arrays or {}).get(shape_language.LENGTHS_OF)
         return None if given is None else lengths_of(given)
 
     def _is_in_blocks(self, turns: "_Turns") -> bool:
-        """Whether a group about arrays always has a block mask, as the first such group does."""
+        """Returns whether the group is the first one about arrays, which has a block mask."""
         return turns.i % len(_GROUPS) == _GROUPS.index("arrays")
 
     def _is_narrow(self, turns: "_Turns") -> bool:
-        """Whether a group computes gradients of narrow heads without a window."""
+        """Returns whether the group computes gradients for small d and dv without a window."""
         return self._operation == "backward" and turns.i % len(_GROUPS) == _NARROW_GROUP
 
     def _is_ragged(self, turns: "_Turns") -> bool:
-        """Whether a group has ragged batches, by its number or because lengths are given."""
+        """Returns whether the group has ragged batches, of drawn or given lengths."""
         return self._kind(turns).startswith("sequences")
 
     def _has_texts(self, turns: "_Turns") -> bool:
-        """Whether expressions, arrays and dropout are drawn for a group."""
+        """Returns whether expressions, arrays and dropout are drawn for the group."""
         return self._kind(turns) in _MODIFIED or (
             self._kind(turns) in ("pages", "padded") and turns.choose("texts", (True, False))
         )
 
     def _drawn(self, turns: "_Turns", i: int, pick: random.Random) -> Drawn:
-        """Draws sample i: compiled choices change from group to group, others in each sample."""
+        """Draws sample i; compile-time choices vary by group, all other choices by sample."""
         is_plain = i == turns.attempt == 0
         compiled = self._compiled(turns, is_plain)
         record = self._record(compiled)
@@ -260,7 +259,7 @@ class Fuzz:
             values = "lowest"
         if crowd := self._crowd(compiled, plan, turns, each, lengths):
             values = each.choose("values", ("normal", "uniform"))
-        if any(" elements = " in x.mods for x in plan.launches):  # sizes are compiled in
+        if any(" elements = " in x.mods for x in plan.launches):  # array sizes are compiled in
             sizes = turns.choose("lengths", _LENGTHS)
             problem = self._sized(
                 compiled, plan, turns, turns, turns.random("sizes"), "normal", sizes, crowd
@@ -272,15 +271,15 @@ class Fuzz:
             problem = self._scaled(problem, values, pick)
         tokens = tokens if problem.d > 1 else "cached"  # rotations need two columns
         case = Case(self._operation, problem, pick.randrange(2**31), values, layout, tokens)
-        if self.kernel is None:  # "auto" may choose another for these sizes
+        if self.kernel is None:  # "auto" may choose another kernel for the final sizes
             record = self._record(problem)
             constants = {}
         return Drawn(case, record, constants, crowd.multiprocessors if crowd else None)
 
     def _is_lowest(self, p: Problem, turns: "_Turns", each: "_Turns") -> bool:
-        """Whether a sample has scores near the ends of float32's range.
+        """Returns whether the sample has scores near the limits of float32.
 
-        A kernel that stores scores in float16 cannot represent them.
+        Kernels that store scores in float16 cannot represent such scores.
         """
         if self._operation == "softmax" or self._kind(turns) == "new tokens":
             return False
@@ -292,7 +291,7 @@ class Fuzz:
     def _crowd(
         self, p: Problem, plan: Plan, turns: "_Turns", each: "_Turns", lengths: tuple[str, str]
     ) -> Crowd | None:
-        """Returns sizes that reach another schedule, for some plain samples with many tasks."""
+        """Returns sizes that trigger a special schedule, or None, as for most samples."""
         is_free = isinstance(self.backend, Simulator) and self.backend.multiprocessors is None
         can = is_free and not (self.arrays or p.is_softmax) and self._kind(turns) == "plain"
         if lengths[0] != "many" or not can or self.kernel is None:
@@ -301,7 +300,7 @@ class Fuzz:
         return each.choose("crowd", found) if found else None
 
     def _in_kind(self, p: Problem, turns: "_Turns", pick: random.Random) -> Problem:
-        """Returns the problem with features that depend on its sizes: pages, lengths, descales."""
+        """Adds the group's features that depend on sizes: pages, padded lengths, descales."""
         kind = self._kind(turns)
         if kind in ("pages", "new tokens"):
             sizes = _SMALL_PAGES if kind == "pages" else _PAGE_SIZES
@@ -317,14 +316,14 @@ class Fuzz:
         return p
 
     def _plain(self, i: int) -> Drawn:
-        """Returns a sample for a kernel that cannot be planned; running it gives the reason."""
+        """Returns a sample for a kernel without a valid plan; running it reports the reason."""
         turns = _Turns(self.seed, i // TOGETHER)
         p = transforms.resize(self._problem(turns), M=i + 1, N=i + 2)
         p = self._in_form(p)
         return Drawn(Case(self._operation, p, i), self._record(p), {})
 
     def _compiled(self, turns: "_Turns", is_plain: bool) -> Problem:
-        """The problem of a group with head dimensions for which the kernel has a plan."""
+        """Returns the group's problem, halving d and dv until the kernel has a plan for it."""
         problem = self._problem(turns, is_plain)
         for _ in range(6):
             try:
@@ -335,7 +334,7 @@ class Fuzz:
         return problem
 
     def _problem(self, turns: "_Turns", is_plain: bool = False) -> Problem:
-        """A problem of a usual size with the dtype, head dimensions and options of a group."""
+        """Returns a problem of typical size with the group's dtype, head dimensions and options."""
         dtype = turns.choose("dtype", self._dtypes)
         few = turns.choose("tiles", ("many", "many", "few")) == "few" and not is_plain
         M, N = (5, 1100) if few else (1024, 1024)
@@ -354,7 +353,7 @@ class Fuzz:
         sizes: dict[str, Any] = {"M": M, "N": N, "heads": 2 if few else 16, "dtype": dtype}
         given = self._modified(turns) | self._options(turns)
         if given.keys() & {*TEXTS, *shape_language.NAMES}:
-            sizes["batch"] = 2  # more than 1, so that broadcasts are tested
+            sizes["batch"] = 2  # more than 1, to test broadcasting
         asked = {DLSE: self._has_dlse(turns), shape_language.RETURN_MAX: self._has_row_max(turns)}
         given = asked | given
         p = Problem.of_sizes(**sizes, d=d, dv=dv, **given)
@@ -370,7 +369,7 @@ class Fuzz:
         return self._differentiated(p, turns)
 
     def _differentiated(self, p: Problem, turns: "_Turns") -> Problem:
-        """Returns the problem with gradients of some of its arrays, if the kernel computes them."""
+        """Requests gradients of some of the problem's arrays, if the kernel computes them."""
         able = [x.name for x in p.operands if x.is_differentiable]
         if self._operation != "backward" or not self._has("wrt") or not able:
             return p
@@ -382,20 +381,20 @@ class Fuzz:
         return transforms.differentiate(p, names)
 
     def _has_dlse(self, turns: "_Turns") -> bool:
-        """Whether a group has a gradient of lse: about half of those with expressions do."""
+        """Returns whether the group passes dlse, as about half of the groups with arrays do."""
         if self._operation != "backward" or not self._has(DLSE) or self._arrays:
             return False
         asked = turns.choose(DLSE, (True, False))
         return self._has_texts(turns) and (asked or self._kind(turns) == "arrays")
 
     def _has_row_max(self, turns: "_Turns") -> bool:
-        """Whether a group returns the largest scores, as every third one does."""
+        """Returns whether the group returns row maxima, as every third group does."""
         if self._operation != "forward" or not self._has(ROW_MAX) or self._arrays:
             return False
         return turns.choose(ROW_MAX, (True, False, False))
 
     def _modified(self, turns: "_Turns") -> dict[str, Any]:
-        """Returns expressions and arrays that change scores: given ones, else drawn ones."""
+        """Returns score-modifying expressions and arrays: drawn, unless the caller passed some."""
         given = self.options or {}
         if self._arrays or any(name in given for name in TEXTS):
             return self._arrays
@@ -408,15 +407,15 @@ class Fuzz:
             return some_arrays(pick, has_sink=self._has(SINK), in_blocks=self._is_in_blocks(turns))
         if kind == "expressions":
             return some_expressions(pick)
-        if kind == "gradient of a bias":  # an element for each pair, in the dtype of results
+        if kind == "gradient of a bias":  # one element per (query, key), in the results' dtype
             return {BIAS: pick.choice(("bhmn", "1hmn", "b1mn", "11mn"))}
-        of = self.kernel.name if self.kernel else ""  # each kernel has another order of expressions
+        of = self.kernel.name if self.kernel else ""  # the order of expressions varies by kernel
         return dict(turns.choose(f"text {of}", MODIFIED))
 
     def _dim(self, turns: "_Turns", name: str) -> int:
-        """Draws a head dimension: odd and small, near an edge, one that models use, or large.
+        """Draws a head dimension: small and odd, near a multiple of 16, common in models, or large.
 
-        Rows of odd length are copied one element at a time; groups about pages avoid them.
+        Groups about pages avoid odd dimensions, whose rows are copied one element at a time.
         """
         kind, pick = turns.choose(name, _DIMS), turns.random(f"{name} itself")
         kind = "usual" if self._kind(turns) == "pages" else kind
@@ -432,7 +431,7 @@ class Fuzz:
         return round(math.exp(pick.uniform(math.log(min(80, most)), math.log(most))))
 
     def _options(self, turns: "_Turns") -> dict[str, Any]:
-        """Draws the mask, the window's sides and other options of a group; sizes come later."""
+        """Draws the group's mask, window sides and other options; window sizes are drawn later."""
         is_plain = self._is_ragged(turns) and not self._has_texts(turns)
         masks = [x for x in _MASKS if x] if is_plain else _MASKS
         causal = turns.choose("causal", self._able("causal", masks))
@@ -456,7 +455,7 @@ class Fuzz:
         return found | self._dropout(turns) | dict(self.options or {})
 
     def _dropout(self, turns: "_Turns") -> dict[str, Any]:
-        """Draws the dropout of a group, if any; seed and offset are numbers or arrays."""
+        """Draws the group's dropout, if any, with its seed and offset as numbers or arrays."""
         pick = turns.random("dropout itself")
         tried = self._able("dropout", (0.0, pick.choice((0.05, 0.5))))
         if not self._has_texts(turns) or not turns.choose("dropout", tried):
@@ -475,7 +474,7 @@ class Fuzz:
         ]
 
     def _constants(self, record: Kernel, p: Problem, turns: "_Turns") -> Mapping[str, int]:
-        """Returns the plan's constants, sometimes with little room for kernels with rounds."""
+        """Returns the plan's constants, sometimes with a small ``room`` that forces more rounds."""
         constants = dict(self._plan(record, p, {}).constants)
         if "room" in constants and turns.choose("room", (True, False)):
             constants["room"] = turns.random("room itself").randrange(2, 9)
@@ -492,7 +491,7 @@ class Fuzz:
         lengths: tuple[str, str],
         crowd: Crowd | None = None,
     ) -> Problem:
-        """Returns the problem with lengths, heads and window limits drawn for a plan's tiles."""
+        """Draws lengths, heads and window limits relative to the plan's tiles."""
         tile = Tile(plan)
         are_few = bool(p.operands) and not p.lengths and each.i % TOGETHER == 0
         of_rows, of_keys = _FEW if are_few else lengths
@@ -503,12 +502,12 @@ class Fuzz:
         is_packed = any("pack_gqa" in x.constants for x in plan.launches)
         how = {"shares": bool(p.operands), "is_packed": is_packed}
         batch, kv_heads, group = self._heads(turns, each, values, are_few, **how)
-        if p.operands or p.options.changed.keys() & {*TEXTS}:  # lengths 0 and 1 change their code
+        if p.operands or p.options.changed.keys() & {*TEXTS}:  # 0 and 1 compile differently
             M, N = max(M, 2), max(N, 2)
         if crowd:
             (batch, kv_heads, group), M, N = crowd.heads, crowd.M, crowd.N
             group = group if self._has("gqa") else 1
-        elif of_rows == "many" and tile.has_splits:  # few row tiles, whose keys are split
+        elif of_rows == "many" and tile.has_splits:  # few row tiles, so that keys are split
             batch, kv_heads, M = 1, 1, tile.length("below", tile.rows, 1, pick)
         heads: dict[str, Any] = {"heads": kv_heads * group, "kv_heads": kv_heads}
         if p.lengths:
@@ -542,12 +541,12 @@ class Fuzz:
         shares: bool,
         is_packed: bool,
     ) -> tuple[int, int, int]:
-        """Draws the batch, the key heads, and the query heads for each key head.
+        """Draws the batch size, the number of key heads, and the query heads per key head.
 
-        are_few: whether heads have so few rows that they may share a tile. shares: whether there
-        are arrays, whose code differs for a single batch element or head.
+        are_few: whether heads have so few rows that they may share a row tile. shares: whether the
+        problem has arrays, whose indexing compiles differently for a single batch element or head.
         """
-        if values in ("nan", "inf"):  # the launch that recomputes rows finds their heads itself
+        if values in ("nan", "inf"):  # several heads, to test how the repair launch finds them
             batch, kv_heads, group = 2, 2, turns.choose("group", (2, 5, 3)) if is_packed else 2
         else:
             of_lengths = self._kind(turns) in ("pages", "new tokens", "padded")
@@ -559,7 +558,7 @@ class Fuzz:
         return batch, max(kv_heads, 2) if shares and group == 1 else kv_heads, group
 
     def _moved(self, p: Problem, each: "_Turns") -> Problem:
-        """Returns the problem, in some samples with an offset of its mask near the keys."""
+        """Gives the mask a random offset in one of eight samples."""
         if not p.is_masked or p.causal == "top-left" or p.is_ragged:
             return p
         if not each.choose("offset", (False,) * 7 + (True,)):
@@ -567,12 +566,12 @@ class Fuzz:
         return p.with_options(offset=each.random("offset itself").randint(-p.M, p.N + 1))
 
     def _smaller(self, p: Problem, values: str) -> Problem:
-        """Drops heads, then rows, then keys, until the problem takes little time.
+        """Drops heads, then rows, then keys, until the problem is quick to check.
 
-        Rows and keys that a kernel computes again take the simulator longest.
+        Repaired rows and keys take the simulator longest.
         """
         most = _MOST_WORK[self.backend.name] // (1 if values in FINITE else 4)
-        least = 2 if p.operands else 1  # batch elements and heads
+        least = 2 if p.operands else 1  # minimum batch size and number of heads
         is_repaired = values in _REPAIRED and repairs_rows(self._record(p))
         while work_of(p, self._operation) > most or (
             is_repaired and repaired_of(p, self._operation) > _MOST_REPAIRED
@@ -587,7 +586,7 @@ class Fuzz:
                 p = transforms.resize(p, heads=2)
             elif self._lengths:
                 break
-            elif p.M > _FEW_ROWS and not (p.lengths and p.N > p.M):  # else last rows are lost
+            elif p.M > _FEW_ROWS and not (p.lengths and p.N > p.M):  # cut the longer side
                 p = transforms.resize(p, M=p.M // 2)
             else:
                 p = transforms.resize(p, N=p.N // 2)
@@ -595,19 +594,19 @@ class Fuzz:
 
     @property
     def _arrays(self) -> dict[str, Any]:
-        """The given forms, which replace drawn ones, without the lengths of sequences."""
+        """Forms of arrays passed by the caller, except sequence lengths."""
         given = (self.arrays or {}).items()
         return {name: x for name, x in given if name != shape_language.LENGTHS_OF}
 
     def _in_form(self, p: Problem) -> Problem:
-        """The problem with the given forms of arrays, and with sizes for which they suffice."""
+        """Applies the caller's forms of arrays, and limits sizes to what these forms allow."""
         given = {x: y for x, y in self._arrays.items() if x != shape_language.BLOCK_MASK}
         if not given or p.is_softmax or self._lengths:
             return p
         return transforms.replace_arrays(p, given)
 
     def _crowded(self, p: Problem, plan: Plan) -> Problem:
-        """Doubles the batch until blocks have several tasks or the work reaches its limit."""
+        """Doubles the batch until blocks process several tiles or the work reaches its limit."""
         while p.M and p.N:
             now = choose_kernel.plan(plan.kernel, p, self.backend.limits, **plan.constants)
             most = _MOST_WORK[self.backend.name]
@@ -618,21 +617,21 @@ class Fuzz:
         return p
 
     def _scaled(self, p: Problem, values: str, pick: random.Random) -> Problem:
-        """The problem with another scale of the same sign; scores of "huge" stay finite."""
+        """Draws another scale of the same sign that keeps the scores of "huge" values finite."""
         if "scale" in (self.options or {}):
             return p
         size = pick.choice((1.0, pick.uniform(0.02, 0.5)))
         if values == "lowest":
             return p.with_options(scale=math.copysign(1.0, p.scale))
         if p.options.scale is not None:
-            # Scores of 0 are worth testing, but do not depend on q and k.
+            # A scale of 0 is worth testing, but makes scores independent of q and k.
             size = 0.02 if values == "huge" else pick.choice((0.0, size, size, size))
             return p.with_options(scale=-size)
         return p if values == "huge" or pick.random() < 0.75 else p.with_options(scale=size)
 
 
 def covers(plan: Plan, limits: Limits) -> dict[str, bool]:
-    """Returns what a problem exercises: options, and sizes relative to the plan's constants."""
+    """Returns which options, and which sizes relative to the plan's constants, a problem covers."""
     p, tile = plan.problem, Tile(plan)
     arrays = {x.name for x in p.operands}
     sizes = list(pairs_of(*p.lengths)) if p.lengths else [(p.M, p.N)]
@@ -676,14 +675,14 @@ def covers(plan: Plan, limits: Limits) -> dict[str, bool]:
 
 
 def other_options() -> list[str]:
-    """Returns the options with values to try, without those that are axes of grids."""
+    """Returns the names of options that have values to try and are not axes of grids."""
     own = ("causal", "window", "scale", "out_dtype")
     return [name for name, option in OPTIONS.items() if option.tried and name not in own]
 
 
 @dataclass(frozen=True)
 class _Turns:
-    """Random choices for number i of a seed, each by its name and independent of the others."""
+    """Random choices of sample (or group) i, each drawn by name, independently of the others."""
 
     seed: int
     i: int
@@ -693,7 +692,7 @@ class _Turns:
         return random.Random(f"{self.seed} {self.i} {self.attempt} {name}")
 
     def choose(self, name: str, values: Sequence[Value]) -> Value:
-        """Returns the value for i; successive numbers take each value once, in random order."""
+        """Returns one of the values; successive i cycle through all values in random order."""
         turn, place = divmod(self.i, len(values))
         order = random.Random(f"{self.seed} {turn} {name}").sample(range(len(values)), len(values))
         return values[order[(place + self.attempt) % len(values)]]

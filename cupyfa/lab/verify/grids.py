@@ -1,4 +1,4 @@
-"""Grids: the lists of cases that a kernel is checked on, by name."""
+"""Grids: named lists of cases on which kernels are checked."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from cupyfa.problem.wrt import WRT
 
 GRIDS = {
     "fuzz": "random cases, with sizes near those of a kernel's tiles",
-    "smoke": "lengths, head dimensions, masks and shared keys: 180 cases for each dtype",
+    "smoke": "lengths, head dimensions, masks and shared key heads: 180 cases for each dtype",
     "edges": "sizes of 0 and 1, odd and large sizes, windows, ragged batches, keys in pages, every "
     "layout, every kind of values",
 }
@@ -45,12 +45,12 @@ def cases(
     arrays: Choice | None = None,
     can: Sequence[Callable[[Case], bool]] = (),
 ) -> list[Case]:
-    """Returns the cases of a grid other than ``fuzz``, or a sample with many pairs of values.
+    """Returns the cases of a grid other than ``fuzz``, or a sample that covers many value pairs.
 
-    dtypes, options (of attention), arrays (their forms): in place of the grid's own. samples: how
-    many to draw, by default all. seed: of the sample and of the inputs. can: for each kernel, a
-    function that tells which cases it can run. Samples alternate between the kernels, so that each
-    has cases; cases that no kernel can run are drawn only if there are no others.
+    dtypes, options (of attention), arrays (their forms): replace the grid's own. samples: number of
+    cases to draw, by default all. seed: seed of the sample and of the inputs. can: one predicate
+    per kernel, which tells whether the kernel can run a case. Samples alternate between kernels so
+    that each kernel gets cases; cases that no kernel can run are drawn only if no case can run.
     """
     chosen = _choices(grid, operation == "softmax", dtypes)
     if operation == "backward":
@@ -67,9 +67,9 @@ def cases(
 
 
 def _takes(p: Problem, options: Choice, arrays: Choice) -> bool:
-    """Whether a problem may have these options and arrays.
+    """Returns whether a problem can be combined with these options and arrays.
 
-    A ragged batch has no bias, mask or wrt. An offset needs the mask that it belongs to.
+    A ragged batch has no bias, mask or wrt. An offset requires a dense batch and its own mask.
     """
     if not can_give(options.get("out_dtype"), p.dtype):
         return False
@@ -94,7 +94,7 @@ SMOKE: Axes = {
 
 
 def _choices(grid: str, rows: bool, dtypes: Sequence[str] | None) -> Iterator[Choice]:
-    """The choices of a grid for attention, or for a softmax over rows."""
+    """Yields a grid's choices for attention, or for a softmax over rows."""
     if grid == "smoke":
         axes = {**({"lengths": _ROWS_SMOKE} if rows else SMOKE), "dtype": dtypes or _EVERY}
         yield from (dict(zip(axes, values)) for values in product(*axes.values()))
@@ -131,7 +131,7 @@ _EMPTY = (
     *({**_SMALL, "lengths": lengths} for lengths in ((0, 7), (5, 0), (0, 0))),
     *({**_SMALL, "d": d} for d in ((0, 8), (8, 0), (0, 0))),
 )
-_MANY = (  # more than the 65,535 blocks of a grid's y and z
+_MANY = (  # more than 65,535, the limit of a launch's y and z dimensions
     {"batch": 70_000, "lengths": (3, 5), "d": 4},
     {"heads": 70_000, "lengths": (3, 5), "d": 4},
     {"batch": 300, "heads": 300, "kv_heads": 100, "lengths": (3, 5), "d": 4},
@@ -156,10 +156,10 @@ _ODD: Axes = {
     "layout": _NEAR,
 }
 _OFFSETS = (-200, -5, 0, 7, 64, 1000)
-_OF_RESULTS = 8  # cases with results in float32
-_OF_ODD = 200  # cases; a quarter as many with a window, with all options, and of ragged batches
-# Lengths of queries and keys: 0, 1, near the edges of tiles, several tiles; with unused rows, and
-# with rows outside sequences.
+_OF_RESULTS = 8  # number of cases with float32 results
+_OF_ODD = 200  # number of cases; a quarter as many with windows, all options, or sequences
+# Query and key lengths: 0, 1, near a tile's edge, several tiles; some with unused rows or with rows
+# outside sequences.
 _SEQUENCES = (
     *("1", "0:0", "0,0,5", "1,1,1:3,0,1", "64,0,128,1", "5,70,0:7,0,9", "33,17,64,1:17,64,33,1"),
     *("15,16,17,31,32,33:33,32,31,17,16,15", "63,64,65:129,127,128", "_3,20,30,_10:_3,25,35,_10"),
@@ -226,19 +226,19 @@ def _row_edges(dtypes: Sequence[str]) -> Iterator[Choice]:
     yield from _paired({**_ROWS_ODD, "dtype": dtypes}, _OF_ODD)
 
 
-# Samples with many pairs of values
+# Sampling for pairwise coverage of values
 
-_TRIED = 30  # candidates for each choice
+_TRIED = 30  # number of candidates per choice
 
 
 def _sampled(
     found: Sequence[Case], samples: int, seed: int, can: Sequence[Callable[[Case], bool]]
 ) -> list[Case]:
-    """Some of the cases that can run, chosen for many different pairs of values."""
+    """Draws cases that can run and that cover many different pairs of values."""
     pick = random.Random(seed)
     left, met = list(found), set[Any]()
     chosen: list[Case] = []
-    of_others: list[Case] = []  # cases that the kernel they were drawn for cannot run
+    of_others: list[Case] = []  # cases drawn for a kernel that cannot run them
     while left and len(chosen) < samples:
         tried = pick.sample(range(len(left)), min(_TRIED, len(left)))
         best = max(tried, key=lambda i: len(_pairs(_fields(left[i])) - met))
@@ -254,7 +254,7 @@ def _sampled(
 
 
 def _paired(axes: Axes, count: int) -> list[Choice]:
-    """`count` random choices of a value for each axis, with many different pairs of values."""
+    """Draws `count` choices of one value per axis that cover many different pairs of values."""
     pick = random.Random(0)
     met, chosen = set[Any](), list[Choice]()
     while len(chosen) < count:
@@ -266,7 +266,7 @@ def _paired(axes: Axes, count: int) -> list[Choice]:
 
 
 def _is_valid(chosen: Choice) -> bool:
-    """Whether kv_heads divides heads and scores are no larger than "huge" makes them."""
+    """Returns whether kv_heads divides heads and no scale is applied to "huge" values."""
     is_huge = chosen["values"] == "huge" and chosen.get("scale") not in (None, 0.0)
     return not is_huge and chosen.get("heads", 1) % chosen.get("kv_heads", 1) == 0
 

@@ -1,4 +1,4 @@
-"""Calls on arrays in two memories: q, k and v on a GPU, arrays that change scores in NumPy."""
+"""Calls that mix memories: q, k and v on a GPU, score-modifying arrays in NumPy."""
 
 from typing import Any
 
@@ -11,11 +11,12 @@ from cupyfa.problem.optional_inputs import DESCALES, OWN_ARRAYS, PADDED, PAGE_TA
 from cupyfa.problem.structured_arrays import wrap
 from cupyfa.runtime.backend import Backend
 
-_OTHERS = {*SEEDS, PAGE_TABLE, *SCALES}  # not arguments of calls, or also options
+# Inputs excluded from mixed calls: not arguments of attention(), or also passed as options.
+_OTHERS = {*SEEDS, PAGE_TABLE, *SCALES}
 
 
 def may_be_mixed(plan: Plan) -> bool:
-    """Whether a call may take its problem with arrays in two memories."""
+    """Returns whether the plan's problem can be passed as arrays in two memories."""
     p, read = plan.problem, {x.name for x in plan.problem.modifiers.arrays}
     is_plain = plan.kernel.is_plain and plan.kernel.operation == "forward"
     is_dense = not (p.pages or p.block_mask or p.sequences is not None)
@@ -23,7 +24,7 @@ def may_be_mixed(plan: Plan) -> bool:
 
 
 def mixed_results(backend: Backend, plan: Plan, inputs: Arrays) -> dict[str, np.ndarray]:
-    """Returns the outputs of a prepared call whose arrays that change scores are NumPy's."""
+    """Runs a prepared call with score-modifying arrays in NumPy, and returns its outputs."""
     p = plan.problem
     q, k, v = (backend.upload(np.ascontiguousarray(inputs[name])) for name in "QKV")
     own = {x for text in (*p.modifiers.score, *p.modifiers.mask) for x in text.captured}

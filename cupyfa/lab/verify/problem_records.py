@@ -1,4 +1,4 @@
-"""Problems as records: mappings of plain values, for files of failures and of results."""
+"""Converts problems to plain mappings and back, for files of failures and results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SIZE, _TEXT = records.whole(0, MOST), records.text()
 _NUMBER = records.any_of(records.flag, records.whole(-(2**63)), records.number(finite=False))
 _SHAPE = records.list_of(_SIZE, optional_inputs.MOST_AXES)
 _OPERAND = records.row_of(_TEXT, _TEXT, _SHAPE, records.optional(_NUMBER), records.flag, least=3)
-# AttentionOptions checks the values of options.
+# Validates all fields except options, which AttentionOptions validates.
 _read_fields = records.record(
     {**dict.fromkeys(SIZES, _SIZE), "dtype": records.one_of(INPUTS)},
     {
@@ -31,7 +31,7 @@ _read_fields = records.record(
 
 
 def record_of_problem(p: Problem) -> dict[str, Any]:
-    """The problem's fields as plain values, which ``problem_of_record`` reads."""
+    """Returns the problem's fields as plain values, for ``problem_of_record``."""
     fields = {**vars(p), "dtype": p.dtype.name}
     del fields["options"], fields["rows"]
     fields["operands"] = tuple((x.name, x.dtype, x.shape, x.value, x.gradient) for x in p.operands)
@@ -43,9 +43,9 @@ def record_of_problem(p: Problem) -> dict[str, Any]:
 
 
 def problem_of_record(record: Mapping[str, Any]) -> Problem:
-    """Returns the problem of a record; missing fields have their defaults.
+    """Restores a problem from its record; missing fields take their defaults.
 
-    Raises ValueError or TypeError for an invalid record, since it may come from a file.
+    The record may come from a file: raises ValueError or TypeError if it is invalid.
     """
     options = {name: value for name, value in record.items() if name in OPTIONS}
     fields = _read_fields({name: x for name, x in record.items() if name not in OPTIONS})

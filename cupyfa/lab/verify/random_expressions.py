@@ -1,7 +1,7 @@
-"""Random expressions of the whole grammar, with the captured arrays and numbers that they read.
+"""Draws random expressions of the whole grammar, with the arrays and numbers that they capture.
 
-Scores stay moderate, indices inside their arrays and divisors away from 0, whatever the sizes of a
-problem are, so every drawn expression has results that can be compared.
+Whatever the problem's sizes, scores stay moderate, indices stay inside their arrays and divisors
+stay away from 0. The results of every expression can therefore be compared with the reference.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Literal
 from cupyfa.score.expressions import Expression
 from cupyfa.score.functions import FUNCTIONS
 
-Form = str | bool | int | float  # of an array, such as "f32[heads]", or a number
+Form = str | bool | int | float  # a number, or an array's dtype and axes, such as "f32[heads]"
 # Arrays of every dtype, and numbers; some axes are named sizes, others have fixed sizes.
 CAPTURED: Mapping[str, Form] = {
     **{"slope": "f32[heads]", "half": "f16[N]", "brain": "bf16[M]", "wide": "f64[heads,4]"},
@@ -28,7 +28,7 @@ _PLACES: dict[str, tuple[str, ...]] = {
 }
 _OF_PLACES = ("batch", "head", "query", "key", "position", "queries", "keys")
 _KINDS = {"b": "bool", "i": "whole", "u": "whole", "f": "number"}
-_DEEPEST = 3  # levels of nested functions and operators
+_DEEPEST = 3  # maximum nesting depth of functions and operators
 _OF_ONE = [x for x in FUNCTIONS.values() if len(x.arguments) == 1]
 _OF_SMALL = [x.name for x in _OF_ONE if x.small_near_0]
 
@@ -38,18 +38,18 @@ def draw_expression(
     kind: Literal["score", "mask"],
     names: Mapping[str, Form] = CAPTURED,
 ) -> tuple[str, dict[str, Form]]:
-    """Draws an expression, and returns it with the forms of those ``names`` that it reads.
+    """Draws an expression and returns it with the forms of the ``names`` that it reads.
 
-    rng: decides everything: the same state gives the same expression.
+    rng: the only source of randomness; equal states yield equal expressions.
     kind: "score" draws a ``score_mod``, which reads the score; "mask" draws a ``mask_mod``,
-        which hides some pairs, but never all keys of a query.
-    names: the captured arrays and numbers that the expression may read, by name. A form is one
-        that ``shape_language`` takes under "captured": a number, or a string such as
-        "f32[heads]", "bool[batch,N]" or "i32[M|N]". An axis with a named size is indexed only by
-        the index of that size, so arrays fit problems of any size; other axes have any index.
+        which masks some pairs, but never all keys of a query.
+    names: the arrays and numbers that the expression may capture, by name. A form is a number or
+        a string that ``shape_language`` accepts under "captured", such as "f32[heads]",
+        "bool[batch,N]" or "i32[M|N]". An axis with a named size is indexed only by the index of
+        that size, so arrays fit problems of any size; an axis of fixed size takes any index.
 
-    A problem takes both: ``Problem.of_sizes(..., score_mod=text, captured=captured)``. Elements of
-    integer arrays must be from 0 to 3, and those of float arrays moderate, as ``Case`` draws them.
+    Pass the results to ``Problem.of_sizes(..., score_mod=text, captured=captured)``. Integer arrays
+    must hold numbers from 0 to 3, and float arrays moderate numbers, as ``Case`` draws them.
     """
     drawer = _Drawer(rng, names, has_score=kind == "score")
     text = drawer.score() if kind == "score" else f"key == 0 or {drawer.condition(_DEEPEST)}"
@@ -58,7 +58,7 @@ def draw_expression(
 
 
 class _Drawer:
-    """Draws expressions for numbers, integers and conditions, up to a depth."""
+    """Draws expressions of type number, integer or condition, up to a nesting depth."""
 
     def __init__(self, rng: random.Random, names: Mapping[str, Form], has_score: bool) -> None:
         self.rng = rng
@@ -66,7 +66,7 @@ class _Drawer:
         self.has_score = has_score
 
     def score(self) -> str:
-        """Draws a modified score, which stays moderate."""
+        """Draws an expression of the score whose values stay moderate."""
         a = self.number(_DEEPEST)
         whole = f"max(min({self.number(_DEEPEST)}, 20), -20)"
         return self._any(
@@ -79,7 +79,7 @@ class _Drawer:
         )
 
     def number(self, depth: int) -> str:
-        """Draws a number of moderate size: below about 100."""
+        """Draws a numeric expression whose magnitude stays below about 100."""
         if depth <= 0:
             return self._leaf()
         return self._any(
@@ -94,7 +94,7 @@ class _Drawer:
         )
 
     def whole(self, depth: int) -> str:
-        """Draws an integer of any size below 64 bits."""
+        """Draws an integer expression whose values fit in 64 bits."""
         if depth <= 0:
             return self._whole_leaf()
         a, b = self.whole(depth - 1), self._whole_leaf()
@@ -110,7 +110,7 @@ class _Drawer:
         )
 
     def condition(self, depth: int) -> str:
-        """Draws a condition that holds for some pairs."""
+        """Draws a condition that holds for some (query, key) pairs."""
         if depth <= 0:
             return self._compared()
         a, b = self.condition(depth - 1), self._compared()
@@ -131,7 +131,7 @@ class _Drawer:
         return f"{function.name}({function.drawn.format(argument)})"
 
     def _of_small(self, depth: int) -> str:
-        """Draws a function of a small argument, times a factor that makes it moderate again."""
+        """Draws a function of a tiny argument, multiplied so that the result is moderate again."""
         large = self._pick(("1e3", "3e4", "1e6", "1e8"))
         inner = f"min(max({self.number(depth - 1)}, -9), 9) / {large}"
         return f"{large} * {self._pick(_OF_SMALL)}({inner})"
@@ -147,7 +147,7 @@ class _Drawer:
         )
 
     def _not_a_number(self) -> str:
-        """Draws a choice that NaN decides, which differs from itself and wins in min and max."""
+        """Draws a selection that depends on NaN: min and max propagate it, and NaN != NaN."""
         lost = self._pick(("log(-1 - abs(score))", "sqrt(-1 - abs(score))", "rsqrt(-1 - key)"))
         sides = self.rng.sample((lost, self._pick(("score", "0.5", "key"))), 2)
         either = f"{self._pick(('min', 'max'))}({', '.join(sides)})"
@@ -184,7 +184,7 @@ class _Drawer:
         )
 
     def _of_kind(self, kind: str, count: int, *, arrays: bool = False) -> list[str]:
-        """Draws reads of up to ``count`` captured arrays and numbers of a kind."""
+        """Returns expressions that read up to ``count`` captured arrays or numbers of a kind."""
         able = [
             x
             for x, form in self.names.items()

@@ -1,4 +1,4 @@
-"""Draws expressions and arrays that change scores, for random cases."""
+"""Draws score-modifying expressions and arrays for random cases."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ OF_SEQUENCES: tuple[Mapping[str, Any], ...] = (
     {},
     *(x for x in MODIFIED if not x.keys() & {BIAS, MASK}),
 )
-# Every function that has a derivative, and the choices that NaN decides.
+# All differentiable functions, and selections that depend on NaN.
 _FUNCTIONS = [f"{name}({x.drawn})" for name, x in DIFFERENTIABLE.items()]
 _LOST = "log(-1 - abs(score))"  # NaN
 _NAN_WINS = (
@@ -43,19 +43,19 @@ _NAN_WINS = (
     f"max({{}}, {_LOST})",
     f"max({_LOST}, {{}})",
 )
-# A float32 number near the lowest: gradients read an lse of this size, which is in float32.
+# Close to the lowest float32: a row's lse, which gradients read in float32, may be this low.
 _LOWEST = "-3.299999965482712e+38"
 _ARGUMENTS = ("score", "score - 0.5", "0.3 * score + 0.7", "score + 0.01 * (key - query)")
-_FEW_ARGUMENTS = 0.2  # a factor of each function
+_FEW_ARGUMENTS = 0.2  # weight of each function
 _BIASES = ("bhmn", "1hmn", "b1mn", "11mn", "bhm1", "1h1n", "b11n")
 _MASKS = ("bhmn", "1hmn", "11mn", "b11n", "1h1n")
 _FLOATS = ("", "f16", "bf16", "f32", "f64")
 
 
 def some_expressions(pick: random.Random) -> dict[str, Any]:
-    """Draws a score_mod, often also a mask_mod, and the arrays and numbers that they capture.
+    """Draws a score_mod and possibly a mask_mod, with the arrays and numbers that they capture.
 
-    The score_mod ends with the sum of all functions.
+    The score_mod ends with a weighted sum of all differentiable functions.
     """
     score, read = draw_expression(pick, "score")
     score = f"{score} + {_of_functions(pick)}"
@@ -76,8 +76,9 @@ def _of_functions(pick: random.Random) -> str:
 
 
 def some_arrays(pick: random.Random, *, has_sink: bool, in_blocks: bool) -> dict[str, Any]:
-    """Draws forms of some of sink, ALiBi slopes, bias and mask; for a block mask, the mask has
-    elements for each head.
+    """Draws forms for a random subset of sink, ALiBi slopes, bias and mask.
+
+    in_blocks: always draws a mask, with separate elements for each head, for a block mask.
     """
     found: dict[str, Any] = {}
     if has_sink:
@@ -92,6 +93,6 @@ def some_arrays(pick: random.Random, *, has_sink: bool, in_blocks: bool) -> dict
 
 
 def _formed(pick: random.Random, axes: Sequence[str]) -> str:
-    """Draws a form: one of these axes, with a float dtype or the default one."""
+    """Draws a form: one of the given axes, with a random float dtype or the default dtype."""
     short, letters = pick.choice(_FLOATS), pick.choice(axes)
     return f"{short}[{letters}]" if short else letters

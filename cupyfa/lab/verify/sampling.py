@@ -1,4 +1,4 @@
-"""Judges results: all rows, or a sample of them where the reference would take long."""
+"""Compares results with the reference: on all rows or, if that is too slow, on a sample."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from cupyfa.problem.problem import Problem
 from cupyfa.runtime.arrays import readable_inputs
 
 _WORK = 2e9  # multiply-adds that the reference computes in about a second
-# How the reference's work is estimated, in multiply-adds:
-_LEAST_WIDTH = 32  # for each score, at least
-_OF_GRADIENTS = 4  # the factor by which gradients take more work for a score
-_OF_ELEMENT = 40  # for each element of the arrays
-_ROWS = 64  # rows of an excerpt
-_SEQUENCES = 4  # sequences of a ragged batch that `smaller` keeps
+# Cost model of the reference, in multiply-adds:
+_LEAST_WIDTH = 32  # minimum per score
+_OF_GRADIENTS = 4  # cost of a score in the gradients, relative to the forward pass
+_OF_ELEMENT = 40  # per array element
+_ROWS = 64  # rows per excerpt
+_SEQUENCES = 4  # number of sequences of a ragged batch that `smaller` keeps
 
 
 @dataclass
 class Judge:
-    """Judges results by the reference, which is computed once for each rounding.
+    """Compares results with the reference, which is computed once per rounding.
 
-    excerpts: the rows that are judged; None stands for all rows.
+    excerpts: the excerpts to compare; None stands for all rows.
     """
 
     operation: Operation
@@ -42,16 +42,16 @@ class Judge:
 
     @classmethod
     def of(cls, plan: Plan, inputs: Arrays, excerpts: Sequence[Excerpt | None] = (None,)) -> Judge:
-        """Returns a judge for a plan, and for other plans of its problem that share its reference.
+        """Returns a judge for this plan and for plans of the same problem that share its reference.
 
-        A kernel's own reference is always computed for all rows.
+        If the kernel has its own reference, all rows are judged.
         """
         readable = readable_inputs(plan, inputs)
         chosen = (None,) if plan.kernel.reference else excerpts
         return cls(plan.operation, plan.problem, readable, chosen)
 
     def expected(self, *roundings: str | None) -> list[list[Mapping[str, Expected]]]:
-        """Returns the expected values of all excerpts, by rounding; roundings share most work."""
+        """Returns, per rounding, the expected values of all excerpts; roundings share most work."""
         if new := [x for x in dict.fromkeys(roundings) if x not in self._known]:
             p, reference = self.problem, self.operation.reference
             found = [reference(self.inputs, p, new, excerpt) for excerpt in self.excerpts]
@@ -59,25 +59,25 @@ class Judge:
         return [self._known[rounding] for rounding in roundings]
 
     def at(self, name: str, index: Sequence[int]) -> Judge:
-        """Returns a judge of one element of an output."""
+        """Returns a judge for a single element of an output."""
         return replace(self, excerpts=[self.operation.excerpt_at(name, index, self.problem)])
 
     @property
     def share(self) -> float:
-        """The fraction of all rows that are judged."""
+        """The fraction of rows that are judged."""
         p, chosen = self.problem, [x for x in self.excerpts if x]
         rows = {(x.batch, x.head, i) for x in chosen for i in range(x.rows.start, x.rows.stop)}
         return len(rows) / (p.batch * p.heads * p.M) if rows else 1.0
 
     def largest_bound(self, name: str, rounding: str | None) -> float:
-        """The largest finite bound of an output's elements."""
+        """Returns the largest finite error bound among an output's elements."""
         bounds = (x[name].bound for x in self.expected(rounding)[0])
         return max(float(x.max(initial=0.0, where=np.isfinite(x))) for x in bounds)
 
     def verdicts(
         self, results: Arrays, rounding: str | None = None, *, finite: bool = True
     ) -> tuple[Verdict, ...]:
-        """The worst verdict on each output; if ``finite``, NaN outside the excerpts is wrong."""
+        """Returns the worst verdict on each output; ``finite`` rejects NaN outside the excerpts."""
         return tuple(self._worst(name, x, rounding, finite) for name, x in results.items())
 
     def _worst(self, name: str, array: np.ndarray, rounding: str | None, finite: bool) -> Verdict:
@@ -85,7 +85,7 @@ class Judge:
         for chosen, values in zip(self.excerpts, self.expected(rounding)[0]):
             excerpt = chosen and self.operation.place(name, chosen, self.problem)
             (verdict,) = tolerance.compare({name: excerpt.of(array) if excerpt else array}, values)
-            if excerpt and verdict.index:  # as an index into the whole array
+            if excerpt and verdict.index:  # make the index relative to the whole array
                 row = verdict.index[2] + excerpt.rows.start
                 index = excerpt.batch, excerpt.head, row, *verdict.index[3:]
                 verdict = replace(verdict, index=index)
@@ -97,10 +97,10 @@ class Judge:
 
 
 def excerpts(p: Problem, seed: int, operation: str = "forward") -> list[Excerpt | None]:
-    """Returns the excerpts of a problem that are judged: [None], all rows, if that is quick.
+    """Returns the excerpts to judge: [None], which stands for all rows, if the reference is quick.
 
-    Otherwise they are the first and last rows of the first and last head, and at least two random
-    excerpts. Gradients of arrays that change scores are sums over all rows: these judge all rows.
+    Otherwise they are the first and last rows of the first and last head, plus at least two random
+    excerpts. Gradients of score-modifying arrays sum over all rows, so all rows are judged.
     """
     gradients = operation == "backward"
     width = max(p.d + p.dv, _LEAST_WIDTH) * (_OF_GRADIENTS if gradients else 1)
@@ -110,12 +110,12 @@ def excerpts(p: Problem, seed: int, operation: str = "forward") -> list[Excerpt 
         return scores * width + rows * columns
 
     whole = work(p.heads * p.pairs, p.batch * (p.heads * p.M + p.kv_heads * p.N))
-    is_padded = p.is_ragged and p.sequences is None  # always judged as a whole
+    is_padded = p.is_ragged and p.sequences is None  # padded batches: all rows are judged
     if whole <= _WORK or p.M <= _ROWS or (gradients and p.wrt) or is_padded:
         return [None]
     M, N = map(max, zip((0, 0), *pairs_of(*p.lengths))) if p.lengths else (p.M, p.N)
     each = work(_ROWS * N, _ROWS + N)
-    if gradients:  # the excerpt of dK and dV needs all rows of a group
+    if gradients:  # an excerpt of dK and dV depends on all query rows of its key head
         keys = min(_ROWS, N)
         each += work(keys * M * p.group, keys + M * p.group)
     pick, last = random.Random(seed), p.M - _ROWS
@@ -128,7 +128,7 @@ def excerpts(p: Problem, seed: int, operation: str = "forward") -> list[Excerpt 
 
 
 def smaller(plan: Plan) -> Problem:
-    """Returns a smaller problem that is quick to check; its sizes are no multiples of tiles."""
+    """Returns a smaller problem that is quick to check; its sizes are not multiples of a tile."""
     p, largest = plan.problem, max(plan.constants.values(), default=32)
     if p.is_softmax:
         return replace(p, M=min(p.M, 37), N=min(p.N, 1051))

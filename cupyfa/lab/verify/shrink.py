@@ -14,7 +14,7 @@ from cupyfa.problem.problem import Problem
 def shrunk(
     case: Case, fails: Callable[[Case], bool], *, tries: int = 300, seconds: float = 60.0
 ) -> Case:
-    """The simplest failing case that is found within `tries` cases and about `seconds`."""
+    """Returns the simplest failing case found within `tries` cases and about `seconds`."""
     end = time.monotonic() + seconds
     tried = {case}
     simpler = _simpler(case)
@@ -28,7 +28,7 @@ def shrunk(
 
 
 def _simpler(case: Case) -> Iterator[Case]:
-    """Cases with one simpler field, beginning with those that need no other compilation."""
+    """Yields cases with one field simplified, starting with fields that need no recompilation."""
     plain_values = {"tokens": "cached", "layout": "bhsd", "values": "normal", "seed": 0}
     for name, plain in plain_values.items():
         yield replace(case, **{name: plain})  # type: ignore[arg-type]
@@ -56,7 +56,7 @@ def _smaller(p: Problem) -> Iterator[Problem]:
     if p.block_mask:
         yield p.in_blocks(False)
     yield from (transforms.differentiate(p, [x for x in p.wrt if x != name]) for name in p.wrt)
-    for side, size in enumerate(p.window):  # no limit on one side, then smaller limits
+    for side, size in enumerate(p.window):  # remove a side's limit, then reduce it
         for smaller in (None, 0, *_sizes(size)) if size is not None else ():
             window = [smaller if at == side else x for at, x in enumerate(p.window)]
             is_left = p.causal or window != [None, None]
@@ -71,7 +71,7 @@ def _smaller(p: Problem) -> Iterator[Problem]:
 
 
 def _of_fewer_rows(p: Problem) -> Iterator[Problem]:
-    """Yields problems made dense, with one or all but one sequence, or with fewer rows."""
+    """Yields a dense problem, then ragged ones with fewer sequences, less padding or fewer rows."""
     assert p.lengths is not None
     q, k = p.lengths
     yield transforms.make_dense(p)
@@ -94,7 +94,7 @@ def _of_fewer_rows(p: Problem) -> Iterator[Problem]:
 
 
 def _sizes(size: int) -> list[int]:
-    """Returns smaller sizes in order; faults often depend on a size modulo the tile's size."""
+    """Returns smaller sizes, ascending; faults often depend on a size modulo the tile size."""
     remainders = {size % 2**power for power in range(1, 11)}
     parts = {1, 2, size // 2, size - size // 4, size - 1}
     return sorted(x for x in remainders | parts if 0 < x < size)

@@ -1,4 +1,4 @@
-"""Sizes of problems near those of a kernel's tiles, rings and schedule."""
+"""Draws problem sizes near the limits of a kernel's tiles, pipeline stages and schedules."""
 
 import math
 import random
@@ -14,25 +14,25 @@ from cupyfa.problem.lengths import Lengths, Packed
 from cupyfa.problem.options import Window
 from cupyfa.problem.problem import Problem
 
-_STAGES = ("stages", "Qs")  # constants that count stages
-_MANY_BLOCKS, _ODD_BLOCKS = 44, 33  # multiprocessors
-_COUNTED = 64  # the largest d for which many heads have their tiles of keys counted
-_BOX = 64  # columns of a slice of d that is copied by boxes
-_EMPTY = 0.03  # the share of lengths that are 0
-_ROWS_OF_SEQUENCES = (  # kinds of lengths of queries and keys; the first is always drawn
+_STAGES = ("stages", "Qs")  # names of constants that hold a number of stages
+_MANY_BLOCKS, _ODD_BLOCKS = 44, 33  # numbers of multiprocessors to simulate
+_COUNTED = 64  # largest d for which many short heads are processed by persistent blocks
+_BOX = 64  # columns per slice of d that TMA copies
+_EMPTY = 0.03  # probability of a length of 0
+_ROWS_OF_SEQUENCES = (  # kinds of (query, key) lengths; the first pair is always drawn
     *(("edge", "beyond"), ("beyond", "edge"), ("below", "edge"), ("none", "below")),
     *(("edge", "none"), ("one", "one"), ("below", "below")),
 )
 
 
 class Tile:
-    """The sizes of a plan that decide what a length covers."""
+    """The tile sizes and stages of a plan, relative to which lengths are drawn."""
 
     def __init__(self, plan: Plan) -> None:
         constants = plan.constants
         self.is_persistent = plan.kernel.persistent
         self.counts_heads = any("finishes" in x.constants for x in plan.launches)
-        # Without tiles of keys, the number of keys that a warp or a block takes at a time.
+        # A kernel without key tiles processes one key per lane of a warp or per thread of a block.
         threads = max((x.threads for x in plan.launches), default=1)
         at_a_time = WARP if any(name in constants for name in TILE_ROWS) else threads
         self.rows = max((constants[x] for x in TILE_ROWS if x in constants), default=1)
@@ -47,17 +47,17 @@ class Tile:
         self.has_splits = any("num_splits" in x.numbers for x in plan.launches)
 
     def is_left(self, p: Problem) -> bool:
-        """Whether there are more keys, or in gradients more rows, than stages hold at once."""
+        """Returns whether the stages cannot hold all keys (for gradients, or all rows) at once."""
         rows = self.row_stages * self.rows
         return self.stages * self.keys < p.N or (self.row_stages > 1 and rows < p.M)
 
     def length(self, kind: str, size: int, stages: int, pick: random.Random) -> int:
-        """Draws a number of rows or keys of a kind, for tiles of this size."""
+        """Draws a number of rows or keys of the given kind, relative to tiles of ``size``."""
         if pick.random() < _EMPTY:
             return 0
-        if kind == "below":  # a small part of a tile as often as a large one
+        if kind == "below":  # log-uniform
             return min(int(math.exp(pick.uniform(0, math.log(max(size, 2))))), max(size - 1, 1))
-        if kind == "few":  # few enough that heads may share a tile of rows
+        if kind == "few":  # so few rows that several heads may share a row tile
             return pick.randrange(1, max(size // 4, 1) + 1)
         if kind == "edge":
             return max(
@@ -72,7 +72,7 @@ def splits_of(plan: Plan) -> int:
 
 
 def is_on_few_blocks(plan: Plan, limits: Limits) -> bool:
-    """Whether a launch would have more blocks on a device with more multiprocessors."""
+    """Returns whether a launch would have more blocks on a device with more multiprocessors."""
     many = replace(limits, multiprocessors=2**20)
     fixed = SimpleNamespace(**plan.constants, multiprocessors=many.multiprocessors, round=0)
     for x in plan.launches:
@@ -86,7 +86,7 @@ def is_on_few_blocks(plan: Plan, limits: Limits) -> bool:
 
 @dataclass(frozen=True)
 class Crowd:
-    """Sizes and multiprocessors that reach a schedule for many tiles or heads."""
+    """Sizes and a number of multiprocessors that trigger a schedule for many tiles or heads."""
 
     heads: tuple[int, int, int]  # batch, kv_heads, group
     M: int
@@ -95,19 +95,19 @@ class Crowd:
 
 
 def crowds_of(p: Problem, tile: Tile, pick: random.Random) -> list[Crowd | None]:
-    """Returns sizes that reach a kernel's other schedules, and None, for usual sizes, as often."""
+    """Returns sizes that trigger a kernel's special schedules; None stands for usual sizes."""
     few, found = partial(pick.randrange, 1, 20), list[Crowd | None]()
     if p.is_ragged:
         return found
-    if tile.has_splits:  # enough splits that merging takes several rounds
+    if tile.has_splits:  # enough splits that merging them takes several rounds
         keys = tile.keys * pick.randrange(34, 41) - pick.randrange(2)
         few_heads = 1, 1, pick.choice((1, 2))
         found += [Crowd(few_heads, pick.choice((1, 2)), keys, _MANY_BLOCKS), None]
-    if tile.is_persistent and p.right is not None:  # heads of two tiles, and blocks that get none
+    if tile.is_persistent and p.right is not None:  # two tiles per head; some blocks are idle
         rows = tile.rows + pick.randrange(1, tile.rows)
         heads = pick.choice(((2, 4, 4), (8, 4, 1)))
         found += [Crowd(heads, rows, pick.randrange(1, 12), _ODD_BLOCKS), None]
-    if tile.counts_heads:  # blocks count tiles of keys, or the last block of a head finishes it
+    if tile.counts_heads:  # persistent blocks, or the last block of each head computes its dQ
         is_plain = max(p.d, p.dv) <= _COUNTED and p.window == (None, None) and not p.has_mask
         heads = 2, 132 if is_plain else 66, 1
         found += [Crowd(heads, few(), few()), *[None] * (2 - 2 * is_plain)]
@@ -115,40 +115,40 @@ def crowds_of(p: Problem, tile: Tile, pick: random.Random) -> list[Crowd | None]
 
 
 def with_long_rows(p: Problem) -> Problem:
-    """Returns the problem with a mask whose code is the same and whose last row sees all keys."""
+    """Replaces the mask by one that compiles to the same code and shows the last row all keys."""
     left, right = p.window
     causal = "bottom-right" if p.causal else None
     return p.with_options(causal=causal, window=(None if left is None else p.N, right))
 
 
 def work_of(p: Problem, operation: str = "forward") -> int:
-    """The multiply-adds of an operation."""
+    """Returns the number of multiply-adds of an operation."""
     forward = p.heads * p.pairs * (p.d + p.dv)
     return 5 * forward // 2 if operation == "backward" else forward
 
 
 def repaired_of(p: Problem, operation: str = "forward") -> int:
-    """Returns the number of rows of O, or of the three gradients."""
+    """Returns the number of rows that may need repair: of O, or of dQ, dK and dV."""
     rows, keys = p.batch * p.heads * p.M, p.batch * p.kv_heads * p.N
     return rows + 2 * keys if operation == "backward" else rows
 
 
 def longest(p: Problem) -> int:
-    """The most keys that a query may see."""
+    """Returns the largest number of keys that a query can attend to."""
     return max(p.lengths[1].counts) if p.lengths else p.N
 
 
 def some_lengths(used: bool) -> Packed:
-    """Returns placeholder lengths, with seqused or without, that drawn ones replace."""
+    """Returns placeholder lengths, with or without seqused; drawn lengths replace them later."""
     one = Lengths((64, 64), (64, 64) if used else None)
     return one, one
 
 
 def lengths_near(tile: "Tile", like: Packed, pick: random.Random, *, is_full: bool) -> Packed:
-    """Draws lengths of sequences: 0, 1, near a tile, several tiles; and rows outside sequences.
+    """Draws sequence lengths (0, 1, near a tile's edge, several tiles) and rows outside sequences.
 
-    is_full: there are few sequences, and the last one starts at a tile's edge and ends the array,
-    so that every tile number is used.
+    is_full: draws two sequences. The second one starts at a tile's edge and ends with the array,
+    so that every tile index is used.
     """
     kinds = [_ROWS_OF_SEQUENCES[0], *pick.sample(_ROWS_OF_SEQUENCES[1:], pick.randrange(1, 6))]
     pick.shuffle(kinds)
@@ -158,7 +158,7 @@ def lengths_near(tile: "Tile", like: Packed, pick: random.Random, *, is_full: bo
     def drawn(of: Sequence[str], size: int, is_used: bool) -> Lengths:
         fixed = {"none": 0, "one": 1}
         rows = [fixed[x] if x in fixed else tile.length(x, size, 1, pick) for x in of]
-        # The longest sequence has unused rows; others may have some.
+        # Half of the longest sequence's rows are unused, and half of some other sequences' rows.
         halved = [n == max(rows) or pick.random() < 0.3 for n in rows]
         used = tuple(n // 2 if x else n for n, x in zip(rows, halved)) if is_used else None
         before, after = (pick.choice((0, 0, 1, size + 1)) for _ in range(2))
@@ -180,10 +180,10 @@ def window_near(
     edge: int | None = None,
     shift: int = 0,
 ) -> Window:
-    """Draws window limits of 0 to N keys, uniform in their logarithm, or at the edge of a tile.
+    """Draws window limits from 0 to N keys: log-uniform, or at a tile's edge.
 
-    edge: the distance from a tile's edge at which the limits lie, if they must be near one;
-    shift: the number of keys before the key of query 0.
+    edge: if given, the limits lie this many keys from a tile's edge.
+    shift: the position of query 0 among the keys.
     """
 
     def side(sign: int) -> int:

@@ -26,20 +26,19 @@ from cupyfa.runtime.guard import run_guarded
 from cupyfa.runtime.simulator import Simulator
 
 KernelOrName = str | Kernel
-LARGEST_FILE = 250 * 2**20  # bytes of a failure's arrays besides the results
-# Multiply-adds, scores and rows of a case that any kernel finishes in the simulator in a minute.
+LARGEST_FILE = 250 * 2**20  # maximum bytes of a failure's arrays, not counting results
+# Maximum multiply-adds, scores and rows that every kernel can simulate within a minute.
 _SIMULATED = (2**29, 2**20, 2**16)
 
 
 @dataclass(frozen=True)
 class Task:
-    """Kernels to run on one case, by name or record, with some constants fixed.
+    """One case and the kernels to run on it, by name or record, optionally with fixed constants.
 
-    reruns: how often each kernel runs again and must give the same bits. timeout: seconds that it
-    may take in a worker process. keep: whether outcomes hold the arrays of a failure's file.
-    schedule, multiprocessors: the order of the simulator's threads, and how many multiprocessors
-    it has, if not the backend's. inputs: contiguous arrays in place of the case's own; they get its
-    layout.
+    reruns: number of further runs of each kernel, which must be bitwise identical. timeout: seconds
+    that a kernel may take in a worker process. keep: whether outcomes keep the arrays to store for
+    a failure. schedule, multiprocessors: replace the simulator's thread order and number of
+    multiprocessors. inputs: contiguous arrays that replace the case's inputs and get its layout.
     """
 
     case: Case
@@ -58,19 +57,19 @@ def name_of(kernel: KernelOrName) -> str:
 
 
 def has_name(kernel: KernelOrName) -> bool:
-    """Whether the kernel can be found by its name; a record from a script cannot."""
+    """Returns whether the kernel can be found by its name; a record from a script cannot."""
     return isinstance(kernel, str) or LADDER[kernel.operation].get(kernel.name) is kernel
 
 
 def backend_of(task: Task, backend: Backend) -> Backend:
-    """Returns the backend of a task: the given one, or the simulator with the task's settings."""
+    """Returns a task's backend: the given one, or a simulator with the task's settings."""
     asked = {x: getattr(task, x) for x in ("schedule", "multiprocessors")}
     changes = {name: value for name, value in asked.items() if value is not None}
     return backend.like(**changes) if changes and isinstance(backend, Simulator) else backend
 
 
 def perform(backend: Backend, task: Task) -> Iterator[Outcome]:
-    """Runs a task and yields the steps and the outcome of each kernel; DEVICE_LOST ends it.
+    """Runs a task and yields each kernel's steps and outcome; stops after DEVICE_LOST.
 
     Raises CompilerNotFound if the simulator finds no compiler.
     """
@@ -82,7 +81,7 @@ def perform(backend: Backend, task: Task) -> Iterator[Outcome]:
             plans[name] = _planned(backend, kernel, task)
         except Unsupported as refused:
             yield Outcome(name, failures.UNSUPPORTED, refused.reason)
-        except ValueError as error:  # a mistake in the record
+        except ValueError as error:  # the record is invalid
             yield Outcome(name, failures.ERROR, str(error))
     if not plans:
         return
@@ -151,7 +150,7 @@ def refuse_long(backend: Backend, p: Problem) -> None:
 
 
 def _judge(plans: Sequence[Plan], inputs: Arrays, case: Case) -> Judge:
-    """The judge of the plans' results; gradients are sampled, as their reference takes long."""
+    """Returns a judge of the plans' results; samples gradients, whose reference is slow."""
     is_sampled = case.operation == "backward"
     chosen = sampling.excerpts(case.problem, case.seed, "backward") if is_sampled else [None]
     judge = Judge.of(plans[0], inputs, chosen)
@@ -162,7 +161,7 @@ def _judge(plans: Sequence[Plan], inputs: Arrays, case: Case) -> Judge:
 def _outcome(
     backend: Backend, plan: Plan, inputs: Arrays, judge: Judge, begun: Outcome, task: Task
 ) -> Outcome:
-    """The outcome of running a plan once and then ``task.reruns`` times more."""
+    """Runs a plan once and then ``task.reruns`` more times, and returns the outcome."""
     readable = block_mask.readable(backend, plan, inputs)
     left = {"left": guard.FINITE} if task.case.seed % 2 else {}
     results = run_guarded(backend, plan, readable, {}, **left)
@@ -189,11 +188,11 @@ def difference(
     reruns: int,
     begins: Callable[[], None] = lambda: None,
 ) -> str | None:
-    """Runs a plan again and describes the first output whose bits differ; None if none does.
+    """Reruns a plan and describes the first output whose bits differ; returns None if all agree.
 
-    inputs: as ``block_mask.readable`` returns them. Unordered outputs are left out: only the
-    reference judges them. The simulator runs its threads in another order each time. ``begins`` is
-    called before each run.
+    inputs: as returned by ``block_mask.readable``. Unordered outputs are not compared; only the
+    reference judges them. The simulator changes its thread order in every run. ``begins`` is called
+    before each run.
     """
     for again in range(1, reruns + 1):
         begins()
@@ -223,7 +222,7 @@ def _kind(backend: Backend, error: Exception) -> str:
 
 
 def _kept(inputs: Arrays, judge: Judge, plan: Plan) -> Arrays:
-    """Returns inputs and, unless sampled, expected values and bounds; {} if they are too large."""
+    """Returns inputs and, if all rows are judged, expected values and bounds; {} if too large."""
     arrays = dict(inputs)
     if None in judge.excerpts:
         for name, pair in judge.expected(plan.rounding)[0][0].items():

@@ -1,4 +1,4 @@
-"""Writes new tokens into a paged cache and rotates them before attention."""
+"""Appends new tokens to a paged KV cache and applies rotary embeddings before attention."""
 
 import numpy as np
 
@@ -10,20 +10,20 @@ from cupyfa.problem.optional_inputs import PADDED, PAGE_TABLE
 from cupyfa.problem.problem import Problem
 from cupyfa.runtime.backend import Backend
 
-_MORE = 5  # extra rows of the rotary tables, which no key needs
+_MORE = 5  # extra rows of the rotary tables, for positions shifted by prefix keys
 
 
 def written(backend: Backend, case: Case, inputs: Arrays) -> Arrays:
-    """Returns the inputs of attention after new tokens are written to the cache and rotated.
+    """Appends new tokens to the cache, applies rotary embeddings and returns attention's inputs.
 
-    The last rows of each batch element are the new tokens. Raises WrongResult if the written
-    rows are wrong, or anything else was changed.
+    The last rows of each batch element are its new tokens. Raises WrongResult if they are written
+    incorrectly or if any other row of the cache changes.
     """
     if case.tokens == "cached":
         return inputs
     p = case.problem
     if not p.pages or not 0 < p.M <= p.N:
-        raise ValueError(f"tokens is {case.tokens!r}; it needs a page_size and M from 1 to N")
+        raise ValueError(f"tokens is {case.tokens!r}, which requires a page_size and M from 1 to N")
     rng = np.random.default_rng((case.seed, *b"tokens"))
     lengths, table = inputs[f"mods.{PADDED[1]}"], inputs[f"mods.{PAGE_TABLE}"]
     filled = {name: inputs[name].copy() for name in "KV"}
@@ -55,7 +55,7 @@ def _places(before: np.ndarray, table: np.ndarray, p: Problem) -> tuple[np.ndarr
 
 
 def _taken_out(array: np.ndarray, before: np.ndarray, table: np.ndarray, p: Problem) -> np.ndarray:
-    """Returns the rows of new tokens [batch, kv_heads, tokens, columns]; the cache gets NaN."""
+    """Removes the new tokens' rows [batch, kv_heads, tokens, columns], leaving NaN in the cache."""
     pages, rows = _places(before, table, p)
     by_row = array.swapaxes(1, 2)
     found = np.ascontiguousarray(by_row[pages, rows].swapaxes(1, 2))
@@ -64,7 +64,7 @@ def _taken_out(array: np.ndarray, before: np.ndarray, table: np.ndarray, p: Prob
 
 
 def _angles(rng: np.random.Generator, p: Problem) -> tuple[np.ndarray, np.ndarray]:
-    """Returns cosines and sines of random angles per position, in the dtype of q or of sums."""
+    """Returns cosines and sines of random angles per position, in q's or the sums' dtype."""
     angles = rng.uniform(-4, 4, (p.N + _MORE, int(rng.integers(1, p.d // 2 + 1))))
     numbers = p.dtype.numpy if rng.random() < 0.5 else p.dtype.sums
     return np.cos(angles).astype(numbers), np.sin(angles).astype(numbers)
@@ -78,7 +78,7 @@ def _check_rest(
     lengths: np.ndarray,
     p: Problem,
 ) -> None:
-    """Raises WrongResult if another row of the cache changed, or if lengths are wrong."""
+    """Raises WrongResult if a row besides the new tokens changed, or if the lengths are wrong."""
     used = step.backend.download(step.lengths) if step.is_moved else step.lengths
     if (used != lengths).any():
         raise WrongResult(f"append_keys on {cache!r}: lengths are {used}, not {lengths}")

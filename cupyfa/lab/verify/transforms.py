@@ -1,4 +1,4 @@
-"""Problems made from others, for random cases and for shrinking: other sizes, arrays, lengths."""
+"""Derives problems with other sizes, arrays or lengths, for random cases and for shrinking."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from cupyfa.score.expressions import Expression
 
 
 def resize(p: Problem, **sizes: int) -> Problem:
-    """The problem with other sizes, and with arrays that fit them.
+    """Returns the problem with other sizes, and with arrays resized to match.
 
-    A ragged batch keeps its first sequences and rows, up to these sizes.
+    A ragged batch keeps its first sequences and rows, up to the new sizes.
     """
     if size := p.page_size:
         return resize(p.in_pages(None), **sizes).in_pages(size)
@@ -53,24 +53,24 @@ def resize(p: Problem, **sizes: int) -> Problem:
 
 
 def differentiate(p: Problem, names: Sequence[str]) -> Problem:
-    """Returns the problem that has gradients of these arrays besides those of q, k and v."""
+    """Returns the problem with gradients of the named arrays in addition to dQ, dK and dV."""
     return replace(p, operands=differentiated(p.operands, names))
 
 
 def pad(p: Problem, sides: Collection[str]) -> Problem:
-    """Returns the problem with a length per batch element, of queries ("q"), keys ("k") or both.
+    """Returns the problem with a length per batch element, for queries ("q"), keys ("k") or both.
 
-    All rows of a side that is not named count.
+    On a side that is not named, all rows are used.
     """
     if p.pages:
-        raise ValueError("batch elements with keys in pages have lengths; leave out padded")
+        raise ValueError("batch elements with keys in pages already have lengths; leave out padded")
     _refuse_others("padded", sides, "qk")
     lengths = (Operand(x, "int32", (p.batch,)) for x in PADDED if x[-1] in sides)
     return _replace_operands(p, PADDED, lengths)
 
 
 def add_descales(p: Problem, names: Collection[str]) -> Problem:
-    """Returns the problem with descales of the named inputs, some of "q", "k" and "v"."""
+    """Returns the problem with descales of the named inputs, a subset of "q", "k" and "v"."""
     _refuse_others("descales", names, "qkv")
     shape = p.batch, p.kv_heads
     descales = (Operand(x, "float32", shape) for x in DESCALES if x[0] in names)
@@ -78,18 +78,17 @@ def add_descales(p: Problem, names: Collection[str]) -> Problem:
 
 
 def _replace_operands(p: Problem, names: Collection[str], new: Iterable[Operand]) -> Problem:
-    """Returns the problem with ``new`` in place of all operands with these names."""
     return replace(p, operands=(*(x for x in p.operands if x.name not in names), *new))
 
 
 def _refuse_others(what: str, names: Collection[str], known: str) -> None:
     """Raises ValueError for names that are not letters of ``known``."""
     if unknown := ", ".join(x for x in names if x not in known):
-        raise ValueError(f"{what} names {unknown}; it can name {', '.join(known)}")
+        raise ValueError(f"{what} contains {unknown}; use only {', '.join(known)}")
 
 
 def make_ragged(p: Problem, lengths: Any, **heads: int) -> Problem:
-    """Returns the problem with sequences of these lengths, and with these heads if given."""
+    """Returns the problem as a ragged batch of these lengths; ``heads`` sets numbers of heads."""
     q, k = packed = lengths_of(lengths)
     after = len(q.rows), heads.get("heads", p.heads), q.total, k.total
     others = [x for x in p.operands if x.name not in LENGTHS]
@@ -105,16 +104,16 @@ def make_ragged(p: Problem, lengths: Any, **heads: int) -> Problem:
 
 
 def make_dense(p: Problem) -> Problem:
-    """Returns the problem with one sequence that has all rows of a ragged batch."""
+    """Turns a ragged batch into a dense problem with a single sequence of all its rows."""
     others = [x for x in p.operands if x.name not in LENGTHS]
     made = resized(others, p.expressions, p.of_scores, (1, p.heads, p.M, p.N))
     return replace(p, operands=made, rows=DENSE)
 
 
 def replace_arrays(p: Problem, arrays: Mapping[str, Any]) -> Problem:
-    """The problem with arrays of these forms, and with the largest sizes that these allow.
+    """Returns the problem with arrays of these forms, and with sizes limited to what they allow.
 
-    A form with a number, f32[4], keeps it: where an expression indexes it with key, N is at most 4.
+    A form may have a fixed size: if an expression indexes an f32[4] with key, N becomes at most 4.
     """
     if size := arrays.get(shape_language.PAGE_SIZE) or p.page_size:
         others = {name: x for name, x in arrays.items() if name != shape_language.PAGE_SIZE}
@@ -137,10 +136,9 @@ def replace_arrays(p: Problem, arrays: Mapping[str, Any]) -> Problem:
 
 
 def modify(p: Problem, options: Mapping[str, Any], arrays: Mapping[str, Any]) -> Problem:
-    """Returns the problem with other options; new expressions or arrays replace all of its own.
+    """Returns the problem with other options; new expressions or arrays replace all existing ones.
 
-    With lengths among the arrays, it is a ragged batch of such sequences; with a page_size, its
-    keys lie in pages.
+    Lengths among the arrays make it a ragged batch; a page_size puts its keys into pages.
     """
     arrays = dict(arrays)
     size = arrays.pop(shape_language.PAGE_SIZE, None) or p.page_size
@@ -162,7 +160,7 @@ def modify(p: Problem, options: Mapping[str, Any], arrays: Mapping[str, Any]) ->
 
 
 def leave_out(p: Problem, name: str) -> Problem:
-    """Returns the problem without an option or array, and without arrays that only it reads."""
+    """Drops an option or array from the problem, along with arrays that nothing else reads."""
     options = p.options
     if name in OPTIONS and name != SEED:  # dropout needs the seed
         options = replace(options, **{name: OPTIONS[name].default})
@@ -176,7 +174,7 @@ def leave_out(p: Problem, name: str) -> Problem:
 
 
 def _largest_sizes(found: Iterable[Operand], texts: Iterable[Expression]) -> dict[str, int]:
-    """Returns the largest sizes, by name, whose indices stay inside every array."""
+    """Returns, by name, the largest sizes for which indices stay inside every array."""
     most: dict[str, int] = {}
     for x in found:
         for axis, n in enumerate(x.shape):

@@ -1,8 +1,9 @@
-"""Runs tasks in this process, or in worker processes that can be ended and replaced.
+"""Runs tasks in this process, or in worker processes that can be killed and replaced.
 
-A kernel that traps costs its process the device, one that hangs never returns, and one that crashes
-the simulator ends its process. So a worker process reports each step before it begins. If it dies
-or takes too long, that step is the outcome and a new process takes over.
+A kernel that traps makes its process lose the device, a kernel that hangs never returns, and a
+kernel that crashes the simulator kills its process. A worker process therefore reports each step
+before starting it. If the worker dies or takes too long, the reported step becomes the outcome, and
+a new process takes over.
 """
 
 from __future__ import annotations
@@ -42,24 +43,24 @@ sys.path[0] = sys.argv[1]
 from cupyfa.lab.verify import workers
 workers.serve(int(sys.argv[2]))
 """
-# One worker per core needs one thread each. NumPy reads these when it is imported.
+# Workers run one per core, so each uses a single thread. NumPy reads these variables on import.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-_PATIENCE = 1.0  # seconds that a process has to end after SIGTERM
+_PATIENCE = 1.0  # seconds between SIGTERM and SIGKILL
 
 
 class Stopped(Exception):
-    """A worker was stopped before its task was done."""
+    """Raised when a worker is stopped before its task is done."""
 
 
 class Here:
-    """Runs tasks in this process, which a kernel may crash or block."""
+    """Runs tasks in this process; a kernel may crash or block it."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._is_lost = False
 
     def run(self, task: Task) -> list[Outcome]:
-        """The outcomes of a task's kernels."""
+        """Runs a task and returns its kernels' outcomes."""
         steps = () if self._is_lost else perform(self._backend, task)
         done = [step for step in steps if step.kind not in kinds.STEPS]
         self._is_lost |= any(outcome.kind == kinds.DEVICE_LOST for outcome in done)
@@ -73,16 +74,16 @@ class Here:
 
 
 class Process:
-    """Runs tasks in a process of its own, on a backend like the given one, with one thread.
+    """Runs tasks in a separate process with one thread, on a backend like the given one.
 
-    Several GPUs are assigned to processes in turn, by their number.
+    Processes are assigned to the visible GPUs round-robin, by ``number``.
     """
 
     def __init__(self, backend: Backend, number: int = 0) -> None:
         self._variables = _ONE_THREAD | _one_of(backend.devices, number)
-        cache_folder.warn_unless_kept()  # in this process, since output of workers is not shown
+        cache_folder.warn_unless_kept()  # here, because workers' output is not shown
         if isinstance(backend, Simulator):
-            machine.compiler()  # likewise
+            machine.compiler()  # here, so that its warnings and errors are shown
         self._backend = backend.like(workers=1) if isinstance(backend, Simulator) else backend.name
         self._process: _Started | None = None
         self._is_stopped = False
@@ -96,18 +97,18 @@ class Process:
         return done
 
     def stop(self) -> None:
-        """Ends the process, whatever it runs, for good; any thread may call it."""
+        """Ends the process for good, even during a task; any thread may call this."""
         self._is_stopped = True
         self.rest()
 
     def rest(self) -> None:
-        """Ends the process; the next task starts another one."""
+        """Ends the process; the next task starts a new one."""
         process, self._process = self._process, None
         if process:
             process.end()
 
     def _begun(self, task: Task) -> list[Outcome]:
-        """Returns the outcomes until a kernel ended or blocked the process, its own included."""
+        """Runs kernels until one of them kills or blocks the process, and returns all outcomes."""
         done: list[Outcome] = []
         doing: Outcome | None = None
         seconds: float | None = None
@@ -139,7 +140,7 @@ class Process:
             except ConnectionError:
                 self._check_stopped()
                 cause = self._process.cause_of_death()
-                raise DeviceError(f"a worker did not start; {cause}; --jobs 0 needs none") from None
+                raise DeviceError(f"a worker did not start; {cause}; use --jobs 0") from None
         return self._process
 
     def _check_stopped(self) -> None:
@@ -152,7 +153,7 @@ Worker = Here | Process
 
 
 def _one_of(devices: int, number: int) -> dict[str, str]:
-    """The environment variable that lets a process see one of several GPUs."""
+    """Returns the environment variable that restricts a process to one of several GPUs."""
     if devices < 2:
         return {}
     name = "CUDA_VISIBLE_DEVICES"
@@ -161,13 +162,12 @@ def _one_of(devices: int, number: int) -> dict[str, str]:
 
 
 def _left(task: Task, done: Sequence[Outcome]) -> tuple[KernelOrName, ...]:
-    """The kernels of a task without an outcome."""
     have = {outcome.kernel for outcome in done}
     return tuple(kernel for kernel in task.kernels if name_of(kernel) not in have)
 
 
 class _Started:
-    """A running worker process, the pipe to it and its output."""
+    """A running worker process, with its pipe and its output."""
 
     def __init__(self, backend: Backend | str, variables: Mapping[str, str]) -> None:
         self.pipe, theirs = Pipe()
@@ -176,19 +176,19 @@ class _Started:
         package = Path(__file__).resolve().parents[3]
         self._process = subprocess.Popen(
             [sys.executable, "-c", _START, str(package), str(theirs.fileno())],
-            stdin=subprocess.PIPE,  # closes when this process ends, for whatever reason
+            stdin=subprocess.PIPE,  # closes when the parent ends, for whatever reason
             stdout=self._log,
             stderr=self._log,
             env={**os.environ, **variables},
             pass_fds=[theirs.fileno()],
-            start_new_session=True,  # Ctrl-C goes to this process only
+            start_new_session=True,  # Ctrl-C interrupts only the parent
         )
         theirs.close()
-        with suppress(BrokenPipeError):  # the process is already dead; `next_step` raises
+        with suppress(BrokenPipeError):  # the worker is already dead; `next_step` raises
             self.pipe.send(backend)
 
     def next_step(self) -> Any:
-        """Returns the worker's next message; raises what it sends, or ConnectionError if dead."""
+        """Returns the worker's next message. Raises its error, or ConnectionError if it died."""
         try:
             step = self.pipe.recv()
         except EOFError:
@@ -198,7 +198,7 @@ class _Started:
         return step
 
     def end(self) -> None:
-        """Ends the process and a compiler that it started; kills it if it does not end in time."""
+        """Terminates the process and any compiler it started; kills it if it does not exit soon."""
         self._process.terminate()
         try:
             self._process.wait(_PATIENCE)
@@ -218,7 +218,7 @@ class _Started:
 
 
 def serve(handle: int) -> None:
-    """Runs in a worker process: performs the tasks from a pipe and sends every step back."""
+    """Serves as a worker process's main loop: performs tasks from a pipe and returns every step."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     threading.Thread(target=_end_with_parent, daemon=True).start()
     pipe: Connection[Any, Any] = Connection(handle)
@@ -236,7 +236,7 @@ def serve(handle: int) -> None:
 
 
 def _end_with_parent() -> None:
-    while os.read(0, 1):  # not sys.stdin.read: its lock would block the exit
+    while os.read(0, 1):  # sys.stdin.read would hold a lock that blocks the exit
         pass
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_PATIENCE)
@@ -246,7 +246,7 @@ def _end_with_parent() -> None:
 def in_parallel(
     workers: Sequence[Worker], job: Callable[[Any, Item], Made], items: Sequence[Item]
 ) -> Iterator[tuple[Item, Made]]:
-    """Yields each item with job(worker, item), as jobs finish; an error stops all workers."""
+    """Yields (item, job(worker, item)) as jobs finish; an error stops all workers."""
     if len(workers) == 1:
         yield from ((item, job(workers[0], item)) for item in items)
         return
@@ -268,7 +268,7 @@ def in_parallel(
             yield done.result()
     except BaseException:
         threads.shutdown(wait=False, cancel_futures=True)
-        for worker in workers:  # in threads of their own: an interrupt must not take long
+        for worker in workers:  # in threads, so that an interrupt returns quickly
             threading.Thread(target=worker.stop).start()
         raise
     threads.shutdown()

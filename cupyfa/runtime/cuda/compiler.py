@@ -53,7 +53,7 @@ def load(launch: PlannedLaunch, text: str, capability: str) -> Kernel:
         if binary is None:
             name, folders = f"{launch.entry}.cu", sources.include_folders(launch)
             binary, _ = compile_text(text, name, arch, folders, to_ptx=to_ptx, log=False)
-            with suppress(OSError):  # a full disk
+            with suppress(OSError):  # for example, the disk is full
                 cache_folder.keep_compiled(path, binary)
         return Kernel(binary, launch.entry)
     except driver.CUDADriverError as error:
@@ -63,7 +63,7 @@ def load(launch: PlannedLaunch, text: str, capability: str) -> Kernel:
 
 
 def _target(arch: str) -> tuple[str, bool]:
-    """Returns the architecture to compile for, and whether to PTX, for devices newer than NVRTC."""
+    """Returns the target architecture, and whether to emit PTX, for devices newer than NVRTC."""
     known = nvrtc.getSupportedArchs()
     if not arch.isdigit() or int(arch) in known:
         return arch, False
@@ -81,14 +81,14 @@ def compile_text(
 ) -> tuple[bytes, str]:
     """Compiles source code to a cubin, or with ``to_ptx`` to PTX; also returns the log.
 
-    Needs no GPU. Raises cupy.cuda.compiler.CompileException with NVRTC's message.
+    Works without a GPU. Raises cupy.cuda.compiler.CompileException with NVRTC's message.
     """
     target = f"compute_{arch}" if to_ptx else f"sm_{arch}"
     options = ["--std=c++17", f"-arch={target}", "-ftz=true", "--device-as-default-execution-space"]
     options += ["--device-int128"]
-    options += ["--diag-suppress=177"]  # constants that a kernel does not use
+    options += ["--diag-suppress=177"]  # warnings about unused constants
     if log:
-        options += ["--ptxas-options=-v", "--no-cache"]  # NVRTC's own cache has no log
+        options += ["--ptxas-options=-v", "--no-cache"]  # NVRTC's cache does not store logs
     options += [f"-I{folder}" for folder in (*folders, *_include_folders())]
     program = nvrtc.createProgram(text, name, [], [])
     try:
@@ -104,7 +104,7 @@ def compile_text(
 
 @cache
 def _include_folders() -> tuple[Path, ...]:
-    """Returns the include folders of CUDA, of CuPy and of the C++ core libraries in CuPy."""
+    """Returns the include folders of CUDA, of CuPy and of CuPy's copy of CCCL."""
     from cuda.pathfinder import find_nvidia_header_directory
 
     toolkit, found = cupy.cuda.get_cuda_path(), find_nvidia_header_directory("cudart")

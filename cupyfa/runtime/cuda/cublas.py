@@ -1,4 +1,4 @@
-"""Matrix products of the baselines by cuBLAS, accumulated in float32 (float64 for float64)."""
+"""Matrix products of baselines with cuBLAS, accumulated in float32 (float64 for float64)."""
 
 import ctypes
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import numpy as np
 from cupy.cuda import cublas, device
 from cupy_backends.cuda.api import runtime
 
-# The element and compute types, as enumerated in library_types.h and cublas_api.h.
+# (cudaDataType, cublasComputeType_t), as enumerated in library_types.h and cublas_api.h.
 _TYPES = {"float32": (0, 68), "float64": (1, 70), "float16": (2, 68), "bfloat16": (14, 68)}
 _FAST_TF32 = 77
 _DEFAULT_ALGORITHM = -1
@@ -21,10 +21,10 @@ _INT_MAX = 2**31 - 1
 def matmul(a: Any, b: Any, out: Any, scale: float, *, tf32: bool = False) -> None:
     """Computes out = a b * scale per head.
 
-    a is [batch, heads, M, K], b is [batch, kv_heads or heads, K, N]. out has the heads of a, or
-    only the key heads, in which case it holds sums over groups. Its dtype is that of a and b, or
-    float32. cuBLAS is column-major, so it computes out^T = b^T a^T. ``tf32`` lets it round float32
-    inputs to TF32.
+    a is [batch, heads, M, K], b is [batch, kv_heads or heads, K, N]. out has as many heads as a, or
+    only the key heads, each of which is then the sum over its group. The dtype of out is that of a
+    and b, or float32. cuBLAS is column-major, so it computes out^T = b^T a^T. ``tf32`` lets cuBLAS
+    round float32 inputs to TF32.
     """
     (M, N), K = out.shape[-2:], a.shape[-1]
     if out.size == 0:
@@ -32,7 +32,7 @@ def matmul(a: Any, b: Any, out: Any, scale: float, *, tf32: bool = False) -> Non
     if K == 0 or a.shape[1] == 0:  # an empty sum
         out.fill(0)
         return
-    if scale == 0:  # cuBLAS would not read a and b, whose NaN and infinities must propagate
+    if scale == 0:  # cuBLAS would skip a and b, but their NaN and infinities must propagate
         smallest = np.finfo(np.float64 if out.dtype == np.float64 else np.float32).tiny
         matmul(a, b, out, float(smallest), tf32=tf32)
         out *= 0
@@ -53,7 +53,7 @@ def matmul(a: Any, b: Any, out: Any, scale: float, *, tf32: bool = False) -> Non
     transposed = operations[b_transposed], operations[a_transposed]
     gemm, handle = _gemm(), device.get_cublas_handle()
     mode = cublas.getMathMode(handle)
-    # In float16, which cuBLAS may choose, partial sums can overflow where the whole sum does not.
+    # cuBLAS might add partial sums in float16, which can overflow although the whole sum does not.
     cublas.setMathMode(handle, _DISALLOW_REDUCED_PRECISION_REDUCTION)
     try:
         for starts, steps, count, adds in _batches(a, b, out):
@@ -72,7 +72,7 @@ def matmul(a: Any, b: Any, out: Any, scale: float, *, tf32: bool = False) -> Non
 
 
 def _gemm() -> Callable[..., Any]:
-    """Returns CuPy's function, or cuBLAS's own during a capture, when CuPy's would fail."""
+    """Returns CuPy's wrapper, or cuBLAS's function during a capture, where the wrapper fails."""
     stream = cupy.cuda.get_current_stream().ptr
     if not runtime.streamIsCapturing(stream):
         return cublas.gemmStridedBatchedEx
@@ -86,12 +86,12 @@ def _library() -> ctypes.CDLL:
     """Returns the cuBLAS library that CuPy has loaded."""
     library = ctypes.CDLL(cublas.__file__)
     whole, wide, pointer = ctypes.c_int, ctypes.c_longlong, ctypes.c_void_p
-    matrix = (pointer, whole, whole, wide)  # data, type, row length, step to the next
+    matrix = (pointer, whole, whole, wide)  # data, type, leading dimension, batch stride
     library.cublasSetStream_v2.argtypes = (pointer, pointer)
     library.cublasGemmStridedBatchedEx.argtypes = (
-        *(pointer, whole, whole, whole, whole, whole),  # handle, two transpositions, sizes
+        *(pointer, whole, whole, whole, whole, whole),  # handle, two transpose flags, sizes
         *(pointer, *matrix, *matrix, pointer, *matrix),
-        *(whole, whole, whole),  # count, compute type, algorithm
+        *(whole, whole, whole),  # batch count, compute type, algorithm
     )
     return library
 
@@ -120,9 +120,9 @@ def _readable(array: Any) -> tuple[Any, bool, int]:
 
 
 def _batches(a: Any, b: Any, out: Any) -> list[tuple[list[int], list[int], int, bool]]:
-    """Lists the calls of cuBLAS: (starts of a, b, out; steps of a, b, out; count; adds to out).
+    """Lists cuBLAS calls: (starts of a, b, out; strides of a, b, out; count; whether to add).
 
-    Starts and steps are in bytes. One call computes everything if all heads are evenly spaced;
+    Starts and strides are in bytes. One call computes everything if all heads are evenly spaced;
     otherwise each batch element and each query head of a group needs a call over the key heads.
     """
     batch, heads = a.shape[:2]
@@ -133,7 +133,7 @@ def _batches(a: Any, b: Any, out: Any) -> list[tuple[list[int], list[int], int, 
     even = all(x.strides[0] == x.shape[1] * x.strides[1] or batch == 1 for x in arrays)
     if even and group == 1:
         return [([0, 0, 0], [x.strides[1] for x in arrays], batch * heads, False)]
-    own = [x.strides[1] if x.shape[1] == heads else 0 for x in arrays]  # steps in a group
+    own = [x.strides[1] if x.shape[1] == heads else 0 for x in arrays]  # strides within a group
     steps = [group * x.strides[1] if x.shape[1] == heads else x.strides[1] for x in arrays]
     return [
         ([i * x.strides[0] + g * y for x, y in zip(arrays, own)], steps, fewest, sums and g > 0)

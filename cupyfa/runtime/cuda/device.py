@@ -29,20 +29,20 @@ from cupyfa.runtime.kernel_arguments import BOX_ROW_BYTES, blank_map
 ARRAY = cupy.ndarray
 _raw_kernel = cache(cupy.RawKernel)
 _STATIC_LIMIT = 48 * 1024  # bytes; more shared memory must be requested
-_CAPTURING = range(900, 909)  # errors of calls that are not allowed during a capture
+_CAPTURING = range(900, 909)  # CUDA errors of calls that are not permitted during a capture
 _IN_CAPTURES = (
     "while a CUDA graph is captured, call in the captured stream, on arrays in GPU memory, without "
     "check=True"
 )
 _RELAXED = 2  # CUstreamCaptureMode
-_LEGACY = 0  # the address of the stream that CuPy uses unless another is chosen
+_LEGACY = 0  # handle of the legacy default stream, which is CuPy's current stream by default
 _OTHER_STREAM = (
-    "torch's current stream is captured as a CUDA graph, and CuPy's is the legacy stream, whose "
-    "work cannot be: call inside of "
+    "torch's current stream is being captured as a CUDA graph, but CuPy's current stream is the "
+    "legacy stream, which cannot be captured: call inside "
     "`with cupy.cuda.Stream.from_external(torch.cuda.current_stream()):`"
 )
-# Cycles for which a kernel keeps the device busy, so that the host has queued a call before the
-# device starts it; otherwise the call is timed again with more cycles. About 0.3 ms and 3 ms.
+# Cycles for which a spin kernel delays the device, so that the host can queue the timed call before
+# it starts. If the host is slower, the call is timed again with more cycles (0.3 ms, then 3 ms).
 _HEAD_STARTS = (600_000, 6_000_000)
 _HOLD = """
 extern "C" __global__ void hold(long long cycles) {
@@ -63,10 +63,10 @@ def unavailable() -> str | None:
 
 
 class _Working:
-    """A context in which a device is current and CUDA errors become a one-line DeviceError.
+    """A context that makes a device current and turns CUDA errors into a one-line DeviceError.
 
-    In it this thread may allocate memory while it captures a stream, which would invalidate a
-    capture in the modes that ``torch.cuda.graph`` uses.
+    It also relaxes the thread's capture mode, so that allocations do not invalidate a capture, as
+    they would in the modes that ``torch.cuda.graph`` uses.
     """
 
     def __init__(self, device: Any) -> None:
@@ -84,12 +84,12 @@ class _Working:
         try:
             if found is not None:
                 raise found from None
-        finally:  # these refer to the frames of the call, which would keep its arrays alive
+        finally:  # tracebacks refer to the frames of the call and would keep its arrays alive
             del found, error, trace
 
 
 def _device_error(error: BaseException) -> DeviceError | None:
-    """Returns the exception for a failure of the device; None for any other error."""
+    """Returns the DeviceError for a device failure, or None for any other error."""
     if isinstance(error, cupy.cuda.memory.OutOfMemoryError):
         free, total = runtime.memGetInfo()
         return OutOfMemory(
@@ -108,14 +108,14 @@ def _device_error(error: BaseException) -> DeviceError | None:
 
 
 def _failed(what: str) -> DeviceError:
-    """Returns the error for a failure: DeviceLost after a trap, when all further calls fail."""
+    """Returns DeviceLost if all further calls would fail, as after a trap, else DeviceError."""
     try:
         runtime.deviceSynchronize()
     except runtime.CUDARuntimeError as found:
         if found.status in _CAPTURING:
             return DeviceError(what)
         return DeviceLost(
-            f"{what}; this process's CUDA context is lost, with all that was on the device: "
+            f"{what}; this process's CUDA context is lost, with all data on the device: "
             "restart the process. cupyfa check runs kernels in separate processes"
         )
     return DeviceError(what)
@@ -134,12 +134,10 @@ class _Mark:
 
 
 class _Lane:
-    """A stream of a device."""
-
     def __init__(self) -> None:
         self._device = runtime.getDevice()
-        # Stream's own __enter__, written in C: a signal inside a Python __enter__ would leave the
-        # stream current.
+        # The context is the Stream itself, whose __enter__ is written in C: a signal inside a
+        # Python __enter__ would leave the stream current.
         self.context = self._stream = cupy.cuda.Stream(non_blocking=True)
 
     def enter(self) -> None:
@@ -168,7 +166,7 @@ class _Lane:
         self._stream.synchronize()
 
 
-_ready = threading.local()  # the device that a copying thread has made current
+_ready = threading.local()  # its ``device`` is the device that a copy thread made current
 
 
 @cache
@@ -204,7 +202,7 @@ def _no_cublas() -> str | None:
 
 
 class Cuda(Backend):
-    """The current CUDA device. Work goes to CuPy's current stream."""
+    """The current CUDA device; work is queued in CuPy's current stream."""
 
     name = "cuda"
     compile_errors = (compiler.CompileException,)
@@ -246,19 +244,19 @@ class Cuda(Backend):
         return cupy.from_dlpack(array) if hasattr(array, "__dlpack__") else cupy.asarray(array)
 
     def adopt_tensors(self, tensors: Sequence[Any]) -> list[Any] | None:
-        """Views tensors by their addresses: DLPack takes longer than everything else in a call.
+        """Views tensors by their addresses, since DLPack takes longer than the rest of a call.
 
-        Returns None if torch's stream differs from CuPy's, and for tensors that DLPack may refuse.
+        Returns None if torch's stream is not CuPy's, or for tensors that DLPack may reject.
         """
         torch: Any = sys.modules["torch"]
         device, stream = self.current()
         if (theirs := torch.cuda.current_stream(device).cuda_stream) != stream:
             if stream == _LEGACY and runtime.streamIsCapturing(theirs):
-                raise Unsupported(_OTHER_STREAM, "no work of CuPy's stream can be captured")
+                raise Unsupported(_OTHER_STREAM, "CuPy's legacy stream cannot be captured")
             return None
         try:
             seen = [_of_tensor(torch, x, device) for x in tensors]
-        except Exception:  # an unknown kind of tensor: left to DLPack
+        except Exception:  # an unknown kind of tensor, which DLPack handles
             return None
         return None if any(x is None for x in seen) else seen
 
@@ -297,12 +295,12 @@ class Cuda(Backend):
         most = kernel.attribute("MAX_THREADS_PER_BLOCK")
         if launch.threads > most:
             raise Unsupported(
-                f"{launch.entry} takes {kernel.attribute('NUM_REGS')} registers a thread, which is "
-                f"too many for a block of {launch.threads} threads: at most {most} fit; choose "
-                "smaller tiles, or write __launch_bounds__(threads) to spill them",
-                "too many registers a block",
+                f"{launch.entry} uses {kernel.attribute('NUM_REGS')} registers per thread, too "
+                f"many for a block of {launch.threads} threads: at most {most} threads fit; choose "
+                "smaller tiles, or add __launch_bounds__(threads) to spill registers",
+                "too many registers per block",
             )
-        # All launches of a kernel share its function, so a larger limit is not reduced.
+        # All launches of a kernel share one function, so its limit is never lowered.
         granted = max(_STATIC_LIMIT, kernel.attribute("MAX_DYNAMIC_SHARED_SIZE_BYTES"))
         if launch.shared_bytes > granted:
             kernel.set_attribute("MAX_DYNAMIC_SHARED_SIZE_BYTES", launch.shared_bytes)
@@ -324,7 +322,7 @@ class Cuda(Backend):
     def time(self, call: Callable[[], Any], *, cold: bool = False) -> float:
         start, end = cupy.cuda.Event(), cupy.cuda.Event()
         for head_start in _HEAD_STARTS:
-            if cold:  # everything in the L2 cache is overwritten
+            if cold:  # overwrite the whole L2 cache
                 size = 4 * cupy.cuda.Device().attributes["L2CacheSize"]
                 cupy.empty(size, np.uint8).data.memset_async(0, size)
             _raw_kernel(_HOLD, "hold")((1,), (1,), (head_start,))
@@ -372,9 +370,9 @@ class Cuda(Backend):
         """Raises Unsupported for copies between host and GPU during a capture."""
         if (stream := get_current_stream().ptr) and runtime.streamIsCapturing(stream):
             raise Unsupported(
-                "numbers are copied between the host and the GPU, and a CUDA graph is captured, "
-                "which would not copy them when it is launched: give arrays in GPU memory, leave "
-                "out check=True, and make the call once before the capture",
+                "this call copies numbers between the host and the GPU, but a CUDA graph is being "
+                "captured, which would not repeat the copies: give arrays in GPU memory, leave out "
+                "check=True, and make the call once before the capture",
                 "copies cannot be captured",
             )
 
@@ -438,7 +436,7 @@ class Cuda(Backend):
 
 
 def _of_tensor(torch: Any, x: Any, device: int) -> Any:
-    """Views an ordinary tensor on this device; returns None for any other tensor."""
+    """Views an ordinary torch tensor on this device; returns None for any other tensor."""
     dtype, address = _dtypes_of(torch).get(x.dtype), x.data_ptr()
     plain = type(x) is torch.Tensor and x.layout is torch.strided
     if not plain or x.requires_grad or x.is_neg() or x.get_device() != device or not address:
@@ -450,7 +448,7 @@ def _of_tensor(torch: Any, x: Any, device: int) -> Any:
 
 
 def _bytes_of(array: Any) -> Any:
-    """Views an e4m3 tensor as bytes, since CuPy's DLPack lacks e4m3; None for other arrays."""
+    """Views an e4m3 tensor as bytes, since CuPy cannot import e4m3; None for other arrays."""
     torch: Any = sys.modules.get("torch")
     theirs = getattr(torch, E4M3.name, None)
     if theirs is None or getattr(array, "dtype", None) is not theirs:
@@ -481,13 +479,13 @@ def _dtypes_of(torch: Any) -> dict[Any, np.dtype]:
 
 
 def _dotted(version: int) -> str:
-    """Formats a CUDA version number: 12090 is "12.9"."""
+    """Formats a CUDA version number: 12090 becomes "12.9"."""
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
 @cache
 def _somewhere(device: int) -> Any:
-    """Allocates memory for tensor maps of empty arrays, whose address must be valid, too."""
+    """Allocates memory for tensor maps of empty arrays, which need a valid address as well."""
     return cupy.empty(BOX_ROW_BYTES, np.uint8)
 
 
@@ -544,16 +542,16 @@ class _LaunchConfig(ctypes.Structure):
 
 
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
-_CAPTURES_EARLY_LAUNCHES = 12030  # the first CUDA version whose graphs support early launches
+_CAPTURES_EARLY_LAUNCHES = 12030  # first CUDA version whose graphs support dependent launches
 
 
 def _early_starter(
     launch_kernel: Callable[..., int], function: int, launch: PlannedLaunch
 ) -> Start:
-    """Returns the function that starts a launch that may begin while the previous one ends.
+    """Returns the function that starts a launch as a programmatic dependent launch.
 
-    Launches of several steps are queued under a lock, so only one thread at a time calls it.
-    Therefore ctypes objects are made once, and only written if a call differs from the last one.
+    Plans of several launches are queued under a lock, so only one thread at a time calls the
+    function. It therefore reuses its ctypes objects, and writes only values that have changed.
     """
     attribute = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION)
     attribute.value[1] = 1
@@ -635,7 +633,7 @@ extern "C" __global__ void trial(__half* x) { x[threadIdx.x] = __hadd(x[threadId
 
 
 def cuda_versions() -> dict[str, int]:
-    """Returns the newest CUDA of the driver (0 without one) and CuPy's CUDA; 12090 is 12.9."""
+    """Returns the CUDA versions of the driver (0 without one) and of CuPy; 12090 means 12.9."""
     return {"driver": runtime.driverGetVersion(), "runtime": runtime.runtimeGetVersion()}
 
 
@@ -652,9 +650,9 @@ def _tried(index: int) -> dict[str, Any]:
             x = cupy.ones(32, np.float16)
             cupy.RawKernel(_TRIAL, "trial")((1,), (32,), (x,))
             if not (x.get() == 2).all():
-                error = "a kernel ran and gave a wrong result"
+                error = "the test kernel returned a wrong result"
             free, total = device.mem_info
-        except Exception as caught:  # of the driver, NVRTC or the cache: reported as it is
+        except Exception as caught:  # report errors of the driver, NVRTC or the cache unchanged
             error, (free, total) = f"{type(caught).__name__}: {caught}", (0, 0)
         return {
             "name": properties["name"].decode(),

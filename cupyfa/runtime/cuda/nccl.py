@@ -1,4 +1,4 @@
-"""NCCL communication between processes that have one GPU each."""
+"""NCCL communication between processes with one GPU each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import cupy
 import numpy as np
 
 _REMEDY = 'pip install "nvidia-nccl-cu12>=2.18.1,<3", or with CUDA 13 nvidia-nccl-cu13'
-# With this priority, copies of other ranks' arrays begin before kernels queued at the same time.
+# With this priority, communication begins before kernels that are queued at the same time.
 _HIGHEST_PRIORITY = -5  # a device uses the nearest priority that it supports
 
 
@@ -30,7 +30,7 @@ def library() -> Any:
 
 
 def unique_id() -> bytes:
-    """Makes the 128-byte id of a communicator, on rank 0, which must stay alive."""
+    """Creates a communicator's 128-byte id. Only rank 0 calls this; it must stay alive."""
     return bytes(library().get_unique_id())
 
 
@@ -50,7 +50,7 @@ class Nccl:
 
     @property
     def failures(self) -> tuple[type[Exception], ...]:
-        """The exceptions of NCCL and CUDA; a call also reports the failure of an earlier kernel."""
+        """The exceptions of NCCL and CUDA; a call may report the failure of an earlier kernel."""
         return (self._nccl.NcclError, cupy.cuda.runtime.CUDARuntimeError)
 
     @property
@@ -59,10 +59,10 @@ class Nccl:
         return bool(cupy.cuda.get_current_stream().is_capturing())
 
     def exchange(self, sends: Sequence[tuple[Any, int]], recvs: Sequence[tuple[Any, int]]) -> Any:
-        """Queues messages (contiguous array, rank); returns an event that follows them."""
+        """Queues messages (contiguous array, rank); returns an event recorded after them."""
         self._follow_computation()
         uint8 = self._nccl.NCCL_UINT8
-        self._nccl.groupStart()  # a send alone may block until its receipt is queued
+        self._nccl.groupStart()  # outside a group, a send may block until its recv is queued
         try:
             for x, peer in sends:
                 if x.nbytes:
@@ -75,14 +75,14 @@ class Nccl:
         return self._event()
 
     def gather(self, array: Any, into: Any) -> Any:
-        """Queues an all-gather into [ranks, …]; returns an event that follows it."""
+        """Queues an all-gather into [ranks, …]; returns an event recorded after it."""
         self._follow_computation()
         if array.nbytes:
             self._gather(array, into)
         return self._event()
 
     def agree(self, message: bytes) -> tuple[Any, Callable[[], list[bytes]]]:
-        """Queues an all-gather of messages; returns an event, and a function to read them then."""
+        """Queues an all-gather of messages; returns an event, and a function that reads them."""
         with self._stream:
             own = cupy.asarray(np.frombuffer(message, np.uint8))
             whole = cupy.empty((self._ranks, len(message)), np.uint8)
@@ -94,15 +94,15 @@ class Nccl:
         return self._event(), read
 
     def follow(self, event: Any) -> None:
-        """Makes work that is queued in the current stream from now on wait for an event."""
+        """Makes work queued in the current stream from now on wait for an event."""
         cupy.cuda.get_current_stream().wait_event(event)
 
     def use(self) -> None:
-        """Makes the device current in another thread, which then queries events."""
+        """Makes the device current in the calling thread, so that it can query events."""
         self._device.use()
 
     def failure(self) -> str:
-        """Returns the error that NCCL has detected since, or ""."""
+        """Returns the asynchronous error that NCCL has detected, or ""."""
         try:
             self._communicator.check_async_error()
         except self.failures as error:
@@ -110,7 +110,7 @@ class Nccl:
         return ""
 
     def abort(self) -> None:
-        """Ends all that is queued, also if another thread waits in a call."""
+        """Aborts all queued operations, even while another thread waits in a call."""
         self._communicator.abort()
 
     def _gather(self, array: Any, into: Any) -> None:
@@ -119,7 +119,7 @@ class Nccl:
         )
 
     def _connect(self, rank: int) -> None:
-        """Sends the first messages between all ranks, which connect them slowly and may block."""
+        """Connects all ranks by exchanging first messages, which is slow and may block."""
         room = cupy.zeros((2, self._ranks), np.uint8)
         others = [x for x in range(self._ranks) if x != rank]
         sends, recvs = ([(row[x : x + 1], x) for x in others] for row in room)
@@ -128,7 +128,7 @@ class Nccl:
         self._stream.synchronize()
 
     def _follow_computation(self) -> None:
-        """Makes messages that are queued from now on wait for the work of the current stream."""
+        """Makes messages queued from now on wait for work in the current stream."""
         event = cupy.cuda.Event(disable_timing=True)
         event.record(cupy.cuda.get_current_stream())
         self._stream.wait_event(event)

@@ -5,15 +5,15 @@ one piece is computed, the next pieces are copied to the device and earlier resu
 A part of an array that consecutive pieces share is copied once.
 
 Asynchronous copies need page-locked memory: several threads copy chunks of the caller's arrays,
-with any strides, into a few page-locked buffers, and chunks of results out of others. One thread
-would be slower than the bus, above all in memory that is touched for the first time. Arrays that
-are page-locked already are copied directly.
+with any strides, into a few page-locked buffers, and chunks of results out of other buffers. One
+thread would be slower than the bus, especially in memory that is touched for the first time. Arrays
+that are already page-locked are copied directly.
 
-The device holds a few pieces at a time, so a problem may be larger than its memory. A head that is
-larger by itself is cut along its rows and its keys; partial results are merged by their lse.
+The device holds a few pieces at a time, so a problem may be larger than device memory. A single
+head that does not fit is cut along its rows and keys; partial results are merged by their lse.
 
-Several devices get shares of equal work: consecutive pieces, of which those on the boundary of two
-shares are cut. One thread starts the pieces of all devices in turns.
+Several devices get shares of equal work. A share consists of consecutive pieces; a piece on the
+boundary between two shares is cut. One thread starts the pieces of all devices in turn.
 """
 
 from cupyfa.runtime.transfer.devices import spread

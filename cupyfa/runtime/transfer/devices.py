@@ -26,10 +26,10 @@ def spread(
     devices: tuple[int, ...],
     progress: Progress | None,
 ) -> None:
-    """Computes a plan on host arrays, a share on each device, and fills the host outputs.
+    """Runs a plan on host arrays, a share on each device, and fills the host outputs.
 
-    An error on one device ends the work of all. No device uses the arrays any more when this
-    returns or raises.
+    An error on one device stops all devices. When this returns or raises, no device accesses the
+    arrays any more.
     """
     chosen = host_of(backend).chosen
     rooms = []
@@ -49,7 +49,7 @@ def spread(
 
 @contextmanager
 def _working(backend: Backend, device: int) -> Iterator[None]:
-    """A context for work on a device, in which errors name the device."""
+    """Makes a device current; a DeviceError that is raised in the context names the device."""
     try:
         with backend.on(device), backend.working_on(None):
             yield
@@ -59,10 +59,10 @@ def _working(backend: Backend, device: int) -> Iterator[None]:
 
 
 def _run_in_turns(backend: Backend, calls: Mapping[int, Call], progress: Progress | None) -> None:
-    """Starts the pieces of the calls on several devices alternately.
+    """Starts the pieces of the calls on several devices, one device after the other.
 
-    A thread per device would be slower: one thread starts a piece in 0.1 ms, but two threads, which
-    exchange Python's lock at every call of the driver, take 0.45 ms each.
+    A thread per device would be slower: one thread starts a piece in 0.1 ms, but two threads take
+    0.45 ms each, because they hand over the GIL at every driver call.
     """
     total = sum(len(x.cut.pieces) for x in calls.values())
     what = next(iter(calls.values())).what if progress else ""
@@ -89,7 +89,7 @@ def _run_in_turns(backend: Backend, calls: Mapping[int, Call], progress: Progres
 def _close_all(backend: Backend, steps: dict[int, Generator[int]]) -> None:
     """Waits for all copies and kernels, even if Ctrl-C is pressed again.
 
-    Only the error that ended the call is raised, not later ones of a device.
+    Suppresses later errors of the devices: the caller raises the error that ended the call.
     """
     try:
         while steps:

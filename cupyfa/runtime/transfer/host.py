@@ -1,4 +1,4 @@
-"""Page-locked memory of the host, and the threads that copy arrays through it in chunks."""
+"""Page-locked host memory, and the threads that copy arrays through it in chunks."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ import numpy as np
 from cupyfa.problem.problem import whole
 from cupyfa.runtime.backend import Backend, Lane, Mark
 
-_POOLED = 1 << 20  # bytes from which a result is worth page-locked memory of its own
-_LEAST = {"pinned_results": 0, "chunk_bytes": 16}  # any chunk has room for an element
+_POOLED = 1 << 20  # bytes; smaller results are not page-locked
+_LEAST = {"pinned_results": 0, "chunk_bytes": 16}  # a chunk has room for one element of any dtype
 Move = Callable[..., None]  # send or bring
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """How NumPy arrays are moved, and so how much memory is held.
+    """Settings for copies of NumPy arrays to and from the GPU, and for the memory that they use.
 
-    Threads and buffers are those of one device; each device has its own.
+    Each device has its own threads and buffers.
 
-    threads: threads that copy into page-locked memory, and as many that copy out of it; by default
-        one for each core, at most 12.
+    threads: number of threads that copy into page-locked memory, and of threads that copy out of
+        it; by default one per core, at most 12.
     chunk_bytes: size of one buffer, the most that a thread copies at a time.
-    buffers: buffers of each direction, made when first needed.
-    piece_bytes: size of all arrays of a piece that others do not share, as far as it can be chosen.
-    pieces: pieces on the device at a time.
-    device_bytes: device memory that a call may take; None is most of what is free.
-    pinned_results: bytes of a device's results that may lie in page-locked memory at a time, where
-        the device writes them directly; used for results of a size that was asked for before.
+    buffers: number of buffers per direction; each is allocated when it is first needed.
+    piece_bytes: target size of a piece, without arrays that several pieces share.
+    pieces: number of pieces on the device at a time.
+    device_bytes: device memory that a call may use; by default (None) most of the free memory.
+    pinned_results: bytes of a device's results that may be in page-locked memory at a time, where
+        the device writes them directly. Only results of a size that was requested before use it.
     """
 
     threads: int = min(12, len(os.sched_getaffinity(0)))
@@ -55,28 +55,28 @@ class Transfer:
 
     @property
     def most_held(self) -> int:
-        """The most bytes of page-locked memory that a device's buffers take, in both directions."""
+        """The most bytes of page-locked memory that a device's buffers use, in both directions."""
         return 2 * self.buffers * self.chunk_bytes
 
 
-_settings = Transfer()  # of all calls from now on
+_settings = Transfer()  # used by all calls from now on
 _lock = threading.Lock()
-# By device. Each has its own, so that no device waits for the copies of another.
+# One Host per device, so that no device waits for the copies of another.
 hosts: weakref.WeakKeyDictionary[Backend, dict[int, Host]] = weakref.WeakKeyDictionary()
 _results: weakref.WeakSet[_Result] = weakref.WeakSet()
-_sizes: set[int] = set()  # bytes of results that were asked for
+_sizes: set[int] = set()  # sizes in bytes of the results requested so far
 
 
 def configure(**changes: Any) -> Transfer:
     """Sets how NumPy arrays are copied to and from the GPU, from the next call on.
 
-    The names are the fields of ``Transfer``. Returns all settings. Raises TypeError for other names
-    and ValueError for wrong values. Buffers that were made with other settings are freed.
+    Names are the fields of ``Transfer``. Returns all settings. Raises TypeError for unknown names
+    and ValueError for invalid values. Buffers that were allocated with other settings are freed.
     """
     global _settings
     if unknown := changes.keys() - vars(_settings).keys():
         known = ", ".join(vars(_settings))
-        raise TypeError(f"{', '.join(sorted(unknown))}: unknown; there are {known}")
+        raise TypeError(f"{', '.join(sorted(unknown))}: unknown; use one of {known}")
     if changes:
         _settings = replace(_settings, **changes)
         release()
@@ -84,10 +84,10 @@ def configure(**changes: Any) -> Transfer:
 
 
 def held() -> int:
-    """Bytes of page-locked memory in use for NumPy arrays: buffers, and results not yet freed.
+    """Returns the bytes of page-locked memory in use for NumPy arrays: buffers and live results.
 
-    Buffers take up to ``configure().most_held`` for each device. Buffers that calls of
-    other threads still use after ``release`` are not counted.
+    Buffers use up to ``configure().most_held`` bytes per device. Buffers that calls of other
+    threads still use after ``release`` are not counted.
     """
     with _lock:
         of_devices = [host.bytes for each in hosts.values() for host in each.values()]
@@ -97,21 +97,21 @@ def held() -> int:
 def release() -> None:
     """Frees the page-locked memory of buffers and of results that no longer exist.
 
-    Calls of other threads go on; the next call allocates buffers again.
+    Calls in other threads continue; the next call allocates buffers again.
     """
     with _lock:
         backends = list(hosts)
-        hosts.clear()  # their threads end once nothing is left to do
+        hosts.clear()  # their threads end after the tasks that are already queued
         _sizes.clear()
     for backend in backends:
         backend.trim_pinned()
 
 
 class _Result:
-    """Page-locked memory of a result; NumPy keeps it as the array's base."""
+    """Page-locked memory of a result; NumPy keeps it alive as the array's base."""
 
     def __init__(self, size: int, device: int | None) -> None:
-        self.bytes = 1 << (size - 1).bit_length()  # CuPy's pool takes a power of two
+        self.bytes = 1 << (size - 1).bit_length()  # CuPy's pool rounds up to a power of two
         self.device = device
 
     def allocated(self, backend: Backend, size: int) -> np.ndarray:
@@ -121,14 +121,14 @@ class _Result:
 
 
 def new_result(backend: Backend, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """Host memory for a result, page-locked if large and of a size that was asked for before.
+    """Allocates a host result, page-locked if it is large and its size was requested before.
 
-    Page-locked memory goes back to a pool, for later results, when the caller drops the array.
+    Page-locked memory returns to a pool, for later results, when the caller drops the array.
     """
     size = math.prod(shape) * dtype.itemsize
     if size < _POOLED:
         return np.empty(shape, dtype)
-    with _lock:  # counted before it is allocated: other threads may ask meanwhile
+    with _lock:  # count the result before its allocation, because other threads may allocate
         result = _Result(size, backend.device)
         taken = sum(x.bytes for x in _results if x.device == result.device)
         admitted = size in _sizes and taken + result.bytes <= _settings.pinned_results
@@ -143,14 +143,14 @@ def new_result(backend: Backend, shape: Sequence[int], dtype: np.dtype) -> np.nd
 class _Buffer:
     memory: np.ndarray | None = None
     address = 0
-    mark: Mark | None = None  # after the last copy to or from it
+    mark: Mark | None = None  # recorded after the last copy to or from the buffer
 
     def allocate(self, backend: Backend, size: int) -> None:
         self.memory = backend.pinned(size)
         self.address = self.memory.ctypes.data
 
     def copied(self, lane: Lane) -> None:
-        """A copy to or from it was started."""
+        """Records a mark after a copy to or from the buffer."""
         self.mark = lane.mark(self.mark)
 
     def wait(self) -> None:
@@ -159,7 +159,7 @@ class _Buffer:
 
 
 class Buffers:
-    """The page-locked buffers of one direction.
+    """The page-locked buffers for copies in one direction.
 
     The buffer that became free last is taken first: its memory may still be in the caches.
     """
@@ -177,7 +177,7 @@ class Buffers:
         return sum(x.memory is not None for x in self._all)
 
     def take(self) -> _Buffer:
-        """A buffer without a copy in progress; its memory is allocated when it is first taken."""
+        """Returns a buffer without a copy in progress; allocates its memory on first use."""
         with self._lock:
             while not self._busy and not self._free:
                 self._given.wait()
@@ -221,7 +221,7 @@ def send(
 def bring(
     lane: Lane, buffers: Buffers, target: np.ndarray, address: int, shape: tuple[int, ...]
 ) -> None:
-    """Copies a part of a result to a buffer, and from there to where the caller has it."""
+    """Copies a part of a result from the device to a buffer, and from there to the result array."""
     lane.enter()
     buffer = buffers.take()
     try:
@@ -235,10 +235,10 @@ def bring(
 
 
 class Copies:
-    """The copies of a piece in one direction, most of them made by threads.
+    """The copies of a piece in one direction, most of which are made by threads.
 
-    ``tasks`` are the copies for threads that are not yet submitted. ``end`` marks the end of copies
-    without threads.
+    ``tasks`` are the copies for threads that are not yet submitted. ``end`` is a mark after the
+    last copy, or None if threads make copies.
     """
 
     def __init__(self, lane: Lane, buffers: Buffers, chunks: Sequence[tuple[Any, ...]]) -> None:
@@ -250,7 +250,7 @@ class Copies:
             self._all.acquire()
 
     def count(self, error: BaseException | None) -> None:
-        """Counts a copy that was started (out of a buffer: completed), or failed."""
+        """Counts a task of a thread as finished, with the error if it failed."""
         with self._lock:
             self._error = self._error or error
             self._left -= 1
@@ -258,24 +258,24 @@ class Copies:
                 self._all.release()
 
     def sleep(self) -> None:
-        """Returns when threads have started all copies that were submitted."""
+        """Waits until threads have finished all submitted tasks."""
         if not length_hint(self.tasks):
             with self._all:
                 return
 
     def wait(self) -> None:
-        """Returns when all copies are started; raises the error of one that failed."""
+        """Waits until all tasks are finished; raises the error of a task that failed."""
         self.sleep()
         error, self._error = self._error, None
         if error is not None:
             try:
                 raise error
             finally:
-                del error  # it refers to this frame, and so to the call and its arrays
+                del error  # its traceback refers to this frame, and so to the call's arrays
 
 
 class Host:
-    """The buffers of a device, and the threads that copy into them and out of them."""
+    """A device's buffers, and the threads that copy into them and out of them."""
 
     def __init__(self, backend: Backend, chosen: Transfer) -> None:
         self.chosen, self.device = chosen, backend.device
@@ -293,19 +293,19 @@ class Host:
         with self._lock:
             if move not in self._tasks:
                 tasks: queue.SimpleQueue = queue.SimpleQueue()
-                for i in range(self.chosen.threads):  # which refer to nothing else
+                for i in range(self.chosen.threads):  # which hold no reference to this Host
                     name = f"cupyfa_{move.__name__}_{self.device}_{i}"
                     threading.Thread(
                         target=_serve, args=(move, tasks), name=name, daemon=True
                     ).start()
                 self._tasks[move] = tasks
-        # In one step of the interpreter, so that Ctrl-C finds all tasks submitted, or none.
+        # A single step of the interpreter, so that Ctrl-C finds all tasks submitted, or none.
         deque(map(self._tasks[move].put, copies.tasks), maxlen=0)
 
     def __del__(self) -> None:
         for tasks in self._tasks.values():
             for _ in range(self.chosen.threads):
-                tasks.put(None)  # after the remaining tasks
+                tasks.put(None)  # ends one thread, after the remaining tasks
 
 
 def _serve(move: Move, tasks: queue.SimpleQueue) -> None:
@@ -321,7 +321,7 @@ def _serve(move: Move, tasks: queue.SimpleQueue) -> None:
 
 
 def host_of(backend: Backend) -> Host:
-    """The threads and buffers of the current device."""
+    """Returns the Host of the current device; creates it on first use."""
     device = backend.device
     with _lock:
         of_devices = hosts.setdefault(backend, {})

@@ -1,4 +1,4 @@
-"""The pieces that a problem is cut into, the device memory of their arrays, and their launches."""
+"""Cuts problems into pieces, lays out their arrays in device memory, and launches their kernels."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.launcher import Launcher, compile_kernels
 from cupyfa.runtime.workspace import allocate
 
-_ALIGNMENT = 512  # bytes, of memory from CuPy's pool
-_MOST_LAYOUTS = 64  # that are kept for a plan
-_MOST_PARTS = 64  # whose plans are kept for a plan
-TFLOPS = 100  # of a kernel that was not measured
-BUS = 50e9  # bytes that go to a device in a second
-_SHOWS = 0.25  # of the time of copies
-_LARGER = 4  # times the bytes that are wanted, which a piece may have to keep a device busy
-_LEAST_TILES = 512  # of rows, in a piece that is cut along rows: they keep a device busy
-_LEAST_RUN = 1 << 18  # bytes
+_ALIGNMENT = 512  # bytes; alignment of memory from CuPy's pool
+_MOST_LAYOUTS = 64  # most layouts kept for a cut
+_MOST_PARTS = 64  # most plans of parts kept for a plan
+TFLOPS = 100  # assumed speed of a kernel that was not measured
+BUS = 50e9  # assumed bandwidth to a device, in bytes per second
+_SHOWS = 0.25  # kernels that take a smaller fraction of the copies' time do not affect the cut
+_LARGER = 4  # a piece may exceed the wanted bytes by this factor to keep a device busy
+_LEAST_TILES = 512  # row tiles that keep a device busy, in a piece that is cut along rows
+_LEAST_RUN = 1 << 18  # bytes; shorter runs are copied through a buffer
 _FEWER = "call it for fewer batch elements or heads"
-Orders = Mapping[str, tuple[int, ...]]  # of the axes of arrays in memory, outer ones first
+Orders = Mapping[str, tuple[int, ...]]  # each array's axes in memory order, outermost first
 Slot = Mapping[str, Any]  # device memory for the arrays of a piece
 Planner = Callable[[Problem], Plan]  # plans a part of a problem, with the same constants
-Starts = Sequence[np.ndarray]  # where the sequences of packed rows and keys begin
+Starts = Sequence[np.ndarray]  # offsets of packed queries and keys
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a problem: ranges of its batch, its key heads, its rows and its keys."""
+    """A part of a problem: a range of batch elements, key heads, rows and keys."""
 
     batch: range
     kv_heads: range
@@ -52,17 +52,17 @@ class Piece:
         return whole.part(len(self.batch), len(self.kv_heads), self.rows, self.keys)
 
     def of(self, array: np.ndarray, axes: Sequence[str], group: int) -> np.ndarray:
-        """This part of an array with these axes."""
+        """Returns this piece's part of an array with these axes."""
         return array[self.index(axes, group)]
 
     def index(self, axes: Sequence[str], group: int) -> tuple[slice, ...]:
-        """Where the part of an array with these axes lies in it."""
+        """Returns the slices of an array with these axes that select this piece's part."""
         ranges = self.ranges(group)
         index = [ranges.get(axis) for axis in axes]
         return tuple(slice(None) if r is None else slice(r.start, r.stop) for r in index)
 
     def ranges(self, group: int) -> dict[str, range]:
-        """The part of each axis that is cut."""
+        """Returns this piece's range along each axis that can be cut."""
         heads = range(self.kv_heads.start * group, self.kv_heads.stop * group)
         of_batch = {"batch": self.batch, "kv_heads": self.kv_heads, "heads": heads}
         return {**of_batch, "M": self.rows, "N": self.keys}
@@ -70,10 +70,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class PieceOfSequences(Piece):
-    """Some sequences of a packed batch, with the rows and keys that they have.
+    """Consecutive sequences of a packed batch, with their rows and keys.
 
-    most: how many sequences, rows and keys the pieces have at most. All have a problem of these
-    sizes, so that one plan serves them; the other sequences of a piece are empty.
+    most: the largest numbers of sequences, rows and keys of any piece. All pieces are planned for
+    these sizes, so that they share a plan; a piece with fewer sequences is filled with empty ones.
     """
 
     sequences: range
@@ -102,23 +102,23 @@ class PieceOfSequences(Piece):
 def cut(
     plan: Plan, plan_of: Planner, wanted: int, most: int, starts: Starts = ()
 ) -> Sequence[Piece]:
-    """Pieces of a plan's problem that each need at most ``wanted`` bytes on the device.
+    """Cuts a plan's problem into pieces that each need at most ``wanted`` bytes on the device.
 
-    Batch and heads are cut for that, and then rows, in whole tiles. Of a packed batch,
-    whose sequences begin at ``starts``, each piece has some sequences, or some heads of one that is
-    larger. Arrays that several pieces share do not count. A piece that needs more than ``most``
-    bytes with them is cut along rows and keys, if the outputs allow it. Pieces that share most
-    follow each other.
+    The problem is cut along batch and heads first, then along rows in whole tiles. A packed batch,
+    with offsets ``starts``, is cut into groups of sequences, or into heads of a sequence that is
+    too large. Arrays that several pieces share do not count. A piece that needs more than ``most``
+    bytes including such arrays is cut further along rows and keys, if the outputs allow it. Pieces
+    that share the most bytes are adjacent.
 
-    A kernel with arrays or a reference of its own gets the whole problem. So do dropout and
-    expressions that name batch elements or heads, whose numbers a part does not know, and the
-    gradients of what expressions read: their sums are scaled by the largest term of the whole
-        problem.
+    The problem is not cut for kernels with their own arrays or reference, nor for dropout and
+    expressions that use the batch or head index, which a part would count from 0, nor for gradients
+    of captured arrays: their sums are scaled by the largest term of the whole problem.
     """
     p, cutting = plan.problem, _Cutting(plan, plan_of, wanted, most)
     if not is_divisible(plan):
         if (size := needed(plan)) > most:
-            raise cutting.too_large("all of it", size, f"{_FEWER}: it is not divided into pieces")
+            remedy = f"{_FEWER}: the problem cannot be divided into pieces"
+            raise cutting.too_large("the whole problem", size, remedy)
         return [Piece(*map(range, (p.batch, p.kv_heads, p.M, p.N)))]
     can_be_cut = "strides" in plan.kernel.features and len(starts) and len(starts[0]) > 2
     if can_be_cut and needed(plan) > wanted:
@@ -136,9 +136,9 @@ def is_divisible(plan: Plan) -> bool:
 
 
 def divisible_axes(plan: Plan) -> set[str]:
-    """Of batch, heads and M those along which parts of a divisible problem give its results.
+    """Returns the axes, out of batch, heads and M, along which a divisible problem can be cut.
 
-    Every output has such an axis; others are sums over it.
+    All outputs have these axes; an output without an axis would be a sum over the parts.
     """
     counted = {"M"} if plan.problem.modifiers.counts_rows else set()
     axes, outputs = _axes(plan), plan.operation.outputs_of(plan.problem)
@@ -146,7 +146,7 @@ def divisible_axes(plan: Plan) -> set[str]:
 
 
 def _axes(plan: Plan) -> dict[str, set[str]]:
-    """The axes of all arrays of an operation; key heads and their query heads are one."""
+    """Returns the axes of an operation's arrays; key heads count as "heads"."""
     return {
         name: set(axes.replace("kv_heads", "heads").split())
         for name, axes in plan.operation.axes_of(plan.problem).items()
@@ -156,10 +156,10 @@ def _axes(plan: Plan) -> dict[str, set[str]]:
 def _of_sequences(
     plan: Plan, plan_of: Planner, wanted: int, most: int, starts: Starts
 ) -> list[PieceOfSequences]:
-    """Pieces of consecutive sequences, and of heads where a sequence has more than ``wanted``.
+    """Cuts a packed batch into groups of sequences, and into heads if a sequence is too large.
 
-    Rows of no sequence go with the sequence beside them. Numbers of rows are rounded up, so that
-    few plans serve calls of other lengths.
+    Rows outside of all sequences belong to the group beside them. Numbers of rows are rounded up,
+    so that a few plans serve calls with other lengths.
     """
     p, (of_row, of_key) = plan.problem, _costs(plan)
     rows, keys = ([0, *x[1:-1].tolist(), total] for x, total in zip(starts, (p.M, p.N)))
@@ -185,7 +185,7 @@ def _of_sequences(
 
 
 def _costs(plan: Plan) -> list[float]:
-    """The bytes of all arrays of an operation for each packed row, and for each key."""
+    """Returns the bytes of an operation's arrays per packed row, and per packed key."""
     p, axes = plan.problem, plan.operation.axes_of(plan.problem)
     return [
         sum(
@@ -199,10 +199,10 @@ def _costs(plan: Plan) -> list[float]:
 
 
 def _groups(bytes_to: Sequence[float], wanted: int) -> list[int]:
-    """Where groups of consecutive sequences begin, and the end.
+    """Returns the boundaries between groups of consecutive sequences, including both ends.
 
-    bytes_to: those of all sequences before each one. A group has at least one sequence, and more
-    while their bytes are at most ``wanted``.
+    bytes_to: the total bytes of all sequences before each one, and of all. A group has as many
+    sequences as fit into ``wanted`` bytes, at least one.
     """
     found = [0]
     for i, end in enumerate(bytes_to[2:], 1):
@@ -212,12 +212,12 @@ def _groups(bytes_to: Sequence[float], wanted: int) -> list[int]:
 
 
 def _rounded(n: int) -> int:
-    """A number from n on with few digits in binary, at most an eighth above it."""
+    """Rounds n up to four significant bits, by at most an eighth."""
     return round_up(n, 1 << max(n.bit_length() - 4, 0))
 
 
 class _Cutting:
-    """How many batch elements, key heads, rows and keys a piece may have."""
+    """Chooses the numbers of batch elements, key heads, rows and keys per piece."""
 
     def __init__(self, plan: Plan, plan_of: Planner, wanted: int, most: int) -> None:
         self.plan, self.plan_of, self.wanted, self.most = plan, plan_of, wanted, most
@@ -225,7 +225,7 @@ class _Cutting:
         self.bytes = cache(self._bytes)
 
     def sizes(self) -> tuple[int, int, int, int]:
-        """The sizes of the first piece, the largest one. Raises OutOfMemory if no piece fits."""
+        """Returns the sizes of the first, largest piece. Raises OutOfMemory if no piece fits."""
         p = self.plan.problem
         b, h, m, n = p.batch, p.kv_heads, p.M, p.N
         if needed(self.plan) > self.wanted:
@@ -241,9 +241,10 @@ class _Cutting:
         return b, h, m, n
 
     def _rows(self, b: int, h: int, n: int) -> int:
-        """The rows of a piece that is cut along rows, in whole tiles.
+        """Returns the rows per piece when the problem is cut along rows, in whole tiles.
 
-        They are as many as fit, but as many as keep the device busy where it also has keys.
+        A piece has as many rows as fit. If it also has keys, it has at least enough rows to keep
+        the device busy.
         """
         p, size = self.plan.problem, self.plan.constants.get("Br", 1)
         has_keys = any("M" not in x for x in self.axes.values())
@@ -252,14 +253,14 @@ class _Cutting:
         def rows(count: int) -> int:
             return min(round_up(cdiv(p.M, count), size), p.M)
 
-        counts = range(1, max(p.M // least, 1))  # of pieces, but for the most
+        counts = range(1, max(p.M // least, 1))  # numbers of pieces to try before the largest one
         return rows(1 + bisect_left(counts, True, key=lambda x: self._fits(b, h, rows(x), n)))
 
     def _busy_heads(self, b: int, h: int) -> int:
-        """The heads of a piece: more than are wanted where these would leave a device idle.
+        """Returns the key heads per piece: more than ``h`` if ``h`` heads leave the device idle.
 
-        The last tiles of a causal mask have the most work. With one tile for each multiprocessor
-        the device waits for them, which shows where kernels take a while beside the copies.
+        The last tiles under a causal mask have the most work, and with one tile per multiprocessor
+        the device waits for them. That matters if kernels are not much faster than the copies.
         """
         p, tile = self.plan.problem, self.plan.constants.get
         sent = sum(x in self.plan.arrays and self.plan.stored_bytes(x) for x in self.axes)
@@ -267,24 +268,24 @@ class _Cutting:
         if self.plan.operation.flops(p) / (tflops * 1e12) < _SHOWS * sent / BUS:
             return h
         of_head = p.group * cdiv(p.M, tile("Br", 1))
-        if "O" not in self.plan.outputs:  # of gradients a launch has tiles of keys
+        if "O" not in self.plan.outputs:  # one launch of the gradients has a block per key tile
             of_head = max(of_head, cdiv(p.N, tile("Bc", 1)))
-        enough = max(p.kv_heads // cdiv(_LEAST_TILES // 2, b * of_head), 1)  # of pieces
+        enough = max(p.kv_heads // cdiv(_LEAST_TILES // 2, b * of_head), 1)  # number of pieces
 
-        def is_moderate(heads: int) -> bool:  # not too large to be copied and computed in turns
+        def is_moderate(heads: int) -> bool:  # small enough for copies to overlap with kernels
             every, own = self.bytes(b, heads, p.M, p.N)
             return own <= _LARGER * self.wanted and every <= self.most // 2
 
         return max(h, min(cdiv(p.kv_heads, enough), _largest(p.kv_heads, is_moderate)))
 
     def shared_by(self, axis: str) -> int:
-        """The bytes of arrays whose elements serve all of an axis, but not the other of both."""
+        """Returns the bytes of arrays with one of the axes batch and heads, but not ``axis``."""
         (other,) = {"batch", "heads"} - {axis}
         found = (x for x, axes in self.axes.items() if other in axes and axis not in axes)
         return sum(map(self.plan.stored_bytes, found))
 
     def _within_heads(self, b: int, h: int, m: int, n: int) -> tuple[int, int]:
-        """Fewer rows and keys, where a piece needs more than the device has."""
+        """Reduces rows m and keys n until a piece fits on the device."""
         group, tile = self.plan.problem.group, self.plan.constants.get("Br", 1)
         by_rows, by_keys = "M" in self.divisible, self._by_keys()
         while (size := self.bytes(b, h, m, n)[0]) > self.most:
@@ -299,7 +300,7 @@ class _Cutting:
         return m, n
 
     def _by_keys(self) -> bool:
-        """Whether results of parts of the keys can be merged: a sink would count in each."""
+        """Whether the keys can be split: not with a sink, which every partial result would add."""
         p, plan = self.plan.problem, self.plan
         gives_lse = "O" in plan.operation.outputs and "lse" in plan.outputs
         is_able = "causal" in plan.kernel.features or not p.is_masked
@@ -310,7 +311,7 @@ class _Cutting:
         return own <= self.wanted and every <= self.most
 
     def _bytes(self, b: int, h: int, m: int, n: int) -> tuple[int, int]:
-        """Returns the bytes of all arrays of a piece, and of those that no other piece uses."""
+        """Returns the bytes of a piece's arrays, and of the arrays that no other piece uses."""
         whole = self.plan.problem
         part = self.plan_of(_unrounded(self.plan, whole.part(b, h, range(m), range(n))))
         numbers = {"batch": (b, whole.batch), "heads": (h, whole.kv_heads), "M": (m, whole.M)}
@@ -324,18 +325,19 @@ class _Cutting:
             return self.too_large("its smallest piece", size, _FEWER)
         is_cut = "M" in self.divisible or self._by_keys()
         what = "its smallest piece" if is_cut else "one head of it"
-        return self.too_large(what, size, "name another kernel")
+        return self.too_large(what, size, "choose another kernel")
 
     def too_large(self, what: str, size: int, remedy: str) -> OutOfMemory:
         return OutOfMemory(
             f"{self.plan.kernel.name} on {self.plan.problem}: {what} needs {size:,} bytes on the "
-            f"device, and {self.most:,} may be taken; free memory there, or {remedy}"
+            f"device, but only {self.most:,} may be used; free device memory, or {remedy}"
         )
 
 
 def _unrounded(whole: Plan, part: Problem) -> Problem:
-    """The problem of a part; of some of the keys with results that are rounded when they are
-    merged, if the kernel can leave that out.
+    """Makes a part over some of the keys return float32, if the kernel supports that.
+
+    Results are then rounded only once, when they are merged.
     """
     is_able = can_give("float32", part.dtype) and "out_dtype" in whole.kernel.features
     if part.N == whole.problem.N or not is_able:
@@ -344,13 +346,13 @@ def _unrounded(whole: Plan, part: Problem) -> Problem:
 
 
 def _largest(total: int, fits: Callable[[int], bool]) -> int:
-    """The largest even share that fits, at least one."""
+    """Returns the largest even share of ``total`` that fits, at least 1."""
     found = max(bisect_left(range(1, total + 1), True, key=lambda x: not fits(x)), 1)
     return cdiv(total, cdiv(total, found)) if total else 1
 
 
 class Cut:
-    """The pieces of one way to cut a problem, with their plans."""
+    """One way to cut a problem: the pieces and their plans."""
 
     def __init__(self, whole: Plan, pieces: Sequence[Piece], plan_of: Planner) -> None:
         self.whole, self.pieces = whole, pieces
@@ -361,7 +363,7 @@ class Cut:
             parts = [_unrounded(whole, part) for part in parts]
         self.plans = list(map(plan_of, parts))
         self._distinct = {id(plan): plan for plan in self.plans}
-        self.bytes = max(map(needed, self._distinct.values()))  # of the largest piece
+        self.bytes = max(map(needed, self._distinct.values()))  # bytes that the largest piece needs
         axes = _axes_of(whole)
         self.axes = {name: axes[name].split() for name in whole.arrays if name in axes}
         self.sizes = {  # bytes of the largest part of each array
@@ -369,28 +371,29 @@ class Cut:
             for name in self.axes
         }
         self.numbers = self._numbered()
-        self.shares: dict[tuple[int, ...], list[Cut]] = {}  # of several devices
+        self.shares: dict[tuple[int, ...], list[Cut]] = {}  # a Cut per device, by device numbers
         self._layouts: dict[tuple[Any, ...], list[Layout]] = {}
         self._compiled = False
 
     def copies(self, name: str, most: int) -> int:
-        """How many parts of an array lie on the device with at most this many pieces there."""
+        """Returns how many parts of an array the device holds at a time with ``most`` pieces."""
         return min(most, self.numbers[-1][name] + 1)
 
     def count(self, most: int, free: int) -> int:
-        """How many pieces the device holds at a time in ``free`` bytes: from 1 to ``most``."""
+        """Returns how many pieces (1 to ``most``) the device holds at a time in ``free`` bytes."""
         fitting = (x for x in range(min(most, len(self.pieces)), 1, -1) if self._held(x) <= free)
         return next(fitting, 1)
 
     def _held(self, count: int) -> int:
-        """Bytes of device memory with this many pieces there."""
+        """Returns the bytes of device memory that ``count`` pieces need at a time."""
         arrays = (self.copies(x, count) * _aligned(size) for x, size in self.sizes.items())
         return sum(arrays) + count * max(x.scratch_bytes for x in self._distinct.values())
 
     def _numbered(self) -> list[dict[str, int]]:
-        """For each piece the number of the part of each array; it grows where the part changes.
+        """Numbers the parts of each array: returns the part numbers that each piece uses.
 
-        An output has a part for each piece: results of parts of the keys are merged on the host.
+        Consecutive pieces with the same part of an input use the same number. Outputs have one part
+        per piece, because results over some keys are merged on the host.
         """
         group, found = self.whole.problem.group, list[dict[str, int]]()
         numbers, before = dict.fromkeys(self.axes, -1), dict[str, Any]()
@@ -410,7 +413,7 @@ class Cut:
             self._compiled = True
 
     def layouts(self, orders: Orders) -> list[Layout]:
-        """How the arrays of each piece lie on the device, by the order of each one's axes."""
+        """Returns the layout of each piece on the device, for these orders of the arrays' axes."""
         key = tuple(orders.items())
         if (found := self._layouts.get(key)) is None:
             if len(self._layouts) >= _MOST_LAYOUTS:
@@ -421,16 +424,16 @@ class Cut:
 
 
 class Pieces:
-    """The pieces of a plan's problem; remembered for the next call of any thread."""
+    """The pieces of a plan's problem, cached for the next call of any thread."""
 
     def __init__(self, plan: Plan, plan_of: Planner) -> None:
         self.plan = plan
         self.plan_of = lru_cache(_MOST_PARTS)(lambda p: plan if p == plan.problem else plan_of(p))
-        self.bytes = needed(plan)  # on the device, of the problem in one piece
-        self._cut: tuple[Any, Cut] | None = None  # with the bytes that were wanted, and starts
+        self.bytes = needed(plan)  # device memory for the problem in one piece
+        self._cut: tuple[Any, Cut] | None = None  # the last cut, with the arguments that it is for
 
     def cut(self, wanted: int, most: int, starts: Starts = ()) -> Cut:
-        """``cut``, done again only for other numbers, or for a head that does not fit."""
+        """Cuts the problem with ``cut``, or reuses the last cut if it still applies."""
         found, key = self._cut, (wanted, *(x.tobytes() for x in starts))
         if found is None or found[0] != key:
             found = self._cut = key, self._new(wanted, sys.maxsize, starts)
@@ -441,7 +444,7 @@ class Pieces:
 
 
 def _axes_of(plan: Plan) -> dict[str, str]:
-    """The axes of inputs and outputs by name; a packed batch is one element with sequences."""
+    """Returns the axes of inputs and outputs; captured arrays of a packed batch have sequences."""
     p, found = plan.problem, plan.operation.axes_of(plan.problem)
     if p.modifiers.is_packed:
         arrays = (x.input for x in p.operands if x.is_array)
@@ -454,7 +457,7 @@ def _ranges(total: int, step: int) -> list[range]:
 
 
 def needed(plan: Plan) -> int:
-    """Bytes of device memory that a plan takes."""
+    """Returns the bytes of device memory that a plan needs."""
     arrays = (plan.stored_bytes(name) for name in plan.arrays if name not in plan.scratch)
     return sum(map(_aligned, arrays)) + plan.scratch_bytes
 
@@ -469,8 +472,8 @@ class _Array(NamedTuple):
     dtype: np.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    order: tuple[int, ...]  # of its axes in memory, outermost first
-    memory: tuple[int, ...]  # their sizes, with padded columns
+    order: tuple[int, ...]  # axes in memory order, outermost first
+    memory: tuple[int, ...]  # axis lengths in memory order, with padded columns
 
     @staticmethod
     def of(plan: Plan, name: str, order: tuple[int, ...]) -> _Array:
@@ -483,7 +486,7 @@ class _Array(NamedTuple):
 
 
 class Layout:
-    """The device memory of the arrays of a piece, and the launcher of its kernels."""
+    """The layout of a piece's arrays in device memory, and the launcher of its kernels."""
 
     def __init__(self, plan: Plan, orders: Orders) -> None:
         self.plan = plan
@@ -504,18 +507,18 @@ class Layout:
 
 
 class Place(NamedTuple):
-    """The host's part of an array of a piece, and where it lies on the device."""
+    """A piece's part of an array on the host, and its memory on the device."""
 
     address: int
-    host: np.ndarray | None  # with the axes of the memory
-    shape: tuple[int, ...]  # of the memory
+    host: np.ndarray | None  # a view with the axes in the order of device memory
+    shape: tuple[int, ...]  # shape of the device memory
     pinned: bool
 
     def runs(self) -> list[tuple[np.ndarray, int]]:
-        """The contiguous parts of the host's array, and their addresses on the device.
+        """Lists the contiguous runs of the host array, with their device addresses.
 
-        There are none if columns are padded there, or if parts are so small that starting their
-        copies takes longer than copying them to a buffer.
+        The list is empty if columns are padded on the device, or if runs are so short that starting
+        their copies takes longer than copying them to a buffer.
         """
         assert self.host is not None
         outer = self.shape[: _strided_axes(self.host)]
@@ -527,7 +530,7 @@ class Place(NamedTuple):
         ]
 
     def slabs(self, most: int) -> Iterator[tuple[np.ndarray, int, tuple[int, ...]]]:
-        """Parts of the host's array, and where each lies on the device: address and shape."""
+        """Yields parts of the host array, each with its device address and shape."""
         assert self.host is not None
         size = self.host.itemsize
         if self.host.size and size * math.prod(self.shape) <= most:
@@ -541,7 +544,7 @@ class Place(NamedTuple):
 
 
 def _strided_axes(array: np.ndarray) -> int:
-    """How many outer axes lie apart in memory: what they number is contiguous."""
+    """Counts the outer axes to iterate over; the remaining inner axes are contiguous in memory."""
     step = array.itemsize
     for axis in reversed(range(array.ndim)):
         if array.shape[axis] > 1 and array.strides[axis] != step:
@@ -551,7 +554,7 @@ def _strided_axes(array: np.ndarray) -> int:
 
 
 def slabs(shape: Sequence[int], most: int) -> Iterator[tuple[slice, ...]]:
-    """Contiguous parts of a contiguous array, in order, of at most ``most`` elements."""
+    """Yields indices of contiguous parts of an array, in order, of at most ``most`` elements."""
     if not math.prod(shape):
         return
     inner = math.prod(shape[1:])

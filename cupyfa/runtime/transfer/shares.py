@@ -25,23 +25,23 @@ from cupyfa.runtime.transfer.pieces import (
     is_divisible,
 )
 
-_LEAST_PIECES = 4  # the fewest pieces of sequences for each device
-_ENDS = 4  # parts of the first and of the last piece of a share, one of which comes alone
-_FEWEST_TILES = 128  # of rows in it: as many as a large GPU computes at a time
-_UNEVEN = 0.02  # of a share, by which it may be too large or small before more is cut
-Unit = list[Piece]  # one piece, or several whose results are merged
-Axis = tuple[str, int]  # an axis of a piece, and the multiple at which it may be cut
+_LEAST_PIECES = 4  # fewest pieces of sequences per device
+_ENDS = 4  # a share begins and ends with a small piece, 1/_ENDS of a piece
+_FEWEST_TILES = 128  # fewest row tiles of these small pieces: one wave of a large GPU
+_UNEVEN = 0.02  # imbalance, as a fraction of a share, that does not justify another cut
+Unit = list[Piece]  # one piece, or several pieces whose results are merged
+Axis = tuple[str, int]  # an axis of a piece, and the granularity of cuts along it
 
 
 def shares(
     pieces: Pieces, devices: tuple[int, ...], wanted: int, most: int, starts: Starts = ()
 ) -> list[Cut]:
-    """The pieces of each device, or of the first ones if the problem has fewer parts.
+    """Returns the pieces of each device, for fewer devices if the problem has too few parts.
 
-    ``wanted``, ``most`` and ``starts`` are those of ``cut``, for the device with the least memory.
-    What is made for a device, such as its launches, is remembered.
+    ``wanted``, ``most`` and ``starts`` are passed to ``cut``, for the device with the least memory.
+    The shares are cached with all that is prepared for them, such as launchers.
     """
-    if starts:  # sequences are not divided, and so make uneven shares if they come in few pieces
+    if starts:  # sequences are not divided, so few large pieces would make uneven shares
         wanted = min(wanted, pieces.bytes // (_LEAST_PIECES * len(devices)))
     plan, whole = pieces.plan, pieces.cut(wanted, most, starts)
     if devices not in whole.shares:
@@ -55,11 +55,12 @@ def shares(
 def divided(
     plan: Plan, pieces: Sequence[Piece], count: int, starts: Starts = ()
 ) -> list[list[Piece]]:
-    """Consecutive pieces for each of ``count`` devices, none of them empty.
+    """Divides consecutive pieces into up to ``count`` nonempty shares of about equal work.
 
-    Pieces on the boundary of two shares are cut: along batch and key heads, and along rows where
-    the results allow it and whole heads would be uneven. Rows are cut where tiles begin. Where
-    kernels take longest, a share begins and ends with a small piece: no kernel hides its copies.
+    Pieces on the boundary between two shares are cut along batch and key heads. They are also cut
+    along rows, between tiles, if the results allow it and whole heads would be uneven. If kernels
+    take longer than copies, a share begins and ends with a small piece, because no kernel hides the
+    copies of the first and the last piece.
     """
     work, found = _Work(plan, pieces, starts), list[list[Piece]]()
     left = deque(list(x) for _, x in groupby(pieces, key=_rows_of))
@@ -80,15 +81,15 @@ def divided(
 
 
 def _rows_of(piece: Piece) -> tuple[range, range, range]:
-    """The rows of a piece: pieces that are merged have the same ones and differ in their keys."""
+    """Returns batch, key heads and rows of a piece, which are equal in pieces that are merged."""
     return piece.batch, piece.kv_heads, piece.rows
 
 
 class _Work:
-    """The work of pieces: operations, or bytes to send where the bus takes longer than kernels.
+    """The work of pieces: FLOPs, or bytes to send if the bus takes longer than the kernels.
 
-    Arrays without rows, such as keys, count for some rows in proportion, so that the work of parts
-    is that of the whole, though all these parts have them. Sequences have keys of their own.
+    Arrays without a row axis, such as K, count in proportion to a piece's rows, so that the work of
+    all pieces adds up to that of the whole. Packed sequences have their own keys, counted in full.
     """
 
     def __init__(self, plan: Plan, pieces: Sequence[Piece], starts: Starts) -> None:
@@ -117,7 +118,7 @@ class _Work:
         return self.operation.flops(piece.problem(self.problem))
 
     def _flops_of_sequences(self, piece: Piece) -> int:
-        """Counts unmasked work, assuming that a mask hides a similar share of each sequence."""
+        """Counts FLOPs of sequences as if the mask hid a similar share of every sequence."""
         p, every = self.problem, range(len(self.lengths[0]))
         some = piece.sequences if isinstance(piece, PieceOfSequences) else every
         rows, keys = (x[some.start : some.stop] for x in self.lengths)
@@ -137,16 +138,16 @@ class _Work:
         return total
 
     def with_small_ends(self, share: list[Piece]) -> list[Piece]:
-        """The share with its first and last piece cut, if copies take less time than kernels."""
+        """Cuts a share's first and last piece in two, if kernels take longer than copies."""
         if not self.by_flops or self.lengths or len(share) < 2:
             return share
         first, *others, last = share
         return [*self._cut_at(first, 1), *others, *self._cut_at(last, _ENDS - 1)]
 
     def _cut_at(self, piece: Piece, count: int) -> list[Piece]:
-        """Cuts off a small first or last part of a piece; returns it whole if that is too small.
+        """Cuts off a small first or last part of a piece, unless that part would be too small.
 
-        Gradients, which cannot be cut along rows, stay whole, and so do parts that are merged.
+        Pieces stay whole if they cannot be cut along rows (gradients) or if they are merged.
         """
         p = self.problem
         if "rows" not in dict(self.axes) or len(piece.keys) < p.N:
@@ -164,11 +165,11 @@ class _Work:
         return heads * -(-len(piece.rows) // dict(self.axes)["rows"])
 
     def is_divisible(self, unit: Unit) -> bool:
-        """Whether the unit can be cut; pieces whose results are merged stay together."""
+        """Whether a unit can be cut; pieces whose results are merged stay together."""
         return len(unit) == 1 and bool(self.axes)
 
     def split(self, piece: Piece, goal: int, slack: float) -> tuple[list[Piece], list[Piece]]:
-        """Splits a piece near ``goal``, within ``slack``, into the pieces before and after it."""
+        """Splits a piece so that the first part has ``goal`` work, within ``slack`` if possible."""
         return self._split(piece, goal, slack, self.axes)
 
     def _split(

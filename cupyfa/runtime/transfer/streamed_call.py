@@ -16,21 +16,21 @@ from cupyfa.runtime.transfer.pieces import Cut, Pieces, Place, Slot, Starts
 
 _BITS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 _BYTE = np.dtype(np.uint8)
-Merged = tuple[np.ndarray, ...]  # O, lse and perhaps the largest scores of some of the keys
+Merged = tuple[np.ndarray, ...]  # O, lse and optionally the row maxima over some of the keys
 _STARTS = [f"mods.{name}" for name in STARTS]
-_INLINE = 1 << 18  # up to so many bytes, one thread copies faster than others wake up
-_CHUNK_COST = 1 << 20  # bytes that a thread copies while a chunk waits for Python's lock
-_SPARE = 0.9  # share of the free memory that a call may take
-_CATCH_UP = 2  # pieces that are sent after a kernel while fewer are there than may be
+_INLINE = 1 << 18  # bytes; the calling thread copies smaller calls faster than others wake up
+_CHUNK_COST = 1 << 20  # bytes that a thread could copy while a chunk waits for the GIL
+_SPARE = 0.9  # fraction of the free memory that a call may use
+_CATCH_UP = 2  # most pieces sent after each kernel, until the device holds the allowed number
 
 
 class Call:
-    """Computes a plan on host arrays in pieces and fills the host outputs.
+    """Runs a plan on host arrays in pieces and fills the host outputs.
 
-    The arrays are [batch, heads, rows, columns] with any strides; outputs that are not given are
-    not copied back. Everything is compiled, and the memory taken, before any output is written.
-    The calling thread starts the copies and kernels of the pieces and sleeps while others copy, so
-    it seldom holds Python's lock.
+    Arrays are [batch, heads, rows, columns] with any strides; outputs that are not passed are not
+    copied back. All kernels are compiled and all memory is allocated before any output is written.
+    The calling thread starts the copies and kernels of the pieces and sleeps while other threads
+    copy, so it rarely holds the GIL.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class Call:
         free: int | None = None,
         share: Cut | None = None,
     ) -> None:
-        """Raises OutOfMemory, with the size, for a problem of which no piece fits the device.
+        """Raises OutOfMemory, with the required size, if not even the smallest piece fits.
 
-        free: bytes of the device's memory that the call may take, if they are known. share: the
-        pieces of this device, if several share the problem.
+        free: bytes of device memory that the call may use, by default derived from the settings.
+        share: this device's pieces, if several devices share the problem.
         """
         self.backend, self.host, self.plan = backend, host_of(backend), pieces.plan
         self.up, self.work, self.down = lanes
@@ -58,7 +58,7 @@ class Call:
         there = {name: x for name, x in (*inputs.items(), *outputs.items()) if x.size}
         self.bits = {name: x.view(_BITS[x.itemsize]) for name, x in there.items()}
         self.pinned = {name for name, x in there.items() if backend.is_pinned(x)}
-        # Results of a part of the keys are merged on the host; their strides do not matter.
+        # Partial results over some keys are merged on the host, so their strides do not matter.
         strided: Mapping[str, np.ndarray] = inputs if self.cut.by_keys else self.bits
         strided = strided if "strides" in self.plan.kernel.features else {}
         order = _packed_order if self.cut.of_sequences else _order
@@ -71,9 +71,9 @@ class Call:
         self.count = self.cut.count(chosen.pieces, free)
         moved = sum(x.nbytes for x in there.values())
         self.threaded = moved > _INLINE
-        # The bus waits for the first chunk, and threads, also those of calls on other devices, for
-        # Python's lock at every chunk, which hands it over several times: the minimum of grain +
-        # moved / grain * _CHUNK_COST.
+        # The bus idles until the first chunk is copied, and every chunk makes threads, also those
+        # of calls on other devices, wait for the GIL several times. The best size minimises
+        # grain + moved / grain * _CHUNK_COST.
         self.grain = min(chosen.chunk_bytes, math.isqrt(moved * _CHUNK_COST))
         self.started: list[Copies] = []
         self.merged: Merged | None = None
@@ -88,16 +88,16 @@ class Call:
 
     @property
     def what(self) -> str:
-        """What is computed, for who watches."""
+        """The description of this call in progress reports."""
         return f"{self.plan.kernel.name} on {self.plan.problem}"
 
     def steps(self) -> Generator[int]:
-        """Does a part of the work for each item; items are how many pieces have been computed.
+        """Does the work step by step; yields the number of pieces that have been computed.
 
-        When the generator ends or is closed, nothing is on its way any more.
+        When the generator ends or is closed, no copy or kernel is in flight.
         """
         pieces, count = self.cut.pieces, self.count
-        later = int(count > 1)  # so that waiting for a kernel seldom keeps the bus waiting
+        later = int(count > 1)  # sends wait for the last kernel but one, so the bus rarely idles
         memory = self.memory()
         places: list[dict[str, Place]] = []
         sent: list[Copies] = []
@@ -114,11 +114,11 @@ class Call:
         try:
             send_next()
             yield 0
-            # Threads copy long before a kernel, so all pieces are handed to them first.
+            # Threads take long to copy, so they get all first pieces before the first kernel.
             for _ in range(count - 1 if sent[0].end is None else 0):
                 send_next()
                 yield 0
-            self.cut.compile(self.backend)  # while the first pieces are on their way
+            self.cut.compile(self.backend)  # while the first pieces are being copied
             for i in range(len(pieces)):
                 sent[i].wait()
                 self.work.wait(sent[i].end or self.up.record())
@@ -139,11 +139,11 @@ class Call:
                 self.finish(i, places, brought)
             self.down.synchronize()
             yield len(pieces)
-        finally:  # nothing may be on its way to memory that is given back
+        finally:  # no copy may be in flight when its memory is freed
             self.wait_for_all()
 
     def wait_for_all(self) -> None:
-        """Returns when nothing is on its way any more, even if Ctrl-C comes again."""
+        """Waits until no copy or kernel is in flight, even if Ctrl-C is pressed again."""
         try:
             for copies in self.started:
                 copies.sleep()
@@ -154,7 +154,7 @@ class Call:
             raise
 
     def memory(self) -> Mapping[str, list[Any]]:
-        """Device memory for parts of each array, sized for the largest."""
+        """Allocates device memory for parts of each array, sized for the largest part."""
         with self.work.context:
             made = {
                 name: [
@@ -163,27 +163,27 @@ class Call:
                 ]
                 for name, size in self.cut.sizes.items()
             }
-            if self.cut.of_sequences:  # NaN after the last rows of a piece would slow it down
+            if self.cut.of_sequences:  # NaN in the unused rows of a piece would slow kernels down
                 for memory in chain.from_iterable(made.values()):
                     memory[...] = 0
                 self.up.wait(self.work.record())
         return made
 
     def slot(self, i: int, memory: Mapping[str, list[Any]]) -> Slot:
-        """Where the arrays of a piece lie.
+        """Returns the device memory of each array of a piece.
 
-        A part of an array takes the place of one that only pieces before the last ``count`` read.
+        A part of an array reuses the memory of a part that none of the last ``count`` pieces read.
         """
         numbers = self.cut.numbers[i]
         return {name: parts[numbers[name] % len(parts)] for name, parts in memory.items()}
 
     def new_in(self, i: int) -> list[str]:
-        """The inputs of a piece that the piece before it does not have."""
+        """Returns the inputs whose part differs from that of the previous piece."""
         numbers = self.cut.numbers
         return [x for x in self.given if i == 0 or numbers[i][x] != numbers[i - 1][x]]
 
     def placed(self, i: int, memory: Mapping[str, list[Any]]) -> dict[str, Place]:
-        """The arrays of a piece: the part on the host and the memory on the device."""
+        """Returns, for each array of a piece, its part on the host and its device memory."""
         slot = self.slot(i, memory)
         piece, places, group = self.cut.pieces[i], {}, self.plan.problem.group
         for name, lying in self.layouts[i].arrays.items():
@@ -226,7 +226,7 @@ class Call:
         return copies
 
     def finish(self, i: int, places: list[dict[str, Place]], brought: list[Copies]) -> None:
-        """Waits for the results of a piece, and adds them up if keys were cut."""
+        """Waits for the results of a piece, and merges them if the keys were cut."""
         brought[i].wait()
         if self.cut.by_keys:
             self.down.synchronize()
@@ -234,7 +234,7 @@ class Call:
         places[i] = {}
 
     def merge(self, i: int, parts: Mapping[str, Any]) -> None:
-        """Adds the results of a part of the keys; each counts by exp of its lse."""
+        """Merges results over some keys into the results so far, weighted by exp(lse)."""
         piece, outputs = self.cut.pieces[i], self.cut.plans[i].outputs
         names = "O", "lse", *[ROW_MAX] * (ROW_MAX in outputs)
         o, *of_rows = (parts[name].view(outputs[name][1]) for name in names)
@@ -250,12 +250,12 @@ class Call:
 
 
 def starts_of(inputs: Mapping[str, np.ndarray]) -> Starts:
-    """Where the sequences of packed rows and keys begin, if the arrays are packed."""
+    """Returns the offsets of packed queries and keys, or [] if the arrays are not packed."""
     return [inputs[name] for name in _STARTS if name in inputs]
 
 
 def room(backend: Backend, chosen: Transfer, size: int) -> int:
-    """Bytes of the current device's memory that a call on a problem of this size may take."""
+    """Returns the bytes of device memory that a call on a problem of this size may use."""
     if chosen.device_bytes is not None:
         return chosen.device_bytes
     is_one_piece = size <= chosen.piece_bytes
@@ -263,13 +263,13 @@ def room(backend: Backend, chosen: Transfer, size: int) -> int:
 
 
 def piece_bytes(chosen: Transfer, free: int) -> int:
-    """Bytes of a piece, where a call may take ``free``."""
+    """Returns the bytes of a piece if the call may use ``free`` bytes."""
     return min(chosen.piece_bytes, free // 2)
 
 
 def _merged(a: Merged, b: Merged) -> Merged:
     (a_o, a_lse, *a_max), (b_o, b_lse, *b_max) = a, b
-    with np.errstate(all="ignore"):  # rows that see no key are -inf, and NaN is data
+    with np.errstate(all="ignore"):  # lse is -inf in rows without visible keys; NaN is data
         lse = np.logaddexp(a_lse, b_lse)
         a_share, b_share = (
             np.where(np.isneginf(lse), 0, np.exp(x - lse))[..., None] for x in (a_lse, b_lse)
@@ -278,18 +278,18 @@ def _merged(a: Merged, b: Merged) -> Merged:
 
 
 def _filled(memory: tuple[int, ...], host: tuple[int, ...]) -> tuple[int, ...]:
-    """The sizes of the first part of memory, which a smaller array of the host fills."""
+    """Returns the shape of the prefix of ``memory`` that a smaller host array fills."""
     axis = next((i for i, n in enumerate(memory[:-1]) if n > 1), len(memory) - 1)
     return tuple(min(n, m) if i == axis else n for i, (n, m) in enumerate(zip(memory, host)))
 
 
 def _packed_order(array: np.ndarray | None, axes: int) -> tuple[int, ...]:
-    """The axes of an array of sequences: rows are outermost, so that a few begin it."""
+    """Returns a packed array's axis order: rows outermost, so that a few rows are contiguous."""
     return tuple(range(axes)) if array is None or axes != 4 else (0, 2, 1, 3)
 
 
 def _order(array: np.ndarray | None, axes: int) -> tuple[int, ...]:
-    """The axes of an array, outer ones first: on the device as on the host, where possible."""
+    """Returns an array's axis order on the device, outermost first: the host's if possible."""
     if array is None or axes != 4:
         return tuple(range(axes))
     return (*sorted(range(3), key=lambda axis: -abs(array.strides[axis])), 3)

@@ -5,7 +5,7 @@
       fence_barrier_init();
     }
     __syncthreads();
-    if (threadIdx.x >= 128) {  // produce
+    if (threadIdx.x >= 128) {  // producer warpgroup
       decrease_registers<24>();
       if (threadIdx.x < 160 && elect_one()) {
         for (int i = 0; i < 5; ++i) {

@@ -1,6 +1,6 @@
-"""Peers: other libraries' attention on our arrays. Those that are not installed are skipped.
+"""Peers: other libraries' attention on cupyfa's arrays, skipped if a library is not installed.
 
-Without a GPU, torch computes on the CPU, on the arrays of the simulator.
+Without a GPU, torch computes on the CPU with the simulator's arrays.
 """
 
 import importlib.util
@@ -38,7 +38,7 @@ def installed(name):
 
 
 def asked(engine, name, layout="bhsd", operation="forward", **sizes):
-    """A peer, and verdicts on its results with the bounds of a 16-bit or tf32 kernel."""
+    """Runs a peer; returns it and verdicts by the error bounds of a 16-bit or tf32 kernel."""
     problem = Problem.of_sizes(**{**SIZES, **sizes})
     inputs = Case(operation, problem, seed=5, layout=layout).inputs()
     with engine.working_on(None):
@@ -87,7 +87,7 @@ def test_gradients_mean_the_same(simulator, name, mask):
 
 
 def test_peers_without_gradients_are_refused(simulator):
-    with pytest.raises(Unsupported, match="its gradients are not timed here"):
+    with pytest.raises(Unsupported, match="bench does not time its gradients"):
         asked(simulator, "cudnn-frontend", operation="backward")
 
 
@@ -116,7 +116,7 @@ def test_nothing_is_copied_for_torch(simulator, name):
     [
         ("cudnn", {}, "torch cudnn cannot do batch=2 heads=4 M=24 .*: ."),
         ("cudnn", {"causal": True}, "its causal mask is aligned to the top left"),
-        ("fa2", {"causal": True, "M": 50}, "its rows without a key are NaN"),
+        ("fa2", {"causal": True, "M": 50}, "it returns NaN for rows without visible keys"),
         ("cudnn-frontend", {}, "cudnn-frontend cannot do .*: it needs a GPU"),
     ],
 )
@@ -165,7 +165,7 @@ def gradients_agree(cuda, name, **sizes):
 
 
 def are_near(peer, arrays, problem):
-    """Compares gradients, which have no bounds here: peers compute delta from their own O."""
+    """Compares gradients with fixed tolerances: there are no bounds for delta from a peer's O."""
     expected = OPERATIONS["backward"].reference(arrays, problem, [None])[None]
     for grad, x in peer.outputs.items():
         np.testing.assert_allclose(x.astype(float), expected[grad].value, atol=0.05, rtol=0.05)
@@ -197,7 +197,10 @@ def test_biases_and_masks_for_torch(simulator, operation, sizes):
 
 
 def test_torch_has_no_texts_and_no_slopes(simulator):
-    for sizes, reason in (({"softcap": 2.0}, "no softcap=2"), ({"alibi_slopes": "h"}, "no alibi")):
+    for sizes, reason in (
+        ({"softcap": 2.0}, "support softcap=2"),
+        ({"alibi_slopes": "h"}, "support alibi"),
+    ):
         with pytest.raises(Unsupported, match=f"{reason}|not installed"):
             asked(simulator, "math", **sizes)
         with pytest.raises(Unsupported, match=f"{reason}|not installed"):
@@ -205,7 +208,7 @@ def test_torch_has_no_texts_and_no_slopes(simulator):
 
 
 def test_texts_become_functions_of_tensors():
-    """By NumPy, whose functions have the names of torch's."""
+    """NumPy stands in for torch, since its functions have the same names."""
     p = Problem.of_sizes(**{**SIZES, "M": 40, **EVERYTHING})
     names = {name: getattr(np, name, None) for name in FUNCTIONS}
     functional = SimpleNamespace(softplus=lambda x: np.logaddexp(0, x))
@@ -263,7 +266,7 @@ def test_gradients_of_packed_sequences(cuda, name):
 
 
 class Operators:
-    """torch's operators for packed sequences, by the reference: what they are called with."""
+    """Replaces torch's operators for packed sequences by the reference; checks their arguments."""
 
     def __init__(self, p):
         self.p = p
@@ -305,14 +308,14 @@ def test_sequences_are_handed_over_packed(name, causal):
 @pytest.mark.parametrize(
     "name, sizes, reason",
     [
-        ("math", {}, "no ragged batches"),
-        ("flex", {}, "no ragged batches"),
-        ("cudnn-frontend", {}, "no ragged batches"),
-        ("fa2", {"lengths": "3/5"}, "no seqused_q, seqused_k"),
-        ("fa2", {"lengths": "_1,5"}, "no rows of no sequence"),
-        ("fa2", {"softcap": 3.0}, "no softcap"),
-        ("efficient", {"window": (3, 0)}, "no window"),
-        ("fa2", {"sink": "h"}, "no sink"),
+        ("math", {}, "not support ragged batches"),
+        ("flex", {}, "not support ragged batches"),
+        ("cudnn-frontend", {}, "not support ragged batches"),
+        ("fa2", {"lengths": "3/5"}, "not support seqused_q, seqused_k"),
+        ("fa2", {"lengths": "_1,5"}, "not support rows outside sequences"),
+        ("fa2", {"softcap": 3.0}, "not support softcap"),
+        ("efficient", {"window": (3, 0)}, "not support window"),
+        ("fa2", {"sink": "h"}, "not support sink"),
     ],
 )
 def test_sequences_that_peers_cannot_have_are_refused(simulator, name, sizes, reason):

@@ -1,4 +1,4 @@
-"""New tokens of a cache in pages: written and rotated before attention, and checked."""
+"""New tokens of a paged cache: written and rotated before attention, and checked."""
 
 import numpy as np
 import pytest
@@ -75,7 +75,7 @@ def test_a_row_that_is_not_a_new_one_must_stay(monkeypatch):
 
 def test_tokens_without_pages_are_refused():
     case = Case("forward", Problem.of_sizes(M=3, d=8), tokens="appended")
-    with pytest.raises(ValueError, match="needs a page_size"):
+    with pytest.raises(ValueError, match="requires a page_size"):
         written(SIMULATOR, case, case.inputs())
 
 

@@ -1,0 +1,23 @@
+"""Gradients of attention, by the derivative of the softmax of whole rows."""
+
+import numpy as np
+
+from cupyfa.lab.exercises.exercise import Example
+
+
+def examples():
+    rng = np.random.default_rng(0)
+    for name, M, N in (("one tile of keys", 5, 4), ("several tiles", 6, 10)):
+        Q, dO = rng.standard_normal((2, M, 3))
+        K, V = rng.standard_normal((2, N, 3))
+        scale = 0.7
+        S = scale * Q @ K.T
+        P = np.exp(S - S.max(axis=1, keepdims=True))
+        L = S.max(axis=1) + np.log(P.sum(axis=1))
+        P /= P.sum(axis=1, keepdims=True)
+        dP = dO @ V.T
+        # Each row's Jacobian of the softmax, diag(p) - p pᵀ, applied to its row of dP.
+        dS = np.stack([(np.diag(p) - np.outer(p, p)) @ dp for p, dp in zip(P, dP)])
+        expected = {"dQ": scale * dS @ K, "dK": scale * dS.T @ Q, "dV": P.T @ dO}
+        arguments = {"Q": Q, "K": K, "V": V, "O": P @ V, "L": L, "dO": dO}
+        yield Example(name, {**arguments, "scale": scale, "Bc": 4}, expected, tolerance=1e-12)

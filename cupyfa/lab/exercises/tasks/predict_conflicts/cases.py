@@ -1,0 +1,19 @@
+"""Loads of a warp: rows of 64 and 65 floats, broadcasts, strides."""
+
+from cupyfa.lab.exercises.exercise import Example
+
+LANES = range(32)
+
+
+def examples():
+    for name, addresses, cycles in (
+        ("neighbouring floats", [4 * lane for lane in LANES], 1),
+        ("column 0 of rows of 64 floats", [4 * 64 * lane for lane in LANES], 32),
+        ("column 0 of rows of 65 floats", [4 * 65 * lane for lane in LANES], 1),
+        ("every lane the same float", [400] * 32, 1),
+        ("every second float", [8 * lane for lane in LANES], 2),
+        ("pairs of lanes share a float, rows of 64", [4 * 64 * (lane // 2) for lane in LANES], 16),
+        ("16-bit numbers, neighbouring", [2 * lane for lane in LANES], 1),
+        ("two words of bank 0, others apart", [0, 128, *(4 * lane for lane in LANES[2:])], 2),
+    ):
+        yield Example(name, {"addresses": addresses}, {"cycles": cycles}, tolerance=0.0)

@@ -1,0 +1,35 @@
+"""Launches of fa2, as the library plans them."""
+
+import cupyfa
+from cupyfa.lab.exercises.exercise import Example
+
+MULTIPROCESSOR_BYTES, RESERVED = 233_472, 1_024
+
+
+def examples():
+    for batch, heads, M, d, Br, Bc in (
+        (4, 16, 2048, 64, 128, 32),
+        (1, 2, 100, 64, 32, 32),
+        (2, 3, 1000, 32, 64, 32),
+        (1, 1, 50, 8, 8, 4),
+    ):
+        plan = cupyfa.plan(
+            kernel="fa2",
+            backend="simulator",
+            batch=batch,
+            heads=heads,
+            M=M,
+            d=d,
+            tiles={"Br": Br, "Bc": Bc},
+        )
+        (made,) = plan.launches
+        blocks = made.grid[0] * made.grid[1] * made.grid[2]
+        fits = MULTIPROCESSOR_BYTES // (made.shared_bytes + RESERVED)
+        expected = {
+            "blocks": blocks,
+            "threads": made.threads,
+            "shared_bytes": made.shared_bytes,
+            "resident": min(fits, 2048 // made.threads, 32),
+        }
+        arguments = {"batch": batch, "heads": heads, "M": M, "d": d, "Br": Br, "Bc": Bc}
+        yield Example(f"M={M} d={d} Br={Br} Bc={Bc}", arguments, expected, tolerance=0.0)
