@@ -44,20 +44,26 @@ def judge(exercise: Exercise, text: str) -> Verdict:
         return Verdict(right, right)
     first = next(number for number, symptom in enumerate(symptoms) if symptom)
     symptom = f"example '{examples[first].name}': {symptoms[first]}"
-    mistake = find_mistake(exercise, outcomes)
+    mistake = find_mistake(exercise, outcomes, run_mistakes(exercise))
     return Verdict(right, len(examples), symptom, mistake)
 
 
-def find_mistake(exercise: Exercise, outcomes: Sequence[Outcome]) -> Mistake | None:
-    """Returns the known mistake with these outcomes, which a wrong solution may share.
+def run_mistakes(exercise: Exercise) -> list[list[Outcome]]:
+    """Runs the known wrong solutions and returns the outcomes of each."""
+    return run_solutions(exercise, [exercise.wrong_solution(x) for x in exercise.mistakes])
+
+
+def find_mistake(
+    exercise: Exercise, outcomes: Sequence[Outcome], of_mistakes: Sequence[Sequence[Outcome]]
+) -> Mistake | None:
+    """Returns the known mistake whose outcomes a wrong solution shares.
 
     Several missing barriers may fail in the same words. Of mistakes with the same outcomes the one
     that fails in the most similar lines is returned, or None if none is similar.
     """
-    texts = [exercise.wrong_solution(mistake) for mistake in exercise.mistakes]
     alike = [
         (mistake, known)
-        for mistake, known in zip(exercise.mistakes, run_solutions(exercise, texts))
+        for mistake, known in zip(exercise.mistakes, of_mistakes)
         if len(known) == len(outcomes) and all(map(_is_alike, known, outcomes))
     ]
     if len(alike) < 2:
