@@ -71,6 +71,8 @@ python_maximum_signature_line_length = 80
 
 # Links and pictures of Markdown, and files outside of docs/ that pages of the site include.
 LINK = re.compile(r"\[(?P<text>[^]]+)\]\((?!http)(?P<target>[^)#]+)(?P<anchor>#[^)]*)?\)")
+# Terms that the search finds first at this place of a page.
+INDEXED = re.compile(r"^<!-- index: (.+) -->$", re.M)
 INCLUDED = {
     "README.md": "index",
     "README.zh-CN.md": "zh/README",
@@ -94,6 +96,7 @@ LEXERS = {".cu": "cuda", ".cuh": "cuda", ".py": "python", ".diff": "diff"}
 def translated_page(app: Sphinx, name: str, source: list[str]) -> None:
     """Markdown for Sphinx: links to files and folders outside of docs/, and pages of all rungs."""
     source[0] = _with_links(source[0], DOCS / name, (DOCS / name).parent)
+    source[0] = INDEXED.sub(r"```{index} ! \1\n```", source[0])
     if name == "rungs/README":
         course = (DOCS / "index.md").read_text("utf-8")
         rungs = [x for kernels in LADDER.values() for x in kernels if f"rungs/{x}\n" not in course]

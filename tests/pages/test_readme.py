@@ -18,7 +18,7 @@ LINK = re.compile(r"\]\((?!http)([^)#]+)")
 # Structure that a page and its translation share outside code: a pattern, and how to compare it.
 STRUCTURE = {
     "headings": (r"^(#+) (?=\D)", list),
-    "marks": (r"^<!-- .* -->$", list),
+    "marks": (r"^<!-- (?!index:).* -->$", list),
     "tables": (r"^\| --- .*", len),  # the Chinese ladder has fewer columns
     "lists": (r"^- ", list),
 }

@@ -7,7 +7,8 @@ import subprocess
 import sys
 from collections import defaultdict
 from html.parser import HTMLParser
-from urllib.parse import unquote, urlsplit
+from shutil import which
+from urllib.parse import quote, unquote, urlsplit
 
 import click
 import pytest
@@ -153,3 +154,40 @@ def test_headers_are_pages_and_includes_link_to_them(site):
     assert "source/kernels/include/tile/swizzle.cuh.html" in site
     kernel = site["source/kernels/forward/fa2.cu.html"]
     assert "../include/attention/online_softmax.cuh.html" in kernel.links
+
+
+def first_found(folder, words):
+    """The page that the search of the site lists first."""
+    found = subprocess.run(
+        [
+            "chromium",
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-background-networking",
+        ]
+        + ["--virtual-time-budget=20000", "--dump-dom"]
+        + [f"file://{folder}/search.html?q={quote(words)}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    ).stdout
+    return re.search(r'<li class="kind-\w+"><a href="(.+?)\.html', found)[1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not which("chromium"), reason="needs chromium")
+@pytest.mark.parametrize(
+    "words, page",
+    [
+        ("warp specialization", "rungs/wgmma"),
+        ("varlen", "ragged"),
+        ("ping-pong", "rungs/wgmma_overlap"),
+        ("bank conflict", "rungs/mma_swizzled"),
+        ("tile scheduler", "rungs/wgmma_persistent"),
+        ("double buffering", "rungs/mma_async"),
+    ],
+)
+def test_the_search_finds_words_first_where_they_are_taught(folder, words, page):
+    assert first_found(folder, words) == page
