@@ -13,18 +13,22 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cupyfa.errors import CompileError, SimulatorFault
 from cupyfa.lab.exercises.exercise import Example, Exercise, arrays_in, exercise_named
 
-SECONDS = 10.0  # for all solutions that a process runs
+if TYPE_CHECKING:
+    from cupyfa.runtime.simulator.machine import CompiledKernel
+
+SECONDS = 10.0  # for all solutions that a process runs; compilation does not count
+_TOO_SLOW = "it did not end within"
 _PROGRAM = f"import sys; from {__name__} import run_in_file; run_in_file(*sys.argv[1:])"
 
 
@@ -36,26 +40,43 @@ class Outcome:
     failure: str = ""
     place: str = ""
 
+    @property
+    def is_too_slow(self) -> bool:
+        """Whether the time ran out."""
+        return self.failure.startswith(_TOO_SLOW)
+
 
 def run_solutions(exercise: Exercise, texts: Sequence[str]) -> list[list[Outcome]]:
     """Runs solutions on all examples of their exercise.
 
     Returns the outcomes of each solution; fewer for solutions during which the time ran out, whose
-    next outcome is a failure.
+    next outcome is a failure. Raises CompilerNotFound if kernels cannot be compiled here.
     """
+    if exercise.is_kernel:
+        from cupyfa.runtime.simulator import machine
+
+        machine.compiler()
     with tempfile.TemporaryDirectory() as folder:
         work, results = Path(folder, "work"), Path(folder, "results")
         work.write_bytes(pickle.dumps((exercise.name, [*texts])))
         results.touch()
         command = [sys.executable, "-c", _PROGRAM, str(work), str(results)]
-        try:
-            done = subprocess.run(
-                command, timeout=SECONDS, capture_output=True, text=True, check=False
-            )
-            ending = f"it ended the process with {done.returncode}: {done.stderr[-500:]}"
-        except subprocess.TimeoutExpired:
-            ending = f"it did not end within {SECONDS:g} seconds"
+        ending = _run_process(command)
         return _read(results, len(texts), len(exercise.examples()), ending)
+
+
+def _run_process(command: Sequence[str]) -> str:
+    """Runs a process, for a limited time once it has printed a line, and says how it ended."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout
+        process.stdout.readline()
+        try:
+            _, errors = process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return f"{_TOO_SLOW} {SECONDS:g} seconds"
+        return f"it ended the process with {process.returncode}: {errors[-500:]}"
 
 
 def _read(results: Path, solutions: int, examples: int, ending: str) -> list[list[Outcome]]:
@@ -76,9 +97,18 @@ def _read(results: Path, solutions: int, examples: int, ending: str) -> list[lis
 
 
 def run_in_file(work: str, results: str) -> None:
-    """Runs the solutions in a file, and appends each outcome to another file."""
+    """Runs the solutions in a file, and appends each outcome to another file.
+
+    Prints a line when all are compiled.
+    """
     name, texts = pickle.loads(Path(work).read_bytes())
     exercise = exercise_named(name)
+    if exercise.is_kernel:
+        for text in texts:
+            with suppress(CompileError):  # the outcome will have it
+                _build(exercise, text)
+    sys.stdout.write("compiled\n")
+    sys.stdout.flush()
     with open(results, "wb", buffering=0) as file, redirect_stdout(sys.stderr):
         for text in texts:
             for example in exercise.examples():
@@ -114,12 +144,11 @@ def _run_function(exercise: Exercise, text: str, example: Example) -> dict[str, 
 
 
 def _run_kernel(exercise: Exercise, text: str, example: Example) -> dict[str, np.ndarray]:
-    from cupyfa.planner.source import INCLUDE
     from cupyfa.runtime.launcher import Region
     from cupyfa.runtime.simulator import machine
 
     arguments = deepcopy(dict(example.arguments))
-    kernel = machine.build(text, (INCLUDE,), exercise.entry)
+    kernel = _build(exercise, text)
     values: list[Any] = [_argument(x) for x in arguments.values()]
     table = (ctypes.c_size_t * len(values))(*map(ctypes.addressof, values))
     positions = {name: number for number, name in enumerate(arguments)}
@@ -131,6 +160,13 @@ def _run_kernel(exercise: Exercise, text: str, example: Example) -> dict[str, np
     launch = example.grid, example.block, example.shared_bytes
     machine.starter(kernel, sizes, regions, *launch)(None, ctypes.addressof(table), 0)
     return {name: arguments[name] for name in example.expected}
+
+
+def _build(exercise: Exercise, text: str) -> CompiledKernel:
+    from cupyfa.planner.source import INCLUDE
+    from cupyfa.runtime.simulator import machine
+
+    return machine.build(text, (INCLUDE,), exercise.entry)
 
 
 def _argument(value: Any) -> Any:

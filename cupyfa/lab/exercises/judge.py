@@ -47,7 +47,12 @@ def judge(exercise: Exercise, text: str) -> Verdict:
 
 
 def find_mistake(exercise: Exercise, outcomes: Sequence[Outcome]) -> Mistake | None:
-    """Returns the known mistake with these outcomes, which a wrong solution may share."""
+    """Returns the known mistake with these outcomes, which a wrong solution may share.
+
+    No mistake is known by the time that it takes.
+    """
+    if any(outcome.is_too_slow for outcome in outcomes):
+        return None
     texts = [exercise.wrong_solution(mistake) for mistake in exercise.mistakes]
     for mistake, known in zip(exercise.mistakes, run_solutions(exercise, texts)):
         if len(known) == len(outcomes) and all(map(_is_alike, known, outcomes)):
