@@ -129,13 +129,12 @@ def missing(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
 
 
-def archive(form, *folders):
-    """Archives a folder of cupyfa's sources, and removes it."""
-    for folder in folders:
-        Path(folder, "cupyfa").mkdir(parents=True)
-        Path(folder, "cupyfa", "version.py").touch()
-        shutil.make_archive(folder, form, ".", folder)
-        shutil.rmtree(folder)
+def write_archive(form, folder):
+    """Archives a folder like that of cupyfa's sources."""
+    Path(folder, "cupyfa").mkdir(parents=True)
+    Path(folder, "cupyfa", "version.py").touch()
+    shutil.make_archive(folder, form, ".", folder)
+    shutil.rmtree(folder)
 
 
 def test_nothing_is_installed_where_cupyfa_is(installed):
@@ -144,7 +143,7 @@ def test_nothing_is_installed_where_cupyfa_is(installed):
 
 @pytest.mark.parametrize("form", ["gztar", "zip"])
 def test_the_archive_beside_the_notebook_is_installed(form, installed, missing):
-    archive(form, "cupyfa-1.2.3")
+    write_archive(form, "cupyfa-1.2.3")
     ((*pip, source),) = installed()
     assert pip == [sys.executable, "-m", "pip", "install", "--quiet", "-e"]
     assert source == f"{Path.cwd()}/cupyfa-1.2.3[compiler,plot]"
@@ -158,7 +157,7 @@ def test_a_checkout_is_installed(installed, missing, monkeypatch):
 
 
 def test_a_folder_named_cupyfa_is_not_the_package(installed, monkeypatch):
-    archive("zip", "cupyfa")
+    write_archive("zip", "cupyfa")
     mere_folder = importlib.util.spec_from_loader("cupyfa", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: mere_folder)
     assert len(installed()) == 1
