@@ -1,4 +1,4 @@
-"""Fixtures: every test of a kernel runs on each backend that is there."""
+"""Fixtures and the selection of tests. Tests of kernels run on each available backend."""
 
 import fcntl
 import gc
@@ -20,32 +20,32 @@ from cupyfa.planner import tuned
 from cupyfa.runtime.choose_backend import backend_named
 
 # Tests compile many kernels and run each for a short time. The compiler's checks of alignment and
-# array bounds take 18 to 47 % of a compilation, so only tests with ``every_check`` have them.
+# array bounds take 18 to 47 % of a compilation, so only tests with ``every_check`` enable them.
 os.environ.setdefault("CUPYFA_COMPILER_FLAGS", "-O0 -fno-sanitize=alignment,bounds")
-# A shell has its background jobs ignore Ctrl-C, and those hand that on to the programs they start.
+# A shell makes background jobs ignore Ctrl-C, and programs that they start inherit this.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# pytest-xdist starts a process per core, each with its own BLAS: one thread is enough for each.
+# pytest-xdist starts a process per core, so one BLAS thread per process is enough.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def devices_in_turn(process, count):
-    """All devices as CUDA_VISIBLE_DEVICES has them, beginning with another one in each process."""
+    """Lists all devices for CUDA_VISIBLE_DEVICES, starting at a different one per process."""
     first = int(process.removeprefix("gw")) % count
     return ",".join(map(str, (*range(first, count), *range(first))))
 
 
-# Processes of pytest-xdist share the devices out, for most tests use the first one. That
-# has to be said before anything asks CUDA, and not by the process that starts them.
+# Most tests use the first visible device, so processes of pytest-xdist order the devices
+# differently. Each process has to set this itself, before CUDA is initialized.
 devices = len([*Path("/proc/driver/nvidia/gpus").glob("*")])
 if devices > 1 and (process := os.environ.get("PYTEST_XDIST_WORKER")):
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", devices_in_turn(process, devices))
 
-# Folders and files of the tests that take the longest on a GPU.
+# Folders and files with the tests that take longest on a GPU.
 _LONG = {
     *("pages", "tools"),
     *("test_checking.py", "test_reruns.py", "test_sanitizer.py", "test_smoke.py", "test_tuning.py"),
 }
-_SAMPLED = 4  # of slow runs without a new value of a parameter, one in so many is kept
+_SAMPLED = 4  # one in this many slow runs without a new parameter value is kept
 _MOST_KEPT = 1 << 28  # bytes of device memory that a test may leave in CuPy's pool
 
 
@@ -53,9 +53,9 @@ _RUNGS = {kernel.name: kernel for kernel in cupyfa.kernels()}
 
 
 def family(value):
-    """What a value of a parameter is known by: records and launches by their names.
+    """Returns a key for a parameter value: the name of a record or launch, or the value's repr.
 
-    Tensor-core kernels of one operation, unit and dtype are known by these.
+    Tensor-core kernels with the same operation, unit and dtype share a key.
     """
     kernel = _RUNGS.get(value, value) if isinstance(value, str) else value
     if isinstance(kernel, Kernel) and (unit := kernel.name.split("_")[0]) in ("mma", "wgmma"):
@@ -68,23 +68,22 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Idle processes of pytest-xdist take tests from others, unless --dist names another way."""
+    """Replaces --dist load by worksteal: idle processes of pytest-xdist take tests from others."""
     if config.getoption("dist", "no") == "load":
         config.option.dist = "worksteal"
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Marks runs as slow, leaves out what cannot run or is not sampled, and sorts the rest.
+    """Marks runs as slow, deselects those that cannot run or are not sampled, and sorts the rest.
 
-    gpu: left out without a device, unless ``-m`` names the mark; then they skip with the reason.
+    gpu: deselected without a device. If ``-m`` names the mark, such tests skip with the reason.
 
     each_choice: a run is slow if all its parameter values occur in earlier runs. The mark may name
-    the parameters to compare. Tensor-core kernels of one family are one value.
+    the parameters to compare. Tensor-core kernels of one ``family`` count as one value.
     few(n): all runs of a test except the first n are slow.
-    sampled(n): a slow run is kept if it has a new parameter value; about one in n others is kept,
-    without the mark one in _SAMPLED. The mark may name the parameters, too, and families count
-    as above.
+    sampled(n): a slow run is kept if it has a new parameter value. Of the other slow runs about one
+    in n is kept, or one in _SAMPLED without the mark. Values are compared as for each_choice.
     """
     seen, runs = set(), Counter()
     for item in items:
@@ -103,17 +102,17 @@ def pytest_collection_modifyitems(config, items):
         left_out |= {x for x in items if x.get_closest_marker("gpu") or "cuda" in x.fixturenames}
     config.hook.pytest_deselected(items=[*left_out])
     items[:] = [item for item in items if item not in left_out]
-    result = yield  # pytest deselects what -m excludes, and groups tests by their fixtures
+    result = yield  # pytest deselects tests by -m, and groups tests by fixtures
     of_gpu = [item for item in items if item.get_closest_marker("gpu")]
     others = [item for item in items if not item.get_closest_marker("gpu")]
-    # The longest tests come first: pytest-xdist does not move the last tests of a process.
+    # The longest tests run first, since pytest-xdist does not move the last tests of a process.
     others.sort(key=lambda item: item.path.name != "test_every_rung.py")
     items[:] = [*others, *spread(of_gpu)]
     return result
 
 
 def brings_new(item, seen, names):
-    """Whether a run has a parameter value that is not in ``seen``; adds its values to ``seen``."""
+    """Returns whether a run has a parameter value that is not in ``seen``, and adds its values."""
     values = item.callspec.params
     choices = {(item.function, x, family(values[x])) for x in names or values}
     is_new = not choices <= seen
@@ -122,7 +121,7 @@ def brings_new(item, seen, names):
 
 
 def has_no_device():
-    """Whether CuPy is missing or sees no device."""
+    """Returns whether CuPy is missing or finds no device."""
     try:
         from cupyfa.runtime.cuda import device
     except ImportError:
@@ -131,7 +130,7 @@ def has_no_device():
 
 
 def sampled_out(items):
-    """The slow runs that are left out unless all are asked for."""
+    """Returns the slow runs to deselect unless --all is given."""
     tests = [x for x in items if hasattr(x, "callspec") and not x.get_closest_marker("gpu")]
     is_slow = {item: bool(item.get_closest_marker("slow")) for item in tests}
     sampled = {item.function for item in tests if is_slow[item]}
@@ -140,7 +139,7 @@ def sampled_out(items):
         mark = item.get_closest_marker("sampled")
         n, *names = mark.args if mark else (_SAMPLED,)
         is_needed = brings_new(item, seen, names) or not is_slow[item]
-        # Every n-th run would always skip the same values where n divides a number of parameters.
+        # Every n-th run would always skip the same values if n divides the number of values.
         if not is_needed and random.Random(item.nodeid).randrange(n):
             left_out.add(item)
     return left_out
@@ -153,9 +152,9 @@ def pytest_collection_finish():
 
 
 def spread(items):
-    """An order of the tests in which each process of pytest-xdist gets a similar mixture.
+    """Orders tests so that each process of pytest-xdist gets a similar mix, the longest ones first.
 
-    It gives each process a contiguous part. Tests that take the longest come first.
+    Each process gets a contiguous part of the list.
     """
     items = sorted(items, key=lambda item: _LONG.isdisjoint(item.path.parts))
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
@@ -164,7 +163,7 @@ def spread(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_tuned():
-    """Plans in tests ignore what was tuned on this machine."""
+    """Makes plans in tests ignore tile sizes that were tuned on this machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuned, "on", lambda device: ())
         yield
@@ -172,7 +171,7 @@ def nothing_tuned():
 
 @pytest.fixture(scope="session", autouse=True)
 def two_heads_are_many():
-    """The last block of a key head finishes dQ in small problems too, unless they have one head."""
+    """Makes the last block of a key head finish dQ in small problems too, from two heads on."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backward, "FEWEST_FINISHING", 2)
         yield
@@ -180,7 +179,7 @@ def two_heads_are_many():
 
 @pytest.fixture(scope="session")
 def cuda():
-    """The CUDA backend; skips with the reason where there is no device."""
+    """Returns the CUDA backend; skips with the reason if there is no device."""
     try:
         return backend_named("cuda")
     except DeviceError as reason:
@@ -189,7 +188,7 @@ def cuda():
 
 @pytest.fixture(scope="session")
 def two_gpus(cuda):
-    """The CUDA backend; skips where fewer than two devices of a model are visible."""
+    """Returns the CUDA backend; skips if fewer than two devices of a model are visible."""
     if cuda.devices < 2:
         seen = ", ".join(cuda.models)
         pytest.skip(f"needs two GPUs of one model, and these are visible: {seen}")
@@ -198,7 +197,7 @@ def two_gpus(cuda):
 
 @pytest.fixture
 def hopper(cuda):
-    """The same of a device of sm_90, whose tensor cores helpers.parts emulates."""
+    """Returns the CUDA backend of an sm_90 device, whose tensor cores helpers.parts emulates."""
     if cuda.limits.arch != "90":
         pytest.skip(f"{cuda.limits.device} is not of sm_90")
     return cuda
@@ -226,13 +225,13 @@ def little_device_memory_is_kept(request):
 
 @pytest.fixture
 def every_check(monkeypatch):
-    """Compiles kernels with all checks of the simulator, as for users."""
+    """Compiles kernels with all checks of the simulator, as outside of tests."""
     monkeypatch.setenv("CUPYFA_COMPILER_FLAGS", "-O0")
 
 
 @pytest.fixture
 def much_memory(tmp_path_factory):
-    """Tests of many gigabytes run one at a time, of all processes, and free their memory."""
+    """Runs memory-hungry tests one at a time across all processes, and frees their memory."""
     with open(tmp_path_factory.getbasetemp().parent / "much_memory", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -241,7 +240,7 @@ def much_memory(tmp_path_factory):
 
 @pytest.fixture(scope="session", params=["simulator", pytest.param("cuda", marks=pytest.mark.gpu)])
 def backend(request):
-    """Each backend in turn."""
+    """Returns each backend in turn."""
     if request.param == "cuda":
         return request.getfixturevalue("cuda")
     return backend_named(request.param)
@@ -249,13 +248,13 @@ def backend(request):
 
 @pytest.fixture
 def run_code(backend):
-    """Runs a piece of device code as a kernel of one block, on each backend."""
+    """Returns a function that runs device code as a kernel of one block on the backend."""
     return launch if backend.name == "simulator" else launch_on_device
 
 
 @pytest.fixture
 def no_device(monkeypatch):
-    """A machine without a CUDA device, whatever this one has."""
+    """Makes this machine appear to have no CUDA device."""
     from cupyfa.runtime import choose_backend
     from cupyfa.runtime.cuda import device as cuda
 

@@ -1,4 +1,4 @@
-"""The workshop: check, bench, tune, analyse, report, and the command line."""
+"""Tools for kernel development: checks, benchmarks, tuning, analysis, reports, command line."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from cupyfa.lab.verify.checker import replay
     from cupyfa.numerics.tolerance import Expected
 
-# Modules are imported when their functions are used: the command line has many.
+# Imported on first use, since importing every module would delay each command.
 _MODULES = {
     "Case": "lab.verify.case",
     "Expected": "numerics.tolerance",

@@ -1,4 +1,4 @@
-"""A kernel that takes its arrays as tensor maps, for tests of the host's side."""
+"""A kernel that accesses its arrays through tensor maps, for tests of the host code."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ def _columns(p, c):
 
 
 def write(folder, text=BOXED):
-    """The record of the kernel, whose file is written to a folder."""
+    """Writes the kernel's source file to `folder` and returns its record."""
     (Path(folder) / "by_boxes.cu").write_text(text)
     return Kernel(
         name="by_boxes",

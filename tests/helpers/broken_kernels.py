@@ -1,4 +1,4 @@
-"""softmax_safe with faults that appear at some sizes: pairs of a text and its replacement."""
+"""Kernels with faults, given as (right, wrong) pairs of code; some only fail at some sizes."""
 
 import shutil
 from dataclasses import dataclass, replace
@@ -42,7 +42,7 @@ WRITES_OUTSIDE = (
     (END, f"{END}  if (sizes.M % 8 == 5 && {BEHIND_THE_LAST_ROW}) out[extent.N] = scalar(1);\n"),
 )
 DOES_NOT_COMPILE = ((BEGIN, BEGIN.replace("Online", "Offline")),)
-# It sleeps, so that other tests have the CPU.
+# The endless loop sleeps, which leaves the CPU to other tests.
 HANG = """\
   extern int sleep(unsigned) __asm__("usleep");
   while (extent.N % 4 == 3) sleep(1000), *const_cast<const volatile scalar*>(scores);
@@ -61,7 +61,7 @@ DEPENDS_ON_THE_ORDER = (
 
 
 def write(folder, fault=()):
-    """Writes the kernel with a fault, and its record, to a folder; returns "script.py:name"."""
+    """Writes softmax_safe with a fault, and its record, to a folder; returns "script.py:name"."""
     text = (sources.KERNELS / "softmax" / "softmax_safe.cu").read_text()
     for right, wrong in fault:
         assert right in text, "the fault must change something"
@@ -73,7 +73,7 @@ def write(folder, fault=()):
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of tests/lab/verify/faults.txt, which says what its lines mean."""
+    """A fault from tests/lab/verify/faults.txt, whose first lines explain the fields."""
 
     kernel: str
     file: str
@@ -89,11 +89,11 @@ class Fault:
 
     @property
     def is_of_calls(self) -> bool:
-        """Whether no kernel's record names the file: calls launch it before kernels."""
+        """Whether calls launch the file before any kernel, so that no record names it."""
         return self.file == "forward/steps/append_keys.cu" or self.file.startswith("blocks/")
 
 
-# Sums of gradients of arrays have one scale for the whole call.
+# The exact sums of a captured array's gradient use one scale for all elements.
 SHARED_SCALE = Fault(
     *("two_pass", "backward/parts/exact_sums.cuh", "all elements share a scale"),
     *("return exponents[element];", "return exponents[0];", "", None),
@@ -101,7 +101,6 @@ SHARED_SCALE = Fault(
 
 
 def faults() -> list[Fault]:
-    """The faults of tests/lab/verify/faults.txt."""
     text = (sources.ROOT / "tests/lab/verify/faults.txt").read_text(encoding="utf-8")
     _, *blocks = text.split("\n\n")
     return [_fault(block.splitlines()) for block in blocks]
@@ -118,7 +117,7 @@ def _fault(lines: list[str]) -> Fault:
 
 
 def _path(fault: Fault) -> Path:
-    """The file of a fault: a header of plain problems only where no other stands in for it."""
+    """Finds the file of a fault; a header in with/ has precedence over one in include/."""
     folders = sources.KERNELS, sources.WITH, sources.INCLUDE
     return next(x / fault.file for x in folders if (x / fault.file).is_file())
 
@@ -130,7 +129,7 @@ def _text(fault: Fault) -> str:
 
 
 def put_in_place(folder: Path, fault: Fault, monkeypatch: Any) -> Kernel:
-    """The kernel of a fault of calls, which launch files of a copy of the project's kernels."""
+    """Makes calls use a copy of all kernels with a fault of calls; returns the fault's kernel."""
     root, path, text = folder / "kernels", _path(fault), _text(fault)
     shutil.copytree(sources.KERNELS, root)
     (root / path.relative_to(sources.KERNELS)).write_text(text)
@@ -143,14 +142,14 @@ def put_in_place(folder: Path, fault: Fault, monkeypatch: Any) -> Kernel:
 
 
 def broken(folder: Path, fault: Fault) -> Kernel:
-    """The kernel of a fault, with a copy of its files in a folder."""
+    """Returns the kernel of a fault, whose files are copied to a folder."""
     path = _path(fault)
     record = record_named(fault.kernel)
     for launch in record.launches:
         if isinstance(launch, Launch):
             source = source_path(record, launch)
             (folder / source.name).write_text((sources.KERNELS / source).read_text())
-    if path.is_relative_to(sources.WITH):  # which then replaces the others in all launches
+    if path.is_relative_to(sources.WITH):  # all launches then include headers from the folder
         shutil.copytree(sources.WITH, folder, dirs_exist_ok=True)
     to = folder / (path.name if path.suffix == ".cu" else fault.file)
     to.parent.mkdir(parents=True, exist_ok=True)
@@ -160,6 +159,6 @@ def broken(folder: Path, fault: Fault) -> Kernel:
 
 
 def changed(folder: Path, kernel: str, right: str, wrong: str, file: str | None = None) -> Kernel:
-    """A kernel with one piece of its file, or of another one that it needs, replaced."""
+    """Returns a kernel with a piece of code replaced in its file or in one that it includes."""
     file = file or f"{record_named(kernel).operation}/{kernel}.cu"
     return broken(folder, Fault(kernel, file, "", right, wrong, "", None))

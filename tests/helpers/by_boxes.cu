@@ -1,4 +1,4 @@
-// by_boxes: tiles are copied by boxes, a thread computes a row, blocks stay for all tiles.
+// by_boxes: persistent blocks copy tiles by TMA boxes, and each thread computes one row.
 #include <ptx/tma_store.cuh>
 #include <tile/tma_tile.cuh>
 #include <tile/math.cuh>
@@ -7,7 +7,7 @@
 #include <ptx/wgmma.cuh>
 
 struct Shared {
-  TmaTile<scalar, Br, columns> Q;  // then O
+  TmaTile<scalar, Br, columns> Q;  // reused for O
   TmaTile<scalar, Bc, columns> K, V;
   Barrier full;
 };
@@ -34,7 +34,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void by_boxes(
     fence_barrier_init();
   }
   __syncthreads();
-  wgmma_fence();  // of which there are none: it is here for what sm_90a alone has
+  wgmma_fence();  // without effect, but makes the kernel require sm_90a
   const int tiles = cdiv(M, Br);
   int phase = 0;
   for (int index = blockIdx.x; index < tiles * heads * batch; index += gridDim.x) {
@@ -47,7 +47,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void by_boxes(
     phase ^= 1;
     float maximum = -infinity, sum = 0, out[columns] = {};
     for (int first = 0; first < N; first += Bc) {
-      __syncthreads();  // before the next tiles overwrite these
+      __syncthreads();  // all threads have read K and V, which are overwritten next
       if (threadIdx.x == 0) {
         arrive_expect_tx(shared.full, sizeof(shared.K) + sizeof(shared.V));
         load(shared.K, K, shared.full, first, here.head / group, here.batch);
@@ -57,7 +57,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void by_boxes(
       phase ^= 1;
       for (int key = 0; threadIdx.x < Br && key < Bc && first + key < N; ++key) {
         float score = 0;
-        for (int i = 0; i < columns; ++i)  // those beyond d are zero
+        for (int i = 0; i < columns; ++i)  // columns beyond d are zero
           score += float(at(shared.Q, threadIdx.x, i)) * float(at(shared.K, key, i));
         score *= scale;
         const float higher = fmaxf(maximum, score);
@@ -72,13 +72,13 @@ extern "C" __global__ __launch_bounds__(threads, 1) void by_boxes(
       for (int i = 0; i < columns; ++i)
         at(shared.Q, threadIdx.x, i) = scalar(sum ? out[i] / sum : 0);
     fence_proxy_async();
-    __syncthreads();  // before the tile is copied
+    __syncthreads();  // all rows of O are written and can be copied
     if (threadIdx.x == 0) {
       for (int i = 0; i < columns / 64; ++i)
         tma_store(O, shared.Q.box[i], 64 * i, here.tile * Br, here.head, here.batch);
       bulk_commit_group();
       bulk_wait_group_read();
     }
-    __syncthreads();  // before the next Q overwrites it
+    __syncthreads();  // O has been copied, and the next Q may overwrite it
   }
 }

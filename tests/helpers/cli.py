@@ -32,7 +32,7 @@ X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
 def cli(*args, code=0):
     """Runs a command in this process; returns its exit code and output."""
     with warnings.catch_warnings():
-        warnings.simplefilter("default", UserWarning)  # which commands print as notes
+        warnings.simplefilter("default", UserWarning)  # commands print these as notes
         done = CliRunner().invoke(MAIN, [str(arg) for arg in args], prog_name="cupyfa")
     assert isinstance(done.exception, (SystemExit, type(None))), done.exception
     assert done.exit_code == code, done.output
@@ -45,7 +45,7 @@ def strict(text):
 
 
 def process(args, *, begin=CLI, env=None, **options):
-    """Runs a command in a new process; variables that are None in ``env`` are unset."""
+    """Runs a command in a new process; a value of None in ``env`` unsets the variable."""
     changed = {**os.environ, "PYTHONPATH": PACKAGE, **(env or {})}
     return subprocess.run(
         [*begin, *map(str, args)],
@@ -57,27 +57,27 @@ def process(args, *, begin=CLI, env=None, **options):
 
 
 def refused(*args, code):
-    """The error message of a command: one line on stderr, besides notes, and an empty stdout."""
+    """Runs a command that must fail without output to stdout; returns its error message."""
     done = cli(*args, code=code)
     assert done.stdout == ""
     return line_of(done.stderr)
 
 
 def still_works():
-    """Makes a correct call: an error before it must have no effect."""
+    """Checks that a correct call still succeeds, for use after an error."""
     out = cupyfa.attention(X, X, X, kernel="fa2", backend="simulator", check=True)
     assert out.shape == X.shape
 
 
 def files():
-    """All files in the cache and in the temporary directory, except compiled kernels."""
+    """Returns all files in the cache and the temporary directory, except compiled kernels."""
     folders = (cache_folder.folder(), tempfile.gettempdir())
     found = {os.path.join(at, x) for folder in folders for at, _, xs in os.walk(folder) for x in xs}
     return {path for path in found if not COMPILED.fullmatch(os.path.basename(path))}
 
 
 def line_of(stderr):
-    """The error message on stderr: one line, besides notes."""
+    """Returns the error message on stderr, which must be the only line besides notes."""
     lines = [line for line in stderr.splitlines() if line and not line.startswith("note: ")]
     assert len(lines) == 1, stderr
     assert lines[0].startswith("cupyfa: "), stderr
@@ -85,12 +85,12 @@ def line_of(stderr):
 
 
 def says(message, *words):
-    """Whether a message has all the words, each a pattern, in this order."""
+    """Asserts that a message matches all of the patterns ``words``, in this order."""
     assert re.search(".*".join(words), message), message
 
 
 def table(file, columns=2):
-    """The rows of a table file: cells between bars; those after the columns are one list."""
+    """Reads a table file: the first ``columns`` cells of each row, then a list of the others."""
     rows = (sources.ROOT / "tests" / file).read_text(encoding="utf-8").splitlines()
     cells = [row.split(" | ") for row in rows if not row.startswith("#")]
     return [(*row[:columns], row[columns:]) for row in cells]

@@ -1,4 +1,4 @@
-"""A device whose arrays are not NumPy's, as CuPy's are not; the simulator computes on them."""
+"""A simulated device whose arrays, like CuPy's, are not NumPy arrays."""
 
 import weakref
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ from cupyfa import Simulator
 
 
 class DeviceArray:
-    """An array in the device's memory, with what calls read of CuPy's arrays."""
+    """An array in the device's memory, with the attributes of CuPy arrays that calls use."""
 
     __slots__ = ("__weakref__", "data", "host")
 
@@ -42,10 +42,10 @@ class DeviceArray:
 
 
 class ArrayDevice(Simulator):
-    """Counts its launches; ``stream`` and ``is_capturing`` are set by tests."""
+    """A device that counts launches. Tests set ``stream`` and ``is_capturing``."""
 
     failures = (ZeroDivisionError,)
-    stream = is_capturing = None  # not the properties of others
+    stream = is_capturing = None  # attributes, which replace the properties of other backends
 
     def __init__(self):
         super().__init__(workers=1)

@@ -1,4 +1,4 @@
-"""Pieces of device code as kernels of the simulator."""
+"""Runs snippets of device code as kernels, in the simulator or on the GPU."""
 
 import os
 import subprocess
@@ -16,17 +16,17 @@ from cupyfa.runtime.backend import Region
 from cupyfa.runtime.simulator import machine
 
 INCLUDE = [sources.WITH, sources.INCLUDE]
-NAMES = "ABCDEFG"  # of a kernel's arrays
+NAMES = "ABCDEFG"  # parameter names of a kernel's arrays
 
 
 def code(name, **values):
-    """A piece of device code, from the folder device_code beside its test; ``$name`` is a value."""
+    """Reads NAME.cu from the folder device_code next to a test, and fills in ``values``."""
     (file,) = sources.ROOT.glob(f"tests/**/device_code/{name}.cu")
     return Template(file.read_text()).substitute(values)
 
 
 def launch(body, *arrays, scalars=(), head="", names=NAMES, **options):
-    """Runs the kernel of ``source``."""
+    """Runs the kernel of ``source`` in the simulator."""
     text = source(body, *arrays, scalars=scalars, head=head, names=names)
     run(text, "test", *arrays, *scalars, names=names, **options)
 
@@ -34,7 +34,7 @@ def launch(body, *arrays, scalars=(), head="", names=NAMES, **options):
 def launch_on_device(
     body, *arrays, scalars=(), head="", names=NAMES, threads=32, shared_bytes=0, arch=None
 ):
-    """The same on the GPU, by one block; compiled as the ladder is, for this GPU by default."""
+    """Runs the kernel of ``source`` in one block on the GPU, compiled like the ladder's kernels."""
     import cupy
 
     from cupyfa.runtime.cuda import compiler
@@ -50,7 +50,7 @@ def launch_on_device(
 
 
 def run(text, entry, *arguments, names=NAMES, folders=INCLUDE, **options):
-    """Runs a kernel's source on arrays, tensor maps and scalar values."""
+    """Runs a kernel's source in the simulator on arrays, tensor maps and scalars."""
     owned = [getattr(x, "array", x) for x in arguments]
     values = [
         np.array([y.ctypes.data]) if x is y and np.ndim(y) else np.array(getattr(x, "value", x))
@@ -70,9 +70,9 @@ def run(text, entry, *arguments, names=NAMES, folders=INCLUDE, **options):
 
 
 def source(body, *arrays, scalars=(), head="", names=NAMES):
-    """The text of a kernel `test(A, B, ..., s0, s1, ...)`; its first line is that of the body.
+    """Returns the source of a kernel `test(A, B, ..., s0, s1, ...)` with this body.
 
-    An array may be a tensor map of one, as helpers.hopper_code has them.
+    Line numbers count from the body's first line. An array may be a ``hopper_code.Map``.
     """
     c_names = {"f": "float", "i": "int", "u": "unsigned", "d": "double"}
     parameters = [f"{_c_type(array)} {name}" for name, array in zip(names, arrays)]
@@ -102,7 +102,7 @@ def fault(body, *arrays, **options):
 
 
 def fresh(value):
-    """A kernel no cache holds yet."""
+    """Returns the source of a kernel that no cache contains yet."""
     return f'extern "C" __global__ void fresh(int* A) {{ A[0] = {value}; }}'
 
 

@@ -1,15 +1,14 @@
-"""Sums of products of e4m3 as the tensor cores of Hopper make them, in NumPy."""
+"""NumPy model of how Hopper's tensor cores sum products of e4m3."""
 
 import ml_dtypes
 import numpy as np
 
-TOGETHER = 32  # products that are added at a time
-BITS = 13  # after the first one
+TOGETHER = 32  # number of products added at a time
+BITS = 13  # number of fraction bits kept in a sum
 KINDS = ("normal", "positive", "large", "outliers", "spread")
 
 
 def drawn(kind, shape, seed=0):
-    """Random numbers in e4m3."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(shape)
     if kind == "positive":
@@ -24,7 +23,7 @@ def drawn(kind, shape, seed=0):
 
 
 def _exponent(x, least):
-    """Of 0, one below all others."""
+    """Returns the exponents of x, at least ``least``; -200, below all others, for zero."""
     return np.where(x == 0, -200, np.maximum(np.frexp(x)[1] - 1, least))
 
 
@@ -33,7 +32,7 @@ def _cut(x, exponent):
 
 
 def multiplied(a, b):
-    """a [rows, depth] times b [columns, depth] transposed."""
+    """Multiplies a [rows, depth] by the transpose of b [columns, depth]."""
     a, b = a.astype(float), b.astype(float)
     sums = np.zeros((len(a), len(b)))
     for first in range(0, a.shape[1], TOGETHER):

@@ -1,4 +1,4 @@
-"""Devices whose memory is not the host's, made of the simulator: streams are threads."""
+"""Simulated devices with memory of their own, whose streams are threads."""
 
 import ctypes
 import queue
@@ -12,7 +12,7 @@ from cupyfa import Simulator
 
 
 class Far(np.ndarray):
-    """An array in the device's memory."""
+    """An array in the simulated device's memory."""
 
 
 class Mark:
@@ -28,7 +28,7 @@ class Mark:
 
 
 class Gate:
-    """Where the work of a device stands still until it is opened."""
+    """Blocks the work of a device until ``opened`` is set."""
 
     def __init__(self):
         self.arrived, self.opened = threading.Semaphore(0), threading.Event()
@@ -74,7 +74,7 @@ class Lane:
         return mark
 
     def mark(self, again):
-        assert again is None or again.done  # or somebody would wait for the wrong copy
+        assert again is None or again.done  # otherwise a thread could wait for the wrong copy
         return self.record()
 
     def wait(self, mark):
@@ -93,9 +93,9 @@ class Lane:
 
 
 class FarDevice(Simulator):
-    """Three devices that run launches in the simulator, as late as a stream may.
+    """Three simulated devices that run launches as late as a stream may.
 
-    ``gates`` stop a device, by its number, in copies "to" it or "back" from it, or in a launch.
+    ``gates`` maps (device, way) to a Gate. The way is "to" or "back" for copies, or "launch".
     """
 
     def __init__(self, free=1 << 40):
@@ -124,7 +124,7 @@ class FarDevice(Simulator):
     def empty(self, shape, dtype):
         made = np.empty(shape, dtype)
         made.reshape(-1).view(np.uint8)[...] = 0xFF
-        self.kept.append(made)  # as a stream's pool has it, until its work is done
+        self.kept.append(made)  # keeps the memory, as a stream's pool does
         return made.view(Far)
 
     def view(self, memory, shape, dtype, offset, strides):

@@ -1,4 +1,4 @@
-"""Texts in float32, as a kernel computes them: values with derivatives, and fast functions."""
+"""Evaluates expressions in float32 as kernels do: with derivatives and approximate functions."""
 
 import math
 
@@ -10,7 +10,7 @@ LOG2E, LN2 = F(np.log2(np.e)), F(np.log(2))
 
 
 class Dual:
-    """A float32 value and its derivative by the score; operators as in kernels."""
+    """A float32 value and its derivative with respect to the score, with kernels' operators."""
 
     def __init__(self, value, slope=0):
         self.value, self.slope = np.asarray(value, F), np.asarray(slope, F)
@@ -66,7 +66,7 @@ class Dual:
 
 
 class Array(np.ndarray):
-    """A captured array: floats that are read are float32."""
+    """A captured array, whose floats are read as Dual."""
 
     def __getitem__(self, at):
         found = np.asarray(self)[at]
@@ -77,7 +77,7 @@ RNG = np.random.default_rng(0)
 
 
 def off(x, units):
-    """x with an error of up to so many units in the last place, and that of rounding."""
+    """Adds a random error of up to ``units`` units in the last place, and rounds to float32."""
     x = np.asarray(x, float)
     unit = np.where((x == 0) | np.isinf(x.astype(F)), 0, np.spacing(np.abs(x).astype(F)))
     return (x + unit * RNG.uniform(-units, units, x.shape)).astype(F)
@@ -100,9 +100,9 @@ def rsqrt(x):
 
 
 def of_a_turn(f, x):
-    """sin or cos as a special function, with an absolute error, of x less whole turns."""
+    """Computes sin or cos of x modulo 2 pi with the absolute error of a special function unit."""
     turns = np.rint(x * F(1 / (2 * np.pi))).astype(float)
-    x = (x - turns * F(6.28318548)).astype(F)  # with the low part of 2 pi apart
+    x = (x - turns * F(6.28318548)).astype(F)  # the high part of 2 pi; the low part follows
     x = (x + turns * 1.74845553e-7).astype(F)
     return (f(x.astype(float)) + RNG.uniform(-3, 3, x.shape) * EPS).astype(F)
 
@@ -134,7 +134,7 @@ def fast_softplus(x):
 
 
 def function(f, df):
-    """A function of values and derivatives, of f(x) = y and f'(x) in terms of x and y."""
+    """Extends f to Dual; df(x, y) is the derivative at x, where y = f(x)."""
 
     def call(x):
         x = Dual.of(x)
@@ -191,7 +191,7 @@ def larger(a, b):
 
 @np.errstate(all="ignore")
 def evaluate(text, score, names):
-    """A text with & | ~ instead of `and or not`: its float32 values and derivatives."""
+    """Evaluates an expression, with & | ~ for `and or not`; returns values and derivatives."""
     own = {"where": where, "min": smaller, "max": larger, "score": Dual(score, 1)}
     given = {
         name: x.view(Array) if isinstance(x, np.ndarray) and name not in INDICES else x

@@ -1,4 +1,4 @@
-"""Arrays of libraries that have nothing of NumPy's but DLPack."""
+"""Arrays that support DLPack but no other interface of NumPy."""
 
 
 class Foreign:

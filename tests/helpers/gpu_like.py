@@ -1,7 +1,7 @@
-"""A device whose arrays are CuPy-like objects in memory of their own, made of the simulator.
+"""A simulated device with memory of its own and CuPy-like arrays.
 
-NumPy arrays go to it in pieces, as to a GPU, and its arrays are no NumPy arrays. What asks a NumPy
-array for the number of its device fails as CUDA's backend does.
+NumPy arrays are transferred to it in pieces, as to a GPU. Reading the form or address of a NumPy
+array fails, as in the CUDA backend.
 """
 
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from helpers.far_device import FarDevice
 
 
 class GpuArray(DeviceArray):
-    """An array of the device, with what calls use of CuPy's arrays."""
+    """An array of the device, with the parts of CuPy's interface that calls use."""
 
     __slots__ = ()
 
@@ -44,18 +44,18 @@ class GpuArray(DeviceArray):
         self.host[index] = getattr(value, "host", value)
 
     def __array_function__(self, function, types, arguments, keywords):
-        """np.empty_like, with which lists are packed."""
+        """Implements np.empty_like, with which lists are packed."""
         plain = [getattr(x, "host", x) for x in arguments]
         return GpuArray(function(*plain, **keywords))
 
 
 class GpuLike(FarDevice):
-    """``left``: after so many allocations memory is out. ``live`` has what is not freed yet."""
+    """A device that runs out of memory after ``left`` allocations, or never if that is None."""
 
     failures = (ZeroDivisionError,)
     form = staticmethod(attrgetter("shape", "strides", "dtype", "data.device_id"))
     address = staticmethod(attrgetter("data.ptr"))
-    stream = None  # not the property of others
+    stream = None  # an attribute, which replaces the property of other backends
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Backward kernels with their tiles in tests, and gradients to compare with."""
+"""Backward kernels with tile sizes for tests, and reference gradients."""
 
 import cupyfa
 from cupyfa.ladder import LADDER
@@ -6,7 +6,7 @@ from cupyfa.numerics import reference, tolerance
 
 BACKWARD = LADDER["backward"]
 MMA = [kernel for kernel in BACKWARD.values() if kernel.name.startswith("mma_")]
-# Their tiles are made of whole products; small ones are compiled, and simulated, in less time.
+# Tile sizes of kernels with mma.sync: multiples of an mma, small to save compile and run time.
 _COLUMNS = {"Br": 16, "Bc": 32, "warps": 2, "stages": 1}
 MMA_TILE = {
     "mma_columns": _COLUMNS,
@@ -21,7 +21,7 @@ MMA_TILE = {
 
 
 def tiles_of(kernel, *sizes):
-    """The given tile sizes of a kernel, by name; small ones for rungs on tensor cores."""
+    """Returns tile sizes by name: ``sizes``, or small ones by default for tensor-core rungs."""
     if kernel in MMA:
         tile = MMA_TILE[kernel.name]
         return dict(zip(tile, sizes or tile.values()))
@@ -29,9 +29,9 @@ def tiles_of(kernel, *sizes):
 
 
 def gradients_of(wrt, kernel, arrays, backend="simulator", more=None, **how):
-    """Gradients of the named arrays, for O and lse of fa2, whatever dO is.
+    """Computes the gradients of the arrays ``wrt``, with O and lse from fa2.
 
-    arrays: dO, Q, K and V. more: what the gradients are given besides.
+    arrays: dO, Q, K and V. more: further arguments of ``cupyfa.backward``.
     """
     dout, q, k, v = arrays
     forward = {"kernel": "fa2", "return_lse": True, "backend": backend, **how}
@@ -41,7 +41,7 @@ def gradients_of(wrt, kernel, arrays, backend="simulator", more=None, **how):
 
 
 def reference_gradients(dout, q, k, v, *, out=None, lse=None, **score):
-    """The reference's gradients of q, k and v, for the results of a forward pass or its own."""
+    """Computes reference gradients of q, k and v, by default from the reference's forward pass."""
     if out is None:
         out, lse = reference.attention(q, k, v, **score)
     expected = tolerance.expected_gradients(q, k, v, out, lse, dout, dtype="float64", **score)[None]

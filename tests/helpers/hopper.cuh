@@ -1,4 +1,4 @@
-// What pieces of device code for Hopper begin with: the type that the host declares, and headers.
+// Prologue of device code for Hopper: the type that the host otherwise declares, and headers.
 using real = float;
 #include <ptx/mbarrier.cuh>
 #include <tile/tma_tile.cuh>

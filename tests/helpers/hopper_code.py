@@ -1,4 +1,4 @@
-"""Pieces of device code with the headers of Hopper, as kernels of the simulator."""
+"""Runs snippets of device code with Hopper's headers as kernels in the simulator."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ class Map:
 
 
 def launch(body, *arguments, head="", **options):
-    """Runs a kernel `test(a, b, …)`, whose arguments are arrays and tensor maps."""
+    """Runs a kernel `test(a, b, …)` on arrays and tensor maps."""
     options = {"threads": 128, "shared_bytes": 65536, **options}
     device_code.launch(body, *arguments, head=f"{HEAD}\n{head}", names="abcdefg", **options)
 
@@ -51,5 +51,5 @@ def fault(body, *arguments, **options):
 
 
 def numbers(shape, dtype=np.uint16, seed=0):
-    """Small whole numbers: sums of their products are exact."""
+    """Draws small integers, for which sums of products are exact."""
     return np.random.default_rng(seed).integers(-4, 5, shape).astype(dtype)

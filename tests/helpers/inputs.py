@@ -1,4 +1,4 @@
-"""Each sort of input on each path of calls: what is called, with arrays in memories of a choice."""
+"""Calls with each sort of optional input on each path, with arrays in a choice of memories."""
 
 import numpy as np
 
@@ -15,7 +15,7 @@ PATHS = ("dense", "padded", "packed", "lists", "cache")
 HOW = {"kernel": "fa2"}
 BACKWARD = {"backward_kernel": "two_pass"}
 
-# By sort: arguments of a call, whose arrays may lie anywhere.
+# Maps sorts of optional inputs to arguments of a call, whose arrays may be in any memory.
 SORTS = {
     "nothing": {},
     "number": {"score_mod": "score * c1", "captured": {"c1": 0.5}},
@@ -36,7 +36,7 @@ _OF_PAIRS = "bias", "mask", "blocks"
 
 
 def sorts_of(path):
-    """The sorts of inputs that calls of a path have."""
+    """Yields the sorts of inputs that calls of a path accept."""
     for sort, given in SORTS.items():
         if path not in ("dense", "padded") and sort in _OF_PAIRS:
             continue
@@ -48,7 +48,7 @@ def sorts_of(path):
 
 
 def placed(given, put):
-    """Arguments with their arrays where ``put`` puts them."""
+    """Applies ``put`` to the arrays in nested arguments."""
     if isinstance(given, dict):
         return {name: placed(x, put) for name, x in given.items()}
     if isinstance(given, Dropout):
@@ -59,8 +59,7 @@ def placed(given, put):
 class Calls:
     """The calls of a path with one sort of input.
 
-    put, put_read: what makes q, k and v of NumPy arrays, and what makes the others. get: makes
-    NumPy arrays of results.
+    put converts q, k and v from NumPy, put_read converts other arrays; get converts results back.
     """
 
     def __init__(self, path, sort, backend, put, put_read, get):
@@ -72,7 +71,7 @@ class Calls:
             self.given = {"mask": blocks}
 
     def results(self):
-        """What every function of the path gives, as NumPy arrays by name."""
+        """Calls every function of the path; returns lists of NumPy arrays by function."""
         found = getattr(self, f"_{self.path}")()
         return {name: [self.get(x) for x in flat(made)] for name, made in found.items()}
 
@@ -81,7 +80,7 @@ class Calls:
         return [self.put(x.astype(F)) for x in (q, k[:, :KV_HEADS], v[:, :KV_HEADS])]
 
     def _named(self):
-        """The arrays that a prepared call takes by name."""
+        """Returns the arrays that a prepared call takes by name."""
         given = {**self.given, **self.given.get("captured", {})}
         if "dropout" in given:
             given |= {f"dropout_{x}": y for x, y in given["dropout"]._asdict().items()}
@@ -144,14 +143,14 @@ class Calls:
 
 
 def flat(made):
-    """The arrays of results in lists and tuples."""
+    """Flattens nested lists and tuples of arrays."""
     if isinstance(made, list | tuple):
         return [y for x in made for y in flat(x)]
     return [made]
 
 
 def require_equal(got, wanted):
-    """The results of two ``Calls`` have the same bits."""
+    """Asserts that the results of two ``Calls`` are equal bit by bit."""
     assert got.keys() == wanted.keys()
     for name, arrays in got.items():
         for mine, its in zip(arrays, wanted[name], strict=True):

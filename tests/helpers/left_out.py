@@ -1,4 +1,4 @@
-"""Kernels with one statement left out, chosen at run time so that they are compiled once."""
+"""Kernels that skip one statement, chosen at run time so that they are compiled only once."""
 
 from itertools import count
 
@@ -10,6 +10,6 @@ static bool is_left_out(int statement) {{ return atoi(getenv("{VARIABLE}")) == s
 
 
 def optional(text, pattern):
-    """The text, where what matches is left out if LEFT_OUT, as it runs, is its number, from 1."""
+    """Makes matches of a pattern optional: LEFT_OUT=n in the environment skips the n-th one."""
     number = count(1)
     return HEAD + pattern.sub(lambda found: f"if (!is_left_out({next(number)})) {found[0]}", text)

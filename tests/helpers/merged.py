@@ -1,4 +1,4 @@
-"""Bounds of causal attention, also if it is merged from attentions to parts of the keys."""
+"""Error bounds of causal attention, computed at once or merged over ranges of keys."""
 
 import numpy as np
 
@@ -11,10 +11,11 @@ from cupyfa.problem.problem import Problem, can_give
 
 @np.errstate(invalid="ignore")
 def merged(parts, whole, dtype):
-    """The expected "O" and "lse" of all keys, from those of each part and of the whole.
+    """Returns "O" and "lse" of a merge with bounds, given those of each part and of the whole.
 
-    Outputs of parts move the result by their weights; lse of parts, each by at most b, move weights
-    by a factor of exp(2 b), and the result by that of its distance from the parts.
+    A part's error in O reaches the result multiplied by the part's weight. Errors of at most b in
+    each lse scale weights by up to exp(2 b), which moves the result by up to exp(2 b) - 1 times
+    its distance from the parts.
     """
     outs, lses = ([x[name] for x in parts] for name in ("O", "lse"))
     b = np.max([x.bound for x in lses], axis=0)
@@ -36,10 +37,10 @@ def merged(parts, whole, dtype):
 
 
 def of_parts(arrays, p, rows, keys, fan_in=None):
-    """The expected "O" and "lse" of some rows, merged from attentions to ranges of keys.
+    """Returns "O" and "lse" with bounds for some rows, merged over ranges of keys.
 
-    arrays: Q, K and V of the problem p, by name. fan_in: how many results are merged at a time, of
-    parts that are not rounded to 16 bits; by default all at once, of parts that are.
+    arrays: Q, K and V of the problem p, by name. fan_in: number of results merged at a time, which
+    are then kept in float32. By default all results are merged at once, in the output's dtype.
     """
 
     def attention(own, of):
@@ -53,7 +54,7 @@ def of_parts(arrays, p, rows, keys, fan_in=None):
     if fan_in is not None and can_give("float32", p.dtype):
         of_part = p.with_options(out_dtype="float32")
     parts = [(x, attention(x, of_part)) for x in keys]
-    # Of keys that no row sees nothing is computed.
+    # Ranges of keys that no row attends to are not computed.
     parts = [x for x in parts if not np.isneginf(x[1]["lse"].value).all()] or parts[:1]
     if len(parts) == 1:
         return attention(parts[0][0], p)
@@ -70,7 +71,7 @@ def of_parts(arrays, p, rows, keys, fan_in=None):
 
 
 def expected_causal(q, k, v, **options):
-    """O and lse of a sequence, q [heads, M, d], k and v [kv_heads, keys, columns]."""
+    """Returns O and lse, with bounds, of q [heads, M, d], k and v [kv_heads, keys, columns]."""
     q, k, v = q[None], k[None], v[None]
     read = {x: options.pop(x) for x in optional_inputs.OWN_ARRAYS if x in options}
     operands = tuple(optional_inputs.of_value(*x) for x in read.items())

@@ -1,4 +1,4 @@
-// mine: one thread for every query row, which walks over all keys with an online softmax.
+// mine: one thread per query row, which iterates over all keys with an online softmax.
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
 

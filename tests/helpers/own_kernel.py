@@ -29,7 +29,7 @@ mine = Kernel(
 def write(folder, kernel=MINE, script=SCRIPT, *, cu=None, py=None):
     """Writes mine.cu and script.py to a folder and returns the script.
 
-    ``cu`` and ``py`` are pieces of text to replace in them, as (right, wrong).
+    ``cu`` and ``py`` are replacements (old, new) to make in these files.
     """
     for name, text, change in (("mine.cu", kernel, cu), ("script.py", script, py)):
         if change is not None:

@@ -1,24 +1,24 @@
-"""Kernels of parts in NumPy: powers of two, flags, and the sums of tensor cores, which cut off."""
+"""NumPy model of split-float32 kernels: scaling, flags, and the truncating sums of tensor cores."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
-LOW = 2.0**11  # times what a low part counts
-FRACTION, TOGETHER = 25, 16  # bits and products of a sum of Hopper's tensor cores
-SECTION = 8192  # keys whose sums are added up by themselves
+LOW = 2.0**11  # low parts are stored multiplied by this
+FRACTION, TOGETHER = 25, 16  # fraction bits and products in one sum of Hopper's tensor cores
+SECTION = 8192  # number of keys that are summed before the sums start again from zero
 
 
 @dataclass
 class Parts:
-    """x * 2**s as high + low / 2**11."""
+    """Numbers scaled by powers of two and split into high + low / 2**11, both float16."""
 
     high: np.ndarray
     low: np.ndarray
 
     @classmethod
     def of(cls, x):
-        """Of floats that were multiplied by their power of two."""
+        """Splits floats that are already scaled by a power of two."""
         high = x.astype(np.float16)
         rest = (x - high.astype(np.float32)) * np.float32(LOW)
         return cls(high, rest.astype(np.float16))
@@ -26,7 +26,7 @@ class Parts:
 
 @dataclass
 class Operands:
-    """What split_operands makes of one head."""
+    """Scaled and split operands of one head, as split_operands computes them."""
 
     Q: Parts
     K: Parts
@@ -37,7 +37,7 @@ class Operands:
 
 
 def exponents(x):
-    """Those of magnitudes: -127 of 0 and of what is below the normal floats."""
+    """Returns the exponents of non-negative floats, -127 for zero and subnormal ones."""
     _, found = np.frexp(x)
     return np.where(x < 2.0**-126, -127, found - 1)
 
@@ -47,12 +47,12 @@ def times_two_to(x, power):
 
 
 def mean_cut(columns):
-    """What a product over so many columns lacks on average, as a share: it is cut off."""
+    """Returns the mean relative loss when a product over this many columns is truncated."""
     return -(-columns // TOGETHER) * 0.25 * 0.72 * 2.0**-23
 
 
 def split(q, k, v, scale):
-    """Operands of one head: q [M, d], k [N, d], v [N, dv], floats."""
+    """Scales and splits the floats of one head: q [M, d], k [N, d], v [N, dv]."""
 
     def finite(x):
         return np.where(np.isfinite(x), x, np.float32(0))
@@ -76,13 +76,13 @@ def split(q, k, v, scale):
 
 
 def cut(x):
-    """float64 numbers with the bits of a float; the others are cut off."""
+    """Truncates float64 numbers to the precision of float32."""
     mantissa, exponent = np.frexp(x)
     return np.ldexp(np.trunc(mantissa * 2.0**24), exponent - 24)
 
 
 def add_products(sums, products):
-    """What a tensor core makes of sums [...] and products [..., TOGETHER]."""
+    """Adds products [..., TOGETHER] to sums [...] as a tensor core does."""
     terms = np.concatenate([products, sums[..., None]], -1)
     _, exponent = np.frexp(np.abs(terms).max(-1, keepdims=True))
     unit = np.ldexp(1.0, exponent - 1 - FRACTION)
@@ -90,17 +90,17 @@ def add_products(sums, products):
 
 
 def probes():
-    """Products [rows, TOGETHER] and sums [rows] that show how a tensor core adds them up."""
+    """Returns products [rows, TOGETHER] and sums [rows] that reveal how a tensor core adds."""
     rows = [
-        ([1] + 15 * [2.0**-24], 0),  # all are added before anything is cut off to a float
-        ([1, 2.0**-24, *7 * [0], 2.0**-24], 0),  # both halves at once
-        (16 * [2.0**-25], 1),  # two bits more than a float has
-        (16 * [2.0**-26], 1),  # and no third one
-        ([1.9 * 2.0**-24], 1),  # cut off, not rounded
+        ([1] + 15 * [2.0**-24], 0),  # are all products added before the truncation to float32?
+        ([1, 2.0**-24, *7 * [0], 2.0**-24], 0),  # are both halves added at once?
+        (16 * [2.0**-25], 1),  # are two bits beyond float32 kept?
+        (16 * [2.0**-26], 1),  # is a third bit kept?
+        ([1.9 * 2.0**-24], 1),  # is the sum truncated or rounded?
         ([-(2.0**-26)], 1),
-        ([-1] + 15 * [-(2.0**-24)], 0),  # towards zero
-        ([1, -1] + 14 * [2.0**-26], 0),  # what cancels later counts for the alignment
-        (16 * [3 * 2.0**-36], 0),  # factors that are subnormal in float16
+        ([-1] + 15 * [-(2.0**-24)], 0),  # are negative sums truncated towards zero?
+        ([1, -1] + 14 * [2.0**-26], 0),  # do terms that cancel determine the alignment?
+        (16 * [3 * 2.0**-36], 0),  # are subnormal factors in float16 kept?
     ]
     products = np.zeros((len(rows), TOGETHER))
     for products_of_row, (given, _) in zip(products, rows):
@@ -109,7 +109,7 @@ def probes():
 
 
 def multiply(a, b, sums=None):
-    """a [m, n] times b [n, k] on tensor cores, added to sums."""
+    """Multiplies a [m, n] by b [n, k] as tensor cores do, and adds the products to sums."""
     a, b = a.astype(np.float64), b.astype(np.float64)
     sums = np.zeros((len(a), b.shape[1])) if sums is None else sums
     for i in range(0, a.shape[1], TOGETHER):
@@ -119,22 +119,22 @@ def multiply(a, b, sums=None):
 
 
 def multiply_parts(a, b):
-    """The product of Parts: main sums, and those of low parts apart."""
+    """Multiplies two Parts; sums the products with low parts separately."""
     rest = multiply(a.low, b.high, multiply(a.high, b.low))
     return np.float32(multiply(a.high, b.high) + rest / LOW)
 
 
 def attention(q, k, v, scale, tile=64, seed=0, visible=None):
-    """O, lse and flags of one head; visible [M, N] are the pairs that a mask shows.
+    """Computes O, lse and flags of one head; visible [M, N] marks the unmasked pairs.
 
-    An exponential is off by up to 2**-23. Sums of a section of keys begin at zero.
+    Exponentials have relative errors of up to 2**-23. Each section of keys has its own sums.
     """
     rng, f = np.random.default_rng(seed), np.float32
     of = split(q, k, v, scale)
     unit = of.scale2[:, None]
     out = np.zeros((len(q), v.shape[1]), f)
     maximum, total = np.full((len(q), 1), -np.finfo(f).max), np.zeros((len(q), 1), f)
-    earlier = 0, 0  # of out and total
+    earlier = 0, 0  # out and total of earlier sections
 
     def exp2(x):
         with np.errstate(under="ignore"):
@@ -176,7 +176,7 @@ def attention(q, k, v, scale, tile=64, seed=0, visible=None):
 
 @dataclass
 class Gradient:
-    """What split_gradient makes of one head."""
+    """Scaled and split dO of one head, as split_gradient computes it."""
 
     dO: Parts
     exponents: np.ndarray
@@ -185,7 +185,7 @@ class Gradient:
 
 
 def split_gradient(do, out, of):
-    """dO of one head against V, whose Operands are given; out is O."""
+    """Splits dO of one head, scaled for products with V; ``of`` holds the head's Operands."""
     powers = exponents(np.abs(do)) + of.V_exponents
     rows = powers.max(1)
     dO = Parts.of(times_two_to(do, 14 + of.V_exponents - rows[:, None]))
@@ -196,9 +196,9 @@ def split_gradient(do, out, of):
 
 
 def sum_tiles(weights, B, has_numbers, tile):
-    """weights [m, n] times B [n, k], tile by tile, and which rows parts did not hold.
+    """Multiplies weights [m, n] by B [n, k] tile by tile; flags rows that lost accuracy.
 
-    has_numbers [k] says in which columns a sum of 0 is wrong.
+    has_numbers [k] marks the columns in which a sum of 0 is an error.
     """
     sums, top = np.zeros((len(weights), B.high.shape[1]), np.float32), np.zeros(len(weights))
     for first in range(0, weights.shape[1], tile):
@@ -218,7 +218,7 @@ def sum_tiles(weights, B, has_numbers, tile):
 
 @np.errstate(over="ignore", under="ignore", invalid="ignore")
 def gradients(q, k, v, out, lse, do, scale, tile=32, seed=0):
-    """dQ, dK and dV of one head, and the flags of the rows of each."""
+    """Computes dQ, dK and dV of one head, each with flags for its rows."""
     rng, f = np.random.default_rng(seed), np.float32
     of = split(q, k, v, scale)
     grad = split_gradient(do, out, of)
@@ -231,7 +231,7 @@ def gradients(q, k, v, out, lse, do, scale, tile=32, seed=0):
     P = np.exp2(f(S * of.scale2[:, None] - lse2).astype(np.float64))
     P = f(P * (1 + rng.uniform(-1, 1, P.shape) * 2.0**-23))
     dP = multiply_parts(grad.dO, transposed(of.V)).astype(np.float64)
-    # dS is 2**60 times larger than it counts.
+    # dP and dS are scaled by 2**60.
     dP = np.ldexp(dP, grad.exponents[:, None] + 32)
     dS = f(P * f(dP - np.ldexp(grad.delta.astype(np.float64), 60)[:, None]))
     of_dV = f(P * np.ldexp(1.0, grad.exponents + 32)[:, None])
@@ -261,7 +261,7 @@ def one_hot(rng, q, k, v, size):
 
 
 def cancelling(rng, q, k, v):
-    """Pairs of equal keys with opposite values: O is 0."""
+    """Makes pairs of equal keys with opposite values, so that O is 0."""
     signs = np.resize([1, -1], (v.shape[-2], 1))
     k, v = (np.repeat(x[..., ::2, :], 2, -2) for x in (k, v))
     return q, k, v * signs
@@ -272,7 +272,7 @@ def of_columns(rng, q, k, v):
     return q * u, k / u, v
 
 
-# Inputs made of normal ones, which parts hold.
+# Transformations of normal inputs into inputs that split operands represent accurately.
 HELD = {
     "normal": lambda rng, q, k, v: (q, k, v),
     "large": lambda rng, q, k, v: (30 * q, 30 * k, v),
@@ -292,7 +292,7 @@ HELD = {
     "one_hot": lambda rng, q, k, v: one_hot(rng, q, k, v, 1),
     "cancelling": cancelling,
 }
-# Inputs of which parts do not hold some rows.
+# Transformations into inputs with rows that split operands cannot represent accurately.
 NOT_HELD = {
     "one_hot, twice": lambda rng, q, k, v: one_hot(rng, q, k, v, 2),
     "elements of V": lambda rng, q, k, v: (q, k, v * power(rng, *v.shape)),

@@ -1,4 +1,4 @@
-"""What a reader sees of a figure: its texts, and whether each can be read."""
+"""Checks that the texts of a figure are readable."""
 
 from itertools import combinations
 from unittest import mock
@@ -8,9 +8,9 @@ from matplotlib.text import Text
 
 
 def assert_readable(figure):
-    """No text overlaps another or a mark, and labels are as high as their axes; returns the texts.
+    """Asserts that no text overlaps another one or a marker, and that labels are inside their axes.
 
-    Ticks outside the axes have texts too, so those that are drawn are recorded.
+    Returns the texts that are drawn; ticks outside the axes also have texts, which are not drawn.
     """
     boxes = {}
     draw = Text.draw

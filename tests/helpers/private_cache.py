@@ -1,4 +1,4 @@
-"""Cache folders of single tests."""
+"""Cache folders for single tests."""
 
 import shutil
 
@@ -6,7 +6,7 @@ from cupyfa.runtime.simulator import machine
 
 
 def with_runtime(folder):
-    """A new cache folder that has the simulator's runtime, which takes seconds to compile."""
+    """Makes a cache folder with the simulator's runtime, which takes seconds to compile."""
     folder.mkdir(mode=0o700, exist_ok=True)
     path, _ = machine._runtime()
     shutil.copy2(path, folder)

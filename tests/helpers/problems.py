@@ -1,4 +1,4 @@
-"""Problems shared by tests: sizes that no tile divides, and inputs for them."""
+"""Problems shared by tests, with sizes that no tile size divides, and inputs for them."""
 
 import numpy as np
 import pytest
@@ -16,24 +16,24 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 FORWARD = LADDER["forward"]
 EVERY = [kernel for kernels in LADDER.values() for kernel in kernels.values()]
 
-# Small and ragged: every rung runs these, and every dtype that it claims.
+# Small sizes that no tile size divides. Every rung runs them in every dtype that it claims.
 RAGGED = (
     {"batch": 2, "heads": 4, "kv_heads": 2, "M": 70, "N": 45, "d": 20, "causal": True},
     {"heads": 2, "kv_heads": 1, "M": 45, "N": 70, "d": 33, "dv": 9, "causal": "top-left"},
     {"heads": 1, "M": 67, "N": 131, "d": 64, "scale": -0.3},
     {"heads": 3, "kv_heads": 1, "M": 5, "N": 1, "d": 7, "dv": 40},
 )
-# The same for rungs that know windows.
+# Sizes for rungs that support windows.
 WINDOWED = ({"heads": 2, "kv_heads": 1, "M": 45, "N": 70, "d": 33, "dv": 9, "window": (20, 3)},)
 
 
 def claimed(kernels=FORWARD, dtypes=DTYPES):
-    """(kernel, dtype) for every dtype of every kernel, including float32 that it rounds."""
+    """Returns (kernel, dtype) for every dtype that a kernel accepts, including rounded float32."""
     return [(k, dtype) for k in kernels.values() for dtype in dtypes if k.takes(dtype)]
 
 
 def in_turn(kernels, sizes):
-    """(kernel, dtype, sizes) for all sizes of every kernel, whose dtypes take turns."""
+    """Returns (kernel, dtype, sizes) for all sizes of every kernel, cycling through its dtypes."""
     found = []
     for first, kernel in enumerate(kernels.values()):
         dtypes = [dtype for _, dtype in claimed({kernel.name: kernel})]
@@ -43,27 +43,27 @@ def in_turn(kernels, sizes):
 
 
 def able(feature, *operations):
-    """The kernels that have a feature, of all operations or of some."""
+    """Returns the kernels that support a feature, of all or only some operations."""
     every = [k for k in EVERY if k.operation in operations] if operations else EVERY
     return [kernel for kernel in every if feature in kernel.features]
 
 
 # One kernel of each family: CUDA cores, mma.sync and wgmma, forward and backward.
-# kernels/test_pairs.py tests every pair of options in them.
+# kernels/test_pairs.py tests every pair of options with them.
 PAIRED = ("fa2", "mma_split_q", "wgmma", "two_pass", "mma_columns", "wgmma_columns")
-# Kernels that hand scores to the same headers as another one of their family.
+# Kernels that modify scores with the same headers as another kernel of their family.
 LIKE_OTHERS = {
     *("fa2_coalesced", "mma_split_q", "mma_swizzled", "mma_async", "wgmma", "wgmma_overlap"),
     *("fa2_split_kv", "wgmma_fp16x2", "rows", "mma_two_pass", "mma_f64", "mma_f64_columns"),
 }
 
 
-# Kernels that test a single option by default: mma.sync, wgmma and a backward kernel.
+# Kernels with which single options are tested by default: mma.sync, wgmma and a backward kernel.
 USUAL = ("mma_pipelined", "wgmma_persistent", "columns")
 
 
 def usual_first(kernels, usual=USUAL):
-    """Kernels as test parameters; those that are not among the usual ones are marked slow."""
+    """Returns kernels as test parameters; marks those that are not in ``usual`` as slow."""
     return [
         pytest.param(k, id=k.name, marks=[pytest.mark.slow] * (k.name not in usual))
         for k in kernels
@@ -71,38 +71,35 @@ def usual_first(kernels, usual=USUAL):
 
 
 def name(value):
-    """A short test id for a kernel, sizes or anything else."""
+    """Returns a short test id for a kernel, sizes or any other value."""
     if isinstance(value, dict):
         return "-".join(f"{key}{size}" for key, size in value.items())
     return getattr(value, "name", str(value))
 
 
 def drawn(*shapes, dtype="float32", seed=0):
-    """Normal random arrays of these shapes."""
     rng, of = np.random.default_rng(seed), dtype_named(dtype).numpy
     return [rng.standard_normal(shape).astype(of) for shape in shapes]
 
 
 def qkv(M, N, dtype="float32", *, batch=2, heads=4, kv_heads=2, d=24, dv=None, seed=0):
-    """The same for queries, keys and values."""
     shapes = (batch, heads, M, d), (batch, kv_heads, N, d), (batch, kv_heads, N, dv or d)
     return drawn(*shapes, dtype=dtype, seed=seed)
 
 
 def planned(kernel, backend, sizes, dtype=None, **tiles):
-    """The plan of a kernel for these sizes on a backend."""
     problem = Problem.of_sizes(**sizes, dtype=dtype or usual_dtype(kernel))
     return planning.plan(kernel, problem, backend.limits, **tiles)
 
 
 def inputs_of(plan, seed=0, layout="bhsd", values="normal"):
-    """Random inputs for a plan, their rows aligned where its kernel needs that."""
+    """Draws random inputs for a plan; aligns their rows if the kernel requires that."""
     case = Case(plan.kernel.operation, plan.problem, seed, values, layout)
     return readable_inputs(plan, case.inputs())
 
 
 def require_same_bits(first, *others):
-    """The results of several runs, by name, are the same."""
+    """Asserts that the results of several runs, by name, are equal."""
     for other in others:
         for output, array in first.items():
             np.testing.assert_array_equal(other[output], array, err_msg=output)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def running_with(word):
-    """The command lines of other processes with a word in their command line or environment."""
+    """Returns command lines of other processes with a word in their command line or environment."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal() and int(folder.name) != os.getpid():
@@ -14,13 +14,13 @@ def running_with(word):
                 line = (folder / "cmdline").read_bytes()
                 if word.encode() in line + (folder / "environ").read_bytes():
                     found.append(line.replace(b"\0", b" ").decode())
-            except OSError:  # it has ended, or is another user's
+            except OSError:  # the process has ended, or belongs to another user
                 continue
     return found
 
 
 def left_running(word, seconds=5.0):
-    """The processes of ``running_with`` that do not end within some seconds."""
+    """Returns the processes of ``running_with`` that do not end within some seconds."""
     ended = time.monotonic() + seconds
     while (left := running_with(word)) and time.monotonic() < ended:
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""What each rank of a launcher does: its rows of attention, compared with one call on the whole."""
+"""The program that a launcher starts on each rank, to test attention over sharded sequences."""
 
 import gc
 import os
@@ -22,14 +22,14 @@ SIZES = {"nccl": (1024, 64, "float16", {}), "mpi": (48, 8, "float32", {"backend"
 
 
 def joined(parts, order):
-    """The whole array of all ranks' rows."""
+    """Joins the rows of all ranks to the whole array."""
     held = Shards.of(sum(x.shape[2] for x in parts), len(parts), order).ranges
     rows = [row for ranges in held for own in ranges for row in own]
     return np.concatenate(parts, axis=2)[:, :, np.argsort(rows)]
 
 
 def expected(given, rows, keys, results, **options):
-    """What is expected of sums over parts, for these ranges of queries and of keys."""
+    """Returns expected results, with bounds, of sums over these ranges of queries and keys."""
     q, k, v, dout, dlse = given
     out, lse = results[:2]
     p = Problem.of(q, k, v, **options)
@@ -55,30 +55,30 @@ def expected(given, rows, keys, results, **options):
 
 
 def ranges(n, count, order="zigzag"):
-    """All that are not empty, if there are some."""
+    """Returns the ranges of all shards without empty ones, or a single empty range."""
     found = Shards.of(n, count, order).ranges
     return [x for own in found for x in own if len(x)] or [range(0)]
 
 
 def sharded(q, k, v, group, M=None, N=None, order="zigzag", schedule="gather"):
-    """A rank's rows of a sequence of M queries and N keys."""
+    """Wraps a rank's rows of a sequence of M queries and N keys as Sharded arrays."""
     rows = zip((q, k, v), (M, N, N))
     return [Sharded(x, group, n, order, schedule) for x, n in rows]
 
 
 def compare(group, over):
-    """All schedules, each within the bounds of the sums that it computes."""
+    """Checks the results of each schedule against the error bounds of its sums."""
     n, d, dtype, how = SIZES[over]
     rng = np.random.default_rng(0)
     given = [rng.standard_normal((1, h, n, d)).astype(dtype) for h in (4, 2, 2, 4)]
-    given.append(np.zeros((1, 4, n), "f4"))  # dlse
+    given.append(np.zeros((1, 4, n), "f4"))  # the gradient of lse
     arrays = given
     if over == "nccl":
         import cupy
 
         arrays = [*map(cupy.asarray, given)]
     how = {"causal": True, "return_lse": True, "deterministic": True, **how}
-    how["kernel"] = "fa2" if over == "mpi" else "mma_async"  # which do not split keys
+    how["kernel"] = "fa2" if over == "mpi" else "mma_async"  # kernels without split-KV
     rows, keys = ranges(n, group.ranks), [range(n)]
     for schedule in ("gather", "ring"):
         of_ranks = [group.gather(x)() for x in of_rank(group, arrays, schedule, how)]
@@ -92,14 +92,14 @@ def on_host(array):
 
 
 def of_rank(group, arrays, schedule, how):
-    """out, lse, dq, dk and dv of this rank's rows."""
+    """Computes out, lse, dq, dk and dv of this rank's rows."""
     q, k, v, dout, dlse = (ranks.shard(x, group) for x in arrays)
     results, pullback = cupyfa.vjp(*sharded(q, k, v, group, schedule=schedule), **how)
     return *results, *pullback(dout, dlse)
 
 
 def ones(over):
-    """An array for q, k and v, and what else a call is given."""
+    """Returns an array of ones for q, k and v, and the call's other arguments."""
     n, d, dtype, how = SIZES[over]
     x = np.ones((1, 2, n, d), dtype)
     if over == "nccl":
@@ -110,19 +110,19 @@ def ones(over):
 
 
 def wrong(group, over):
-    """One rank has other options, and then all go on."""
+    """Gives one rank other options; all ranks must raise, and the next call must succeed."""
     x, how = ones(over)
     try:
         cupyfa.attention(*sharded(x, x, x, group), causal=group.rank == 1, **how)
     except ValueError as error:
         assert "options must be equal on all ranks" in str(error)
     else:
-        raise AssertionError("no error")
+        raise AssertionError("options that differ between ranks raised no error")
     cupyfa.attention(*sharded(x, x, x, group), **how)
 
 
 def used_bytes(over):
-    """What all arrays have of this rank's GPU."""
+    """Returns the bytes of this rank's GPU memory that arrays occupy."""
     if over != "nccl":
         return 0
     import cupy
@@ -132,7 +132,7 @@ def used_bytes(over):
 
 
 def killed(group, over):
-    """The last rank is killed while the others wait for it, who then keep no memory of the call."""
+    """Kills the last rank; the others must raise and free all memory of the call."""
     x, how = ones(over)
     cupyfa.attention(*sharded(x, x, x, group), **how)
     before = used_bytes(over)
@@ -146,9 +146,9 @@ def killed(group, over):
         assert "has ended" in str(error)
         assert time.monotonic() - begin < group.timeout + 5
     else:
-        raise AssertionError("no error")
+        raise AssertionError("calls without the killed rank raised no error")
     assert used_bytes(over) == before
-    group.close()  # does not wait for the dead one
+    group.close()  # must not wait for the killed rank
 
 
 def main():

@@ -8,7 +8,7 @@ from cupyfa.planner.source import ROOT
 
 
 def printed(script, *args):
-    """The output of a script; fails with it if the exit code is not 0."""
+    """Runs a script and returns its output; fails if the exit code is not 0."""
     path = {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "tools" / script), *map(str, args)]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-// sloped: attention whose capped scores fall with the distance of a key.
+// sloped: attention with capped scores that fall with the distance between query and key.
 #include <attention/extent.cuh>
 #include <attention/online_softmax.cuh>
 #include <tile/math.cuh>

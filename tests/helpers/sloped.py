@@ -1,4 +1,4 @@
-"""The record of a kernel that is no plain attention, as users write them in a script."""
+"""Records of kernels of modified attention, as users write them in a script."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from cupyfa.numerics.reference import softmax
 
 
 def attention(arrays, p, c):
-    """What the kernel computes."""
+    """Computes the reference results of ``sloped``."""
     Q, K, V = arrays["Q"], *(np.repeat(arrays[name], p.group, axis=1) for name in "KV")
     distance = abs(np.arange(p.M)[:, None] - np.arange(p.N))
     scores = Q @ K.mT * p.scale - arrays["slopes"][:, None, None] * distance
@@ -45,7 +45,7 @@ sloped = Kernel(
 
 
 def scores(arrays, p):
-    """The scores without a cap, and K and V of each query head."""
+    """Computes uncapped scores; returns them with K and V per query head, and the distances."""
     K, V = (np.repeat(arrays[name], p.group, axis=1) for name in "KV")
     distance = abs(np.arange(p.M)[:, None] - np.arange(p.N))
     S = arrays["Q"] @ K.mT * p.scale - arrays["slopes"][:, None, None] * distance
@@ -53,14 +53,14 @@ def scores(arrays, p):
 
 
 def forward(arrays, p, c):
-    """O and lse, which the gradients are given."""
+    """Computes O and lse, which are inputs of the gradients."""
     S, _, V, _ = scores(arrays, p)
     P, lse = softmax(S)
     return {"O": P @ V, "lse": lse}
 
 
 def gradients(arrays, p, c):
-    """What the backward kernel computes."""
+    """Computes the reference results of ``sloped_backward``."""
     S, K, V, distance = scores(arrays, p)
     out, dO, lse = (arrays[name] for name in ("O", "dO", "lse"))
     hidden = ~p.visible() | np.isneginf(lse)[..., None]
@@ -79,7 +79,6 @@ def gradients(arrays, p, c):
 
 
 def launch(entry, outputs, rows, heads):
-    """One of the launches of the backward kernel."""
     return Launch(
         entry,
         args=f"Q K V dO lse delta slopes {outputs} sizes group scale",
@@ -94,7 +93,7 @@ sloped_backward = Kernel(
     adds="scores that fall with the distance",
     operation="backward",
     launches=(
-        cupyfa.kernel("rows").launches[0],  # delta, by the project's own file
+        cupyfa.kernel("rows").launches[0],  # computes delta
         launch("sloped_rows", "dQ dslope", "M", "heads"),
         launch("sloped_keys", "dK dV", "N", "kv_heads"),
     ),

@@ -1,10 +1,10 @@
-// The gradients of attention whose scores fall with the distance of a key: a thread for each row of
-// Q, and one for each key. P is exp(S - lse) and dS is P * (dO V^T - delta).
+// Gradients of attention with scores that fall with the distance between query and key. One thread
+// per row of Q, then one per key. P = exp(S - lse) and dS = P * (dO V^T - delta).
 #include <attention/extent.cuh>
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
 
-struct Pair {  // of a query and a key
+struct Pair {  // the values for one query and one key
   real P, dS;
 };
 

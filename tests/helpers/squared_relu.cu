@@ -1,4 +1,4 @@
-// squared_relu: attention whose weights are the squares of positive scores: no softmax, no lse.
+// squared_relu: attention without softmax and lse; weights are the squares of positive scores.
 //
 //   squared_relu, squared_relu_rows: grid (cdiv(M, threads), heads, batch)
 //   squared_relu_keys: grid (cdiv(N, threads), kv_heads, batch)
@@ -11,15 +11,15 @@ struct Inputs {
   int batch, head, kv_head;
   real scale;
 
-  // The score of a query and a key, 0 where it is negative.
+  // Returns the score of a query and a key, or 0 if the score is negative.
   __device__ real positive_score(int row, int key) const {
     real product = 0;
     for (int i = 0; i < d; ++i)
       product += real(Q.row(batch, head, row)[i]) * real(K.row(batch, kv_head, key)[i]);
-    return product * scale < 0 ? real(0) : product * scale;  // NaN stays
+    return product * scale < 0 ? real(0) : product * scale;  // keeps NaN, unlike fmax
   }
 
-  // The gradient of its weight, the product of rows of dO and V.
+  // Returns the gradient of the weight: the dot product of rows of dO and V.
   __device__ real dP(Tensor<const scalar> dO, int row, int key) const {
     real sum = 0;
     for (int i = 0; i < dv; ++i)

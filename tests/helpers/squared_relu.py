@@ -1,4 +1,4 @@
-"""Records of attention without a softmax, which has no lse, and of its gradients."""
+"""Records of attention without softmax, and hence without lse, and of its gradients."""
 
 from pathlib import Path
 

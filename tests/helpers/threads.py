@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 def in_threads(function, items):
-    """What a function returns for each of the items, each in a thread of its own."""
+    """Calls a function on all items, each in its own thread; returns the results."""
     items = list(items)
     with ThreadPoolExecutor(len(items)) as pool:
         return list(pool.map(function, items))

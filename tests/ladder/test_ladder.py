@@ -148,7 +148,7 @@ def test_rows_of_one_length():
     left_out = [measured(name, None, M) for name in ("fa2", "v2") for M in (2048, 4096)]
     timed = [measured("fa2", 1.0, 256), measured("v2", 1.0, 256), measured("fa2", 1.0, 512)]
     assert {row.problem.M for row in pages.at_length([*timed, *left_out], None)} == {256}
-    with pytest.raises(ValueError, match="M=7 was not measured; there are 256, 2048, 4096"):
+    with pytest.raises(ValueError, match="M=7 was not measured; choose from 256, 2048, 4096"):
         pages.at_length(rows, 7)
     other = Measurement("fa2", "forward", Problem.of_sizes(M=256, d=8))
     with pytest.raises(ValueError, match="a ladder needs measurements of one problem"):
@@ -172,7 +172,7 @@ def test_rows_of_other_kernels_are_refused(tmp_path):
     for rows, told in ((others, ", but mine, flash"), ([], "")):
         Results(WHERE, rows).save(file)
         message = refused("ladder", "--from", file, "--plot", tmp_path / "a.svg", code=2)
-        assert f"there is no rung to make a ladder of{told}; measure rungs with" in message
+        assert f"the results contain no rung{told}; measure rungs with" in message
 
 
 def sweep(**tops):

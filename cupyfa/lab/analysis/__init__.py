@@ -1,1 +1,1 @@
-"""Costs of kernels: caches, roofline, resources, timelines; and a check of the installation."""
+"""Roofline, resources and timelines of kernels; reports on caches and on the installation."""

@@ -1,4 +1,4 @@
-"""The files of the library and of CuPy on disk: counted and removed."""
+"""Counts and removes the cache files of cupyfa and of CuPy."""
 
 import os
 import re
@@ -24,7 +24,7 @@ KINDS = {
     "cupy": "kernels that CuPy compiled, for all programs",
 }
 _HOUR = 3600
-_RANDOM = "[a-z0-9_]{8}"  # in names that tempfile makes
+_RANDOM = "[a-z0-9_]{8}"  # the random part of a name from tempfile
 _NAMES = {
     "compiled": cache_folder.COMPILED.pattern,
     **{kind: r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.json" for kind in FACTS},
@@ -35,7 +35,7 @@ _NAMES = {
 
 
 def kept(kind: str) -> dict[str, Any]:
-    """Returns the number of files of a kind, their bytes, the newest time, and the folder."""
+    """Returns the number, total bytes, newest modification time and folder of files of a kind."""
     stats = [stat for item in _items(kind) for stat in _files(item).values()]
     newest = max((datetime.fromtimestamp(stat.st_mtime) for stat in stats), default=None)
     folder = folder_of(kind)
@@ -49,9 +49,10 @@ def kept(kind: str) -> dict[str, Any]:
 
 
 def clear(kind: str, *, dry_run: bool = False) -> dict[str, Any]:
-    """Removes the files of one of KINDS, or counts them; warns of files that cannot be removed.
+    """Removes the files of one of KINDS, or only counts them if ``dry_run``.
 
-    Returns the number of removed files, their bytes, and the number of files left.
+    Returns the number of removed files, their total bytes, and the number of files that remain.
+    Warns if a file cannot be removed.
     """
     files = size = left = 0
     refused: OSError | None = None
@@ -74,7 +75,7 @@ def clear(kind: str, *, dry_run: bool = False) -> dict[str, Any]:
 
 
 def folder_of(kind: str) -> Path | None:
-    """Returns the folder of a kind; None for a user without a home directory."""
+    """Returns the folder that holds a kind of files; None for a user without a home directory."""
     if kind == "cupy":
         return Path(os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache"))
     base = cache_folder.chosen_folder()
@@ -84,19 +85,20 @@ def folder_of(kind: str) -> Path | None:
 def _items(kind: str) -> Iterator[Path]:
     folders = [folder_of(x) for x in (kind, *(FACTS if kind == "leftovers" else ()))]
     if kind == "cupy" and (base := cache_folder.chosen_folder()):
-        folders.append(base / "cupy")  # used if CuPy's own folder is not writable
+        folders.append(base / "cupy")  # CuPy's folder if its default one is not writable
     for entry in (x for folder in dict.fromkeys(folders) if folder for x in _entries(folder)):
         is_folder = entry.name == "zig" or entry.name.startswith("build-")
         plain = entry.is_dir if is_folder else entry.is_file
         if re.fullmatch(_NAMES[kind], entry.name) and plain(follow_symlinks=False):
-            with suppress(FileNotFoundError):  # removed by another process
+            with suppress(FileNotFoundError):  # another process may have removed it
                 changed = entry.stat(follow_symlinks=False).st_mtime
-                if kind != "leftovers" or time.time() - changed > _HOUR:  # else in use
+                # Newer build folders and temporary files may still be in use.
+                if kind != "leftovers" or time.time() - changed > _HOUR:
                     yield Path(entry.path)
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """Returns the entries of a folder; none, with a warning, if it cannot be read."""
+    """Lists a folder. If the folder cannot be read, warns and returns an empty list."""
     leads_out = folder.name in FACTS and folder.is_symlink()
     if leads_out or not os.path.lexists(folder):
         return []
@@ -109,13 +111,13 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _files(item: Path) -> dict[Path, os.stat_result]:
-    """Returns a file, or all files of a folder, with their status; links are not followed."""
+    """Maps a file, or all files below a folder, to their status; does not follow links."""
     if not item.is_dir():
         paths = [item]
     else:
         paths = [Path(place) / name for place, _, names in os.walk(item) for name in names]
     found = {}
     for path in paths:
-        with suppress(FileNotFoundError):  # removed by another process
+        with suppress(FileNotFoundError):  # another process may have removed it
             found[path] = path.lstat()
     return found

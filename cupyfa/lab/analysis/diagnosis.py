@@ -1,6 +1,6 @@
 """Reports versions, devices, caches, and whether each backend compiles and runs a kernel.
 
-Calls that may hang or crash in a driver or a compiler run in processes of their own.
+Calls that may hang or crash in a driver or a compiler run in child processes.
 """
 
 import importlib
@@ -43,7 +43,7 @@ sys.stdout.write("\\n" + json.dumps(answer))
 
 @dataclass(frozen=True, repr=False)
 class Finding(ShownRow):
-    """A component, its state ("ok", "missing" or "fault"), and the backends that this hinders."""
+    """A component's state ("ok", "missing" or "fault") and the backends that it makes unusable."""
 
     thing: str
     state: str
@@ -51,7 +51,6 @@ class Finding(ShownRow):
     hinders: tuple[str, ...] = ()
 
     def row(self) -> dict[str, Any]:
-        """One row of a table."""
         return dict(vars(self))
 
 
@@ -62,13 +61,14 @@ class Probe:
     thing: str
     look: Callable[..., Finding | list[Finding]]
     hinders: tuple[str, ...] = ()
-    # "module:function", called in another process; `look` gets its answer, or None and the error
+    # "module:function" to call in a child process. `look` receives the returned value and None,
+    # or None and an error message.
     question: str | None = None
     seconds: float = 60.0
 
 
 def doctor(progress: Progress = no_progress) -> list[Finding]:
-    """Examines what cupyfa needs or can use; an error on the way is a fault of that component."""
+    """Examines the components that cupyfa needs or can use, and reports exceptions as faults."""
     asked = {probe.thing: _ask(probe.question) for probe in PROBES if probe.question}
     findings: list[Finding] = []
     try:
@@ -102,7 +102,7 @@ def _examined(probe: Probe, process: subprocess.Popen[str] | None, has_cupy: boo
 
 
 def _ask(question: str) -> subprocess.Popen[str]:
-    """Starts a process for a question, in its own process group, which can be ended as a whole."""
+    """Calls "module:function" in a child process with its own process group."""
     here = str(Path(__file__).resolve().parents[3])
     path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
     return subprocess.Popen(
@@ -130,7 +130,7 @@ def _answer(process: subprocess.Popen[str], seconds: float) -> tuple[Any, str | 
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Kills a process that still runs; waits only briefly, since it may hang in a driver."""
+    """Kills a process that still runs; waits at most 1 s, since it may hang in a driver."""
     if process.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -147,14 +147,14 @@ def _package(name: str) -> Finding:
 
 
 def _folder(thing: str, path: Path | None, variable: str) -> Finding:
-    """Reports a cache directory; it is a fault if it cannot be written."""
+    """Reports a cache directory, as a fault if it is not writable."""
     if path is None or not cache_folder.can_write(path):
         return Finding(thing, FAULT, f"{path} cannot be written; {cache_folder.remedy(variable)}")
     return Finding(thing, OK, f"{path}, {_size(shutil.disk_usage(path).free)} free")
 
 
 def _own_folder(path: Path | None) -> Finding:
-    """Reports the library's cache directory; it is also a fault if other users can change it."""
+    """Reports cupyfa's cache directory, also as a fault if other users can change it."""
     if path is not None and cache_folder.can_write(path) and (why := cache_folder.refusal(path)):
         return Finding("cache", FAULT, f"{path} {why}; {cache_folder.remedy()}")
     return _folder("cache", path, "CUPYFA_CACHE_DIR")
@@ -173,7 +173,7 @@ def _cupy() -> Finding:
 
 
 def _driver(answer: Mapping[str, int] | None, error: str | None) -> Finding:
-    """Reports the driver; ``answer`` has its newest CUDA version and CuPy's: 12090 is 12.9."""
+    """Reports the driver. ``answer`` holds the CUDA versions of driver and CuPy: 12090 is 12.9."""
     if answer is None:
         return Finding("driver", FAULT, gist(error or ""))
     version = environment.kernel_driver()
@@ -187,7 +187,7 @@ def _driver(answer: Mapping[str, int] | None, error: str | None) -> Finding:
 
 
 def _gpus(answer: list[dict[str, Any]] | None, error: str | None) -> list[Finding]:
-    """Reports the devices in ``answer``, each with the error of compiling and running a kernel."""
+    """Reports each GPU in ``answer``, as a fault if it failed to compile and run a kernel."""
     if answer is None:
         chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
         hidden = "" if chosen is None else f" (CUDA_VISIBLE_DEVICES is {chosen!r})"
@@ -229,12 +229,12 @@ def _size(count: float) -> str:
     return f"{count / 2**30:.1f} GiB"
 
 
-# In the order of the output.
+# Probes in output order.
 PROBES = (
     Probe("Python", lambda: Finding("Python", OK, f"{python_version()}, {sys.executable}")),
     Probe("numpy", partial(_package, "numpy")),
     Probe("ml_dtypes", partial(_package, "ml_dtypes")),
-    Probe(  # before cupyfa gives CuPy another folder
+    Probe(  # precedes the probe of CuPy, which may redirect CuPy's cache
         "CuPy's cache", lambda: _folder("CuPy's cache", caches.folder_of("cupy"), "CUPY_CACHE_DIR")
     ),
     Probe("CuPy", _cupy, ("cuda",)),

@@ -1,4 +1,7 @@
-"""Compiles kernels with NVRTC for any architecture, without a GPU: resources, PTX, machine code."""
+"""Compiles kernels with NVRTC for any architecture, without a GPU, and reports resources and code.
+
+The code is shown as PTX or as machine code (SASS).
+"""
 
 import re
 import shutil
@@ -26,17 +29,17 @@ from cupyfa.runtime.choose_backend import backend_named
 
 @dataclass(frozen=True)
 class Multiprocessor:
-    """Limits of a multiprocessor: KiB of shared memory per block and in total, warps, blocks."""
+    """Limits of a multiprocessor. Shared memory, per block and in total, is in KiB."""
 
     shared_of_block: int
     shared: int
     warps: int
     blocks: int
-    reserved: int = 1024  # bytes of each block's shared memory that the system takes
+    reserved: int = 1024  # bytes of shared memory per block that the CUDA runtime reserves
 
 
-REGISTERS = 16384  # per sub-partition of a multiprocessor; warps get them in units of 256
-# By compute capability (CUDA C++ programming guide, technical specifications).
+REGISTERS = 16384  # per sub-partition of a multiprocessor, allocated to warps in units of 256
+# Limits by compute capability, from "Technical Specifications" in the CUDA C++ programming guide.
 MULTIPROCESSORS = {
     "75": Multiprocessor(64, 64, warps=32, blocks=16, reserved=0),
     "80": Multiprocessor(163, 164, warps=64, blocks=32),
@@ -47,7 +50,7 @@ MULTIPROCESSORS = {
     "120": Multiprocessor(99, 100, warps=48, blocks=24),
 }
 
-# Messages of the compiler's log about slow code: codes such as (C7510), and warnings.
+# Log lines that report slow code: warnings, and lines with codes such as (C7510).
 _SLOW = re.compile(r"^(?:ptxas info *: *)?(\(C\d+\).*|.*\bwarning\b.*)$", re.MULTILINE)
 
 
@@ -66,7 +69,7 @@ class Compiled(Shown):
 
     @property
     def spilled_bytes(self) -> int:
-        """The bytes that a thread spills to local memory for lack of registers."""
+        """Bytes that each thread spills to local memory for lack of registers."""
         return self._number(r"(\d+) bytes spill stores")
 
     @property
@@ -76,7 +79,7 @@ class Compiled(Shown):
 
     @property
     def occupancy(self) -> tuple[int, str]:
-        """The blocks that a multiprocessor runs at a time, and the resource that limits them."""
+        """Resident blocks per multiprocessor, and the resource that limits their number."""
         sm, warps = MULTIPROCESSORS[self.arch.removesuffix("a")], cdiv(self.launch.threads, 32)
         shared = self.launch.shared_bytes + sm.reserved
         fit = {
@@ -95,16 +98,16 @@ class Compiled(Shown):
 
 
 def limits_of(arch: str) -> Limits:
-    """Returns the limits of an architecture's devices: "90", or "90a" for sm_90a."""
+    """Returns the limits of devices of an architecture, such as "90", or "90a" for sm_90a."""
     family = arch.removesuffix("a") if arch in ARCH_SPECIFIC else arch
     if family not in MULTIPROCESSORS:
         known = ", ".join([*MULTIPROCESSORS, *ARCH_SPECIFIC])
-        raise ValueError(f"architecture {arch!r} is unknown; there are {known}")
+        raise ValueError(f"architecture {arch!r} is unknown; choose from {known}")
     return Limits(f"sm_{arch}", 1024 * MULTIPROCESSORS[family].shared_of_block, arch=family)
 
 
 def gpu() -> Backend | None:
-    """Returns the backend of this machine's GPU, or None without one."""
+    """Returns the CUDA backend, or None if this machine has no GPU."""
     try:
         return backend_named("cuda")
     except DeviceError:
@@ -121,11 +124,12 @@ def plans(
     tiles: Mapping[str, int] | None = None,
     arrays: Mapping[str, Any] | None = None,
 ) -> list[tuple[Plan, str]]:
-    """Returns (plan, architecture) for all supported combinations.
+    """Returns (plan, architecture) for every supported combination.
 
-    A kernel of sm_90a gets only one of 90 and 90a. A kernel is a record, or "auto" for the one that
-    "auto" chooses on each architecture. ``arrays`` are forms of arrays that the expressions of
-    ``options`` read. Raises Unsupported with the reason if no combination is supported.
+    A kernel is a record, or "auto" to select a kernel for each architecture. A kernel that requires
+    sm_90a is planned only once for 90 and 90a. ``arrays`` holds the forms of optional arrays, in
+    the notation of ``shape_language``. Raises Unsupported with the reason if no combination is
+    supported.
     """
     found: dict[tuple[int, str, str], tuple[Plan, str]] = {}
     refused: Exception = ValueError("there is nothing to compile")
@@ -139,7 +143,8 @@ def plans(
             found.setdefault((id(record), dtype, record.target or arch), (able, arch))
         except Unsupported as error:
             dtype_fits = isinstance(kernel, str) or kernel.takes(dtype)
-            if isinstance(refused, ValueError) or dtype_fits:  # for a reason besides the dtype
+            # An unsupported dtype is reported only if there is no other reason.
+            if isinstance(refused, ValueError) or dtype_fits:
                 refused = error
     if not found:
         raise refused
@@ -154,9 +159,9 @@ def problem_to_compile(
     options: AttentionOptions | None,
     arrays: Mapping[str, Any] | None = None,
 ) -> Problem:
-    """Returns the problem to compile for; its heads, queries and keys only decide the tiles.
+    """Returns a problem to compile for. Its heads, queries and keys only influence tile sizes.
 
-    arrays: forms, in the notation of ``shape_language``, of arrays that expressions read.
+    arrays: forms of optional arrays, in the notation of ``shape_language``.
     """
     if operation == "softmax":
         return Problem.of_row_sizes(1, 1, dtype)
@@ -172,11 +177,11 @@ def ptx(launch: PlannedLaunch, arch: str) -> str:
 
 
 def sass(compiled: Compiled) -> str:
-    """Disassembles a launch. Raises Unsupported without nvdisasm of the CUDA toolkit."""
+    """Disassembles a compiled launch. Raises Unsupported if nvdisasm is not installed."""
     tool = shutil.which("nvdisasm")
     if tool is None:
         raise Unsupported(
-            "nvdisasm is not on the PATH; it prints machine code and is part of the CUDA toolkit"
+            "machine code needs nvdisasm, which is not on the PATH; install the CUDA toolkit"
         )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.cubin + b"\0")  # CuPy's getCUBIN drops the last byte
@@ -189,7 +194,7 @@ def sass(compiled: Compiled) -> str:
 
 
 def compile_launch(launch: PlannedLaunch, arch: str) -> Compiled:
-    """Compiles a launch for an architecture, or for the one that its kernel requires."""
+    """Compiles a launch for ``arch``, or for the architecture that its kernel requires."""
     arch = launch.target or arch
     cubin, log = _compiled(launch, arch)
     if f"entry function '{launch.entry}'" not in log:
@@ -198,7 +203,7 @@ def compile_launch(launch: PlannedLaunch, arch: str) -> Compiled:
 
 
 def _compiled(launch: PlannedLaunch, arch: str, *, to_ptx: bool = False) -> tuple[bytes, str]:
-    """Compiles a launch by NVRTC; returns the cubin or PTX, and the log."""
+    """Compiles a launch with NVRTC; returns the cubin or PTX, and the compiler's log."""
     from cupyfa.runtime.cuda.compiler import compile_text
 
     text, folders = source.text(launch), source.include_folders(launch)
@@ -223,7 +228,7 @@ def compiled_row(plan: Plan, compiled: Compiled) -> Row:
 
 
 def compilations(rows: Sequence[Row], form: str) -> str:
-    """Renders rows of compiled launches; a table has the compiler's warnings below it."""
+    """Renders the rows of ``compiled_row``; a table is followed by the compiler's warnings."""
     if form != "table":
         return render(rows, form)
     below = [

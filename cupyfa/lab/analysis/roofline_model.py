@@ -1,13 +1,13 @@
-"""The roofline model of attention: the bound of a computation on a device, and its least time.
+"""The roofline model of attention: which resource bounds a computation, and its minimum time.
 
-A computation needs a number of floating-point operations and of exponentials, and moves bytes
-between the device's memory and its chip. Each of the three takes at least its count
-divided by the device's rate. They may overlap, so the longest of them is the least time.
+A computation performs floating-point operations and exponentials, and moves bytes between device
+memory and the chip. Each of these three costs takes at least its count divided by the device's
+rate. The costs may overlap, so the largest of the three times is the minimum time.
 
-Naive attention stores the scores S and the probabilities P in memory, for gradients also dP, dS.
+Naive attention stores the scores S and the probabilities P in memory, and dP and dS for gradients.
 Tiled attention (FlashAttention; Dao et al., 2022, arXiv:2205.14135) keeps them on the chip: at best
 every input is read once and every output is written once. Scale and mask are applied where scores
-are computed and move nothing. The log-sum-exp that a forward kernel returns is not counted.
+are computed and cause no traffic. The log-sum-exp that forward kernels return is not counted.
 
 Roofline: Williams, Waterman and Patterson, 2009, doi:10.1145/1498765.1498785.
 """
@@ -40,14 +40,14 @@ from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import Progress, no_progress
 
 NAIVE, TILED = "naive", "tiled"
-# How often arrays of M x N numbers for each query head are read or written. Forward: S and P, each
-# written and read. Backward: also dP and dS; P and dS are read twice.
+# Number of times that an M x N array of scores is read or written per query head. Forward: S and P
+# are each written and read once. Backward: dP and dS as well, and P and dS are read twice.
 _PASSES = {"forward": 4, "backward": 10}
 THIS = "this"
 _COSTS = COMPUTE, MEMORY, EXPONENTIALS = "compute", "memory", "exponentials"
 _DETAILS = tuple(f"{cost}_ms" for cost in _COSTS)
-_SPARE = ("GFLOP", "measured_TFLOP/s", "balance", "MB")  # columns to drop in narrow terminals
-_OF_PARTS = 3  # float16 products for one product of split float32 operands
+_SPARE = ("GFLOP", "measured_TFLOP/s", "balance", "MB")  # columns dropped in narrow terminals
+_OF_PARTS = 3  # float16 products per product of split float32 operands
 _TENSOR_HEADERS = {"mma.cuh", "mma_f64.cuh", "wmma.cuh", "wgmma.cuh"}
 
 
@@ -56,11 +56,11 @@ class Roof(ShownRow):
     """The costs of a computation on a device, and its attainable performance.
 
     computation: "naive", "tiled" or a kernel's name.
-    bytes: moved between memory and chip; a kernel moves each array of each launch once.
-    precision: of the operands of matrix products.
-    parts: the dtype of the hi and lo halves of split operands; None if they are not split.
-    measured: the row of a benchmark, if any.
-    note: why a kernel cannot do the problem; it then has no figures.
+    bytes: traffic between memory and chip; each launch of a kernel moves each of its arrays once.
+    precision: the dtype of the matrix products' operands.
+    parts: the dtype of the hi and lo halves of split operands; None if operands are not split.
+    measured: a benchmark's measurement of the computation, if any.
+    note: why a kernel does not support the problem, in which case there are no figures.
     """
 
     computation: str
@@ -76,17 +76,17 @@ class Roof(ShownRow):
 
     @property
     def flops(self) -> int:
-        """The floating-point operations of the visible scores; a multiply-add counts as 2."""
+        """Floating-point operations for the visible scores; a multiply-add counts as 2."""
         return OPERATIONS[self.operation].flops(self.problem)
 
     @property
     def exponentials(self) -> int:
-        """The number of exponentials: one for each visible score."""
+        """Number of exponentials: one per visible score."""
         return self.problem.batch * self.problem.heads * visible_scores(self.problem)
 
     @property
     def peak(self) -> float:
-        """The TFLOP/s of the units that compute the products."""
+        """Peak TFLOP/s of the units that compute the matrix products."""
         if self.parts:
             return self.device.peak(self.parts, tensor=self.on_tensor_cores) / _OF_PARTS
         precision = self.precision or self.problem.dtype.name
@@ -94,7 +94,7 @@ class Roof(ShownRow):
 
     @property
     def balance(self) -> float:
-        """The FLOP per byte below which memory is the bound."""
+        """FLOP per byte below which the computation is memory-bound."""
         return 1e3 * self.peak / self.device.bandwidth
 
     @property
@@ -103,9 +103,9 @@ class Roof(ShownRow):
 
     @property
     def times(self) -> dict[str, float]:
-        """The least milliseconds for each of the three costs.
+        """Minimum milliseconds for each of the three costs.
 
-        Exponentials are left out in double precision, which has no instruction for them.
+        Exponentials are omitted for float64, for which GPUs have no instruction.
         """
         times = {
             COMPUTE: self.flops / self.peak / 1e9,
@@ -122,7 +122,7 @@ class Roof(ShownRow):
 
     @property
     def time(self) -> float | None:
-        """The least milliseconds: the longest of ``times``."""
+        """Minimum milliseconds: the maximum of ``times``."""
         return max(self.times.values()) if self.bytes else None
 
     @property
@@ -163,17 +163,17 @@ def roofline(
     progress: Progress = no_progress,
     **sizes: Any,
 ) -> list[Roof]:
-    """Computes the bound of attention on a device, and its least time: a Roof per computation.
+    """Computes the roofline of attention on a device: one Roof per problem and computation.
 
-    ``kernels`` are "naive" (S and P go through memory), "tiled" (every input is read once, the
+    ``kernels`` are "naive" (S and P are stored in memory), "tiled" (every input is read once, the
     output is written once), names of kernels, "auto", ``script.py:name`` or records. The default
-    is "naive", "tiled" and every rung that can do the problem.
-    ``device`` is a name of ``peaks.DEVICES``, a Device, or "this", the GPU of this machine with
-    its measured rates of large products and copies; "auto" is "this", or "h100" without a GPU.
-    ``sizes`` are those of ``sweeps.problems``, each one value or several.
+    is "naive", "tiled" and every rung that supports the problem.
+    ``device`` is a name from ``peaks.DEVICES``, a Device, or "this": this machine's GPU with the
+    measured rates of large products and copies. "auto" is "this", or "h100" if there is no GPU.
+    ``sizes`` are those of ``sweeps.problems``, each a single value or a list.
 
-    Raises ValueError for the arguments, and Unsupported if there is no GPU for "this", or if no
-    named kernel can do any problem.
+    Raises ValueError for invalid arguments, and Unsupported if ``device`` is "this" but there is no
+    GPU, or if none of the named kernels supports any of the problems.
     """
     chosen = _named([kernels] if isinstance(kernels, str | Kernel) else kernels)
     records = [x for x in chosen if isinstance(x, Kernel)]
@@ -186,7 +186,7 @@ def roofline(
     given = next((p.wrt for p in problems if p.wrt), ())
     if given and operation != "backward" and all(x in (NAIVE, TILED) for x in chosen):
         raise ValueError(
-            f"wrt is {','.join(given)}, and the forward pass gives no gradients; give "
+            f"wrt is {','.join(given)}, but the forward pass computes no gradients; give "
             "backward=True, or leave wrt out"
         )
     backend = gpu()
@@ -212,16 +212,17 @@ def measured_roofs(
     device: str | Device = "auto",
     **sizes: Any,
 ) -> list[Roof]:
-    """Computes a Roof for each row of a benchmark, after "naive" and "tiled" of each problem.
+    """Returns a Roof for each row of a benchmark, after "naive" and "tiled" for each problem.
 
-    ``kernels`` and ``sizes``, as of ``roofline``, select rows. ``device`` is by default the one
-    that the results name. A row of another library has the bytes of tiled attention.
+    ``kernels`` and ``sizes`` select rows; they are those of ``roofline``. ``device`` defaults to
+    the device that the results name. Kernels of other libraries are assumed to move as many bytes
+    as tiled attention.
 
-    Raises ValueError if no row is selected, for times of the simulator, or if no data sheet of the
-    device is listed.
+    Raises ValueError if no row is selected, if the simulator measured the times, or if no data
+    sheet of the device is known.
     """
     if results.environment.get("backend") == "simulator":
-        raise ValueError("times of the simulator lie under no device's roof; measure on a GPU")
+        raise ValueError("times of the simulator have no roofline; measure on a GPU")
     target = _device_of(results) if device == "auto" else _device(device, gpu())[0]
     limits, chosen = _limits(target), _named(kernels)
     asked = [x for x in chosen if x not in (NAIVE, TILED)]
@@ -236,7 +237,7 @@ def measured_roofs(
     rows = [row for row in rows if is_asked_for(row)]
     if not rows:
         found = ", ".join(dict.fromkeys(str(row.problem) for row in results.rows))
-        raise ValueError(f"no kernel of attention has these names and sizes; there are {found}")
+        raise ValueError(f"no row of attention has these kernels and sizes; measured: {found}")
     problems = dict.fromkeys((row.operation, row.problem) for row in rows)
     bounds = [x for x in (NAIVE, TILED) if x in chosen or not chosen]
     roofs = [_roof(x, *about, target, limits) for about in problems for x in bounds]
@@ -248,15 +249,15 @@ def measured_roofs(
 
 
 def _named(kernels: Sequence[str | Kernel]) -> list[str | Kernel]:
-    """Returns the records of names; "naive", "tiled" and "auto" stay names."""
+    """Replaces kernel names by records, except for "naive", "tiled" and "auto"."""
     words = (NAIVE, TILED, "auto")
     return [x if isinstance(x, Kernel) or x in words else record_named(x) for x in kernels]
 
 
 def _has(row: Measurement, sizes: Mapping[str, Any]) -> bool:
-    """Whether the problem of a row has these sizes and options, each one value or one of several.
+    """Returns whether the problem of a row has these sizes and options.
 
-    None stands for any value.
+    A list matches if it contains the problem's value; None matches any value.
     """
     p = row.problem
     return all(
@@ -267,7 +268,7 @@ def _has(row: Measurement, sizes: Mapping[str, Any]) -> bool:
 
 
 def _has_one(p: Problem, name: str, value: Any) -> bool:
-    """Whether a problem has this size, option or form of an array."""
+    """Returns whether a size, an option or an array's form of a problem has this value."""
     if name == WRT:
         return set(names_of(value)) - set("qkv") == set(p.wrt)
     if name == shape_language.LENGTHS_OF:
@@ -279,14 +280,14 @@ def _has_one(p: Problem, name: str, value: Any) -> bool:
 
 
 def _device_of(results: Results) -> Device:
-    """Returns the device that results name: by its data sheet, or by measured rates if here."""
+    """Returns the device that results name, with rates from its data sheet or measured here."""
     name, backend = results.environment.get("device", ""), gpu()
     found = peaks.known_as(name)
     if found is None and backend and backend.limits.device == name:
         found = measured_device(backend)
     if found is None:
         known = ", ".join(peaks.DEVICES)
-        raise ValueError(f"no data sheet of {name!r} is listed; name a device: {known}")
+        raise ValueError(f"there is no data sheet of device {name!r}; name a device: {known}")
     return found
 
 
@@ -296,12 +297,12 @@ def _limits(device: Device) -> Limits:
 
 
 def _common_operation(kernels: Iterable[Kernel], backward: bool) -> str:
-    """Returns the operation of all kernels, by default forward; ValueError if they differ."""
+    """Returns the kernels' operation, "forward" by default. Raises ValueError if they differ."""
     found = {kernel.operation for kernel in kernels} | ({"backward"} if backward else set())
     if len(found) > 1:
         names = ", ".join(f"{kernel.name} computes {kernel.operation}" for kernel in kernels)
-        wanted = "gradients" if backward else "one operation"
-        raise ValueError(f"only kernels of {wanted} can be compared, but {names}")
+        wanted = "gradients" if backward else "the same operation"
+        raise ValueError(f"kernels to compare must compute {wanted}, but {names}")
     return found.pop() if found else "forward"
 
 
@@ -310,14 +311,14 @@ def _input_sizes(operation: str, p: Problem) -> dict[str, int]:
 
 
 def tiled_bytes(operation: str, p: Problem) -> int:
-    """Counts the bytes moved if inputs are read once and outputs, without lse, written once."""
+    """Counts the bytes moved if inputs are read once and outputs, except lse, written once."""
     outputs = OPERATIONS[operation].outputs_of(p).items()
     written = sum(x.bytes(p) for name, x in outputs if name != "lse")
     return sum(_input_sizes(operation, p).values()) + written
 
 
 def naive_bytes(operation: str, p: Problem) -> int:
-    """Counts the bytes moved if the arrays of scores are stored in memory."""
+    """Counts the bytes moved if the score arrays are stored in memory as well."""
     scores = p.heads * p.pairs * p.itemsize
     return tiled_bytes(operation, p) + _PASSES[operation] * scores
 
@@ -332,20 +333,20 @@ def planned_bytes(plan: Plan) -> int:
             names = {name.removesuffix(".T") for name in (step.a, step.b, step.out)}
         else:
             names = {name for name, _ in step.launch.arrays}
-            names |= {name for x in step.arguments for name, _ in x.arrays}  # for expressions
+            names |= {name for x in step.arguments for name, _ in x.arrays}  # captured arrays
         moved += sum(sizes.get(name, 0) for name in names)
     return moved
 
 
 def uses_tensor_cores(plan: Plan) -> bool:
-    """Whether tensor cores compute the products, by the kernel's instructions or in cuBLAS."""
+    """Returns whether tensor cores compute the products, in the kernel or in cuBLAS."""
     if any(isinstance(step, Matmul) for step in plan.steps):
         return (plan.rounding or plan.problem.dtype.name) != "float32"
     return any(_TENSOR_HEADERS & headers(launch) for launch in plan.launches)
 
 
 def _device(device: str | Device, backend: Backend | None) -> tuple[Device, bool]:
-    """Returns the device of a name, and whether it is this machine's."""
+    """Returns the named device, and whether it is this machine's GPU."""
     if device == "auto":
         device = THIS if backend else "h100"
     if device == THIS:
@@ -359,9 +360,9 @@ def _device(device: str | Device, backend: Backend | None) -> tuple[Device, bool
 
 
 def measured_device(backend: Backend) -> Device:
-    """Returns this machine's device, with measured rates of large products and copies.
+    """Returns this machine's GPU with the measured rates of large products and copies.
 
-    The rates are stored, so they are measured only once.
+    The rates are cached on disk, so they are measured only once.
     """
     measured = {x: peaks.product_rate(backend, x) for x in (*DTYPES, "tf32")}
     rates = {name: rate for name, rate in measured.items() if rate}
@@ -369,7 +370,7 @@ def measured_device(backend: Backend) -> Device:
     if not bandwidth or "float32" not in rates:
         why = backend.limits.no_matmul or "its products or copies cannot be timed"
         raise Unsupported(
-            f"the rates here are unknown: {why}; or name a device: {', '.join(peaks.DEVICES)}"
+            f"this GPU's rates are unknown ({why}); name a device: {', '.join(peaks.DEVICES)}"
         )
     limits = backend.limits
     return Device(
@@ -396,7 +397,7 @@ def _roof(
         count = naive_bytes if computation == NAIVE else tiled_bytes
         precision = p.precision or p.dtype.name
         plain = precision == "float32"
-        # Tensor cores may multiply split float32 faster than plain units multiply float32.
+        # Products of split float32 on tensor cores may be faster than FFMA on CUDA cores.
         of_parts = device.peak("float16", tensor=True) / _OF_PARTS
         parts_pay = of_parts > device.peak("float32", tensor=False)
         parts = "float16" if plain and parts_pay else None
@@ -412,9 +413,9 @@ def _roof(
 
 
 def roofs(rows: Sequence[Roof]) -> str:
-    """Renders a table of the columns that differ, with notes; estimates have three digits."""
+    """Renders a table of the columns that differ, then notes; estimates have three digits."""
     table = [{c: _shown(x) for c, x in short_row(row.row()).items()} for row in rows]
-    one_M = len({row["M"] for row in table}) == 1  # the line above the table has room for N
+    one_M = len({row["M"] for row in table}) == 1  # M and N are then shown above the table
     drop_followers(table, *(["N"] if one_M else []))
     notes = [f"note: {x['note']}" for x in table if x["note"]]
     drop(table, "note", *_DETAILS)

@@ -1,4 +1,4 @@
-"""Draws a roofline: the roofs of a device, and the computations below them."""
+"""Draws roofline charts: the roofs of a device, and computations as points below them."""
 
 import math
 from collections.abc import Sequence
@@ -13,16 +13,17 @@ from cupyfa.lab.report import plots
 Point = tuple[float, float, bool]  # intensity, TFLOP/s, whether measured
 _BOUND = "bound"
 _KEYS = (_BOUND, *plots.FAMILIES)
-_CLOSE = 0.98  # of two roofs whose ratio is above this, only one is drawn
-_WIDE = 18  # characters of a label's line
-_GAP = 9  # points between a point and its label
+_CLOSE = 0.98  # roofs whose ratio is between this and its inverse are drawn as one
+_WIDE = 18  # characters per line of a label
+_GAP = 9  # distance from a point to its label, in 1/72 inch
 
 
 def draw_roofs(rows: Sequence[Roof], path: str | Path) -> None:
-    """Draws TFLOP/s over FLOP per byte, both axes logarithmic, for rows of one device.
+    """Plots TFLOP/s against FLOP per byte, on logarithmic axes, for rows of one device.
 
-    A full mark is measured, an empty one attainable performance. The dashed line is the roof of
-    exponentials, where it is below that of the arithmetic. Files and errors are those of ``draw``.
+    Filled markers show measured performance, empty markers attainable performance. A dashed line is
+    the roof of exponentials where it is below that of the arithmetic. File types and errors are
+    those of ``plots.draw``.
     """
     path, rows = Path(path), [row for row in rows if row.tflops]
     plots.check(path)
@@ -40,7 +41,7 @@ def _two_digits(value: float) -> str:
 
 
 def _figure(rows: Sequence[Roof]) -> Any:
-    """Draws points with labels to their right, and roofs with names at the right edge."""
+    """Draws labelled points, and roofs with their names at the right edge."""
     series = {key: _wrapped(names) for key, names in _series(rows).items()}
     lines = sum(1 + label.count("\n") for label in series.values())
     figure = plots.new_figure(max(5.5, 0.2 * lines))
@@ -56,7 +57,7 @@ def _figure(rows: Sequence[Roof]) -> Any:
     labels = [_draw_series(axes, *key, label) for key, label in series.items()]
     width = axes.bbox.width * 72 / figure.dpi
     column = max(plots.text_size(label)[0] for label in labels) + 2 * _GAP
-    right = left * (right / left) ** (width / (width - column))  # leaves room for a column
+    right = left * (right / left) ** (width / (width - column))  # leaves room for the last labels
     axes.set_xlim(left, right)
     levels, dashed = _levels(rows)
     _place(axes, labels, [x for _, points in series for x, _, _ in points], [*levels, *dashed])
@@ -67,13 +68,13 @@ def _figure(rows: Sequence[Roof]) -> Any:
 
 
 def _wrapped(names: Sequence[str]) -> str:
-    """Wraps names into lines, but never inside a name."""
+    """Joins names into wrapped lines without breaking a name."""
     unbroken = (name.replace(" ", "\N{NO-BREAK SPACE}") for name in names)
     return fill(", ".join(unbroken), _WIDE, break_long_words=False, break_on_hyphens=False)
 
 
 def _draw_series(axes: Any, key: str, points: Sequence[Point], names: str) -> Any:
-    """Draws the points of a family's computations, joined by a line; labels the last point."""
+    """Draws points of one kernel family, joined by a line, and labels the last point."""
     colour, marker = _look(key)
     axes.plot(*zip(*(point[:2] for point in points)), color=colour, linewidth=0.8)
     for x, y, measured in points:
@@ -87,15 +88,15 @@ def _key(computation: str) -> str:
 
 
 def _look(key: str) -> tuple[str, str]:
-    """Returns the colour and the marker of a family, or of a bound."""
+    """Returns the colour and marker of a kernel family or of a bound."""
     index = _KEYS.index(key)
     return (plots.INK, *plots.COLOURS)[index], plots.MARKERS[index]
 
 
 def _place(axes: Any, labels: Sequence[Any], xs: Sequence[float], levels: Sequence[float]) -> None:
-    """Places labels in columns, each to the right of its points and before the next points.
+    """Places labels in columns, each between its own points and the next points to the right.
 
-    xs: the positions of all points. levels: the heights of roofs, which no label may cover.
+    xs: x coordinates of all points. levels: heights of the roofs, which labels must not cover.
     """
 
     def across(x: float) -> float:
@@ -111,9 +112,9 @@ def _place(axes: Any, labels: Sequence[Any], xs: Sequence[float], levels: Sequen
 
 
 def _levels(rows: Sequence[Roof]) -> tuple[dict[float, str], dict[float, str]]:
-    """Returns the roofs of the device: the names of their units by TFLOP/s.
+    """Returns two dicts from TFLOP/s to names: arithmetic roofs, and roofs of exponentials.
 
-    The second dict has the roofs of exponentials that are lower and not close to another roof.
+    A roof of exponentials is omitted if it is above the arithmetic's or close to another roof.
     """
     levels: dict[float, str] = {}
     for row in sorted(rows, key=lambda row: row.peak):
@@ -133,7 +134,7 @@ def _levels(rows: Sequence[Roof]) -> tuple[dict[float, str], dict[float, str]]:
 def _draw_roofs(
     axes: Any, slope: float, levels: dict[float, str], dashed: dict[float, str]
 ) -> None:
-    """Draws the roofs, each labelled with its TFLOP/s and its unit."""
+    """Draws the roofs and labels each with its TFLOP/s and its name."""
     left, right = axes.get_xlim()
     axes.plot(
         [left, max(levels) / slope], [left * slope, max(levels)], color=plots.INK, linewidth=1.2
@@ -150,7 +151,7 @@ def _draw_roofs(
 
 
 def _add_bandwidth(axes: Any, rows: Sequence[Roof]) -> None:
-    """Labels the sloped roof with its bandwidth, left of the first point."""
+    """Labels the sloped memory roof with the bandwidth, left of the first point."""
     device = rows[0].device
     slope = device.bandwidth / 1e3
     start = min(x for row in rows for x in (row.intensity, row.balance) if x) / 1.2
@@ -165,7 +166,7 @@ def _add_bandwidth(axes: Any, rows: Sequence[Roof]) -> None:
 
 
 def _add_texts(axes: Any, rows: Sequence[Roof]) -> None:
-    """Adds the title, the legend of the families, and the source of the figures."""
+    """Adds the title, the legend of kernel families, and the source of the device's rates."""
     axes.set_title(f"TFLOP/s on {_title(rows)}", loc="left", fontsize=10)
     measured = {_key(row.computation) for row in rows if row.measured and row.measured.tflops}
     drawn = {_key(row.computation) for row in rows}
@@ -187,7 +188,7 @@ def _add_texts(axes: Any, rows: Sequence[Roof]) -> None:
 
 
 def _title(rows: Sequence[Roof]) -> str:
-    """Names the device, and the sizes and options that all problems share."""
+    """Returns the device's name and the sizes and options that all problems share."""
     problems = [str(row.problem).split() for row in rows]
     common = [x for x in problems[0] if all(x in words for words in problems)]
     about = [x for x in common if not x.startswith(("scale=", "precision="))]
@@ -195,16 +196,16 @@ def _title(rows: Sequence[Roof]) -> str:
 
 
 def _series(rows: Sequence[Roof]) -> dict[tuple[str, tuple[Point, ...]], list[str]]:
-    """Returns the names of computations by their family and points, from left to right.
+    """Maps each (family, points from left to right) to the names of its computations.
 
-    Computations whose points agree in two digits share a label, and keep their own points.
+    Computations whose points agree to two digits share a label, but all their points are drawn.
     """
     d_differs = len({row.problem.d for row in rows}) > 1
     points: dict[tuple[str, str], list[Point]] = {}
     for row in rows:
         reached = row.measured.tflops if row.measured else None
         name = f"{row.computation} d={row.problem.d}" if d_differs else row.computation
-        assert row.intensity and row.tflops  # rows without work are left out
+        assert row.intensity and row.tflops  # draw_roofs drops rows without work
         point = row.intensity, reached or row.tflops, bool(reached)
         points.setdefault((_key(row.computation), name), []).append(point)
     alike: dict[Any, list[tuple[str, str]]] = {}

@@ -13,13 +13,13 @@ from cupyfa.lab.analysis import timeline_summary as summary
 from cupyfa.lab.analysis.timeline_recorder import Arrow, Kind, Span, Timeline
 from cupyfa.lab.report.plots import INK, PALE, check, new_figure, write
 
-# The colours of Okabe and Ito, which the colour-blind distinguish.
+# The palette of Okabe and Ito, which is safe for the colour-blind.
 _SKY, _GREEN = "#56b4e9", "#009e73"
 _YELLOW, _BLUE, _VERMILION, _PURPLE = "#f0e442", "#0072b2", "#d55e00", "#cc79a7"
 _LILAC = "#8da2e8"
-Fill = tuple[str, str]  # a colour, and a hatch or nothing
+Fill = tuple[str, str]  # colour, hatch pattern or ""
 _FREE = "waits for a free buffer"
-_OWN = ("#e69f00", "#a6611a", "#fdcf8a", "#c98300")  # of phases that a kernel marks itself
+_OWN = ("#e69f00", "#a6611a", "#fdcf8a", "#c98300")  # for phases that kernels mark()
 _GROUPS: Mapping[str, tuple[Fill, tuple[Kind, ...]]] = {
     "waits for a copy or a store": (
         (_YELLOW, ""),
@@ -38,7 +38,7 @@ _GROUPS: Mapping[str, tuple[Fill, tuple[Kind, ...]]] = {
 }
 _GROUP = {kind: name for name, (_, kinds) in _GROUPS.items() for kind in kinds}
 _IN_FLIGHT: Mapping[str, Fill] = {"copy in flight": (INK, ""), "wgmma in flight": (_LILAC, "")}
-# Legend names and styles of arrows: True for those that begin at copies, False for others.
+# Legend texts and styles of arrows, by whether they start at a copy.
 _ARROW_LOOKS: Mapping[bool, tuple[str, dict[str, Any]]] = {
     True: ("from a copy to the wait for it", {"color": INK, "linewidth": 0.6}),
     False: (
@@ -46,22 +46,22 @@ _ARROW_LOOKS: Mapping[bool, tuple[str, dict[str, Any]]] = {
         {"color": "#8c959f", "linewidth": 0.6, "linestyle": (0, (3, 2))},
     ),
 }
-_PHASES = 75  # phases of a warp that are shown at each end of a long timeline
-_NARROW = 1 / 400  # of the width: narrower bars have no edges, which would cover them
-_ARROWS = 80  # the most that are drawn
-_LINE = 120  # characters of the text above a picture
-_CHARACTER, _MARGIN = 0.0085, 0.004  # of the width, for a name in a phase
+_PHASES = 75  # phases per warp shown at each end of a long timeline
+_NARROW = 1 / 400  # bars below this fraction of the width get no edges, which would cover them
+_ARROWS = 80  # maximum number of arrows drawn
+_LINE = 120  # characters per line of the text above a picture
+_CHARACTER, _MARGIN = 0.0085, 0.004  # size of a character and margins, as fractions of the width
 
 
 def draw(timeline: Timeline, path: str | Path, window: tuple[float, float] | None = None) -> None:
     """Draws a timeline to an .svg or .png file.
 
-    The timeline of one block has a row for each warp, with its copies and products in flight below,
-    and arrows from the start of a copy to the wait that it ends, and from a buffer's last reader to
-    the wait for it. The timeline of all blocks has a row for each multiprocessor. ``window`` is the
-    first and the last time shown; by default all is shown, or of long timelines both ends. Raises
-    ValueError for another suffix, for an empty window and for one that shows nothing; Unsupported
-    without matplotlib.
+    The timeline of one block has a row for each warp, with copies and products in flight below the
+    phases. Arrows lead from the start of a copy, and from a buffer's last reader, to the end of the
+    wait for it. The timeline of all blocks has a row for each multiprocessor. ``window`` holds the
+    first and last time to show; by default everything is shown, or both ends of a long timeline.
+    Raises ValueError for another suffix and if the window is empty or outside the timeline, and
+    Unsupported without matplotlib.
     """
     path = Path(path)
     check(path)
@@ -73,8 +73,8 @@ def draw(timeline: Timeline, path: str | Path, window: tuple[float, float] | Non
         )
     if window is not None and not (window[0] < timeline.end and window[1] > 0):
         raise ValueError(
-            f"the window {window[0]:g}:{window[1]:g} shows nothing; the timeline is from 0 to "
-            f"{timeline.end:g} {timeline.unit}; give two times in it"
+            f"the window {window[0]:g}:{window[1]:g} shows nothing; the timeline runs from 0 to "
+            f"{timeline.end:g} {timeline.unit}; give two times within it"
         )
     said = [
         *summary.lines(timeline),
@@ -123,7 +123,7 @@ def _is_shown(x: Span | Arrow, window: tuple[float, float]) -> bool:
 
 
 def _mark_break(first: Any, second: Any, unit: str) -> None:
-    """Marks the break between two axes by torn edges, and says how much time is left out."""
+    """Marks the break between two axes with torn edges and the amount of time left out."""
     torn: dict[str, Any] = {"marker": [(-0.5, -1), (0.5, 1)], "markersize": 9, "linestyle": "none"}
     torn |= {"color": INK, "markeredgewidth": 1, "clip_on": False, "zorder": 5}
     for axes, at in ((first, 1.0), (second, 0.0)):
@@ -179,7 +179,6 @@ def _draw_window(
 
 
 def _group(x: Span) -> str:
-    """Returns the name of a phase in the legend."""
     if x.kind is Kind.MARKED:
         return x.name
     if x.kind is Kind.BARRIER_WAIT and x.name.endswith(" empty"):
@@ -188,22 +187,22 @@ def _group(x: Span) -> str:
 
 
 def _fills(timeline: Timeline) -> dict[str, Fill]:
-    """Returns the fills of phases by their names in the legend."""
+    """Maps legend texts of phases to fills."""
     own = dict.fromkeys(x.name for x in timeline.phases if x.kind is Kind.MARKED)
     marks = {name: (colour, "") for name, colour in zip(own, cycle(_OWN))}
     return {**marks, **{name: fill for name, (fill, _) in _GROUPS.items()}}
 
 
 def _short(name: str) -> str:
-    """Returns the short name of a phase inside its bar, whose colour tells its kind."""
+    """Abbreviates a phase's name for its bar, whose colour already shows the kind."""
     short = name.removeprefix("wait: ").replace("named barrier", "bar").replace("__", "")
     return {"other": "", "wgmma": ""}.get(short, short)
 
 
 def _bars(axes: Any, bars: Sequence[tuple[Span, float, float, Fill]]) -> None:
-    """Draws spans as rectangles: (span, top, height, fill). For speed, each fill is one path.
+    """Draws each (span, top, height, fill) as a rectangle; for speed, one path per fill.
 
-    The limits of the axes must be set before.
+    The limits of the axes must already be set.
     """
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path as Line
@@ -224,7 +223,7 @@ def _bars(axes: Any, bars: Sequence[tuple[Span, float, float, Fill]]) -> None:
 def _draw_arrows(
     axes: Any, timeline: Timeline, place: Mapping[int, int], shown: tuple[float, float]
 ) -> None:
-    """Draws arrows that overlap the window; if there are many, only every second, third, …"""
+    """Draws the arrows that overlap the window; if there are too many, only every n-th one."""
     from matplotlib.patches import FancyArrowPatch
 
     low, high = shown
@@ -257,7 +256,7 @@ def _draw_arrows(
 
 
 def _legend(timeline: Timeline, windows: Sequence[tuple[float, float]]) -> list[tuple[str, Fill]]:
-    """Returns the names and fills that occur in a picture."""
+    """Returns the legend texts and fills that occur in a picture."""
 
     def shown(x: Span) -> bool:
         return any(_is_shown(x, window) for window in windows)
@@ -274,7 +273,7 @@ def _add_texts(
     legend: Sequence[tuple[str, Fill]],
     arrows: Sequence[tuple[str, dict[str, Any]]] = (),
 ) -> None:
-    """Describes the recording above the picture, and colours and arrows below it."""
+    """Adds a summary above the picture, and a legend of colours and arrows below it."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -310,9 +309,9 @@ _GRID: tuple[tuple[str, Fill], ...] = (
 
 
 def _grid_figure(timeline: Timeline, window: tuple[float, float] | None) -> Any:
-    """Draws a row for each multiprocessor, with a line for each block that it runs at a time.
+    """Draws a row for each multiprocessor, with a lane for each block that it runs at a time.
 
-    In the simulator a row is a block.
+    In the simulator each block has its own row.
     """
     rows = summary.rows_of_blocks(timeline)
     places = sorted({place for place, _ in rows.values()})

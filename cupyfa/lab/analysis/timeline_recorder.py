@@ -1,8 +1,8 @@
-"""Records timelines: the phases and waits of each warp of a block, in one launch of a kernel.
+"""Records the timeline of a kernel launch: the phases and waits of each warp.
 
-The launch is compiled with the headers of kernels/timeline, which write an entry with the time
-where a phase begins and ends. On a GPU, times are those of the multiprocessor's and the device's
-clocks. The simulator has no clocks: each entry takes one step, in the simulator's order.
+The launch is compiled with the headers in kernels/timeline, which log a time-stamped entry where a
+phase begins or ends. On a GPU the time stamps are read from the clocks of the multiprocessor and of
+the device. The simulator has no clock; its times number the entries in the order of execution.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from cupyfa.runtime.environment import Progress, no_progress
 from cupyfa.runtime.launcher import Launcher, compile_kernels
 from cupyfa.runtime.workspace import allocate
 
-CAPACITY = 65536  # entries that a warp can write
-_FEWEST, _MANY = 16, 4096  # entries of a warp if all blocks are recorded, with fewer kinds
-_MOST_BYTES = 2**28  # of the entries of all blocks
+CAPACITY = 65536  # maximum number of entries per warp
+_FEWEST, _MANY = 16, 4096  # minimum and maximum entries per warp when all blocks are recorded
+_MOST_BYTES = 2**28  # maximum size of the log when all blocks are recorded
 _ENTRY_BYTES = 16
 _ENDED = 0x80
-_NANOSECONDS_OF_STEP = 1e3  # in traces of the simulator
-_TIMES = 5  # runs each with and without recording, whose times are compared
-_LISTED = 20  # launches that a message lists
+_NANOSECONDS_OF_STEP = 1e3  # length of a simulator step in a trace
+_TIMES = 5  # number of timed runs with recording, and of runs without
+_LISTED = 20  # maximum number of launches listed in a message
 
 
 class Kind(IntEnum):
-    """The kinds of entries: enum Kind of timeline_kinds.cuh."""
+    """Kinds of log entries; mirrors enum Kind in timeline_kinds.cuh."""
 
     IN_BLOCK = 0
     BARRIER_WAIT = 1
@@ -72,9 +72,9 @@ class Kind(IntEnum):
     WORKED_COPIES = 21
 
 
-# Entries with a block's multiprocessor, and with the work of products and copies: no phases.
+# Entries that are not phases: a block's multiprocessor, and the work of products and copies.
 _NOT_SHOWN = (Kind.PLACED, Kind.WORKED_WGMMA, Kind.WORKED_MMA, Kind.WORKED_COPIES)
-# The names of phases; a wait for a barrier also gets the barrier's name.
+# Phase names. The barrier's name is appended to a wait for a barrier.
 NAMES = {
     Kind.IN_BLOCK: "other",
     Kind.BARRIER_WAIT: "wait",
@@ -94,7 +94,7 @@ NAMES = {
 
 
 class Entry(NamedTuple):
-    """An entry of a warp: a kind, whether a phase ends, and two numbers that the kind explains."""
+    """A warp's log entry: its kind, whether a phase ends, and two kind-specific numbers."""
 
     time: float
     block: int
@@ -107,7 +107,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Span:
-    """An interval of a warp: a phase, or copies or products in flight."""
+    """A time interval of a warp: a phase, or a copy or wgmma group in flight."""
 
     block: int
     warp: int
@@ -116,7 +116,7 @@ class Span:
     start: float
     end: float
     bytes: int = 0
-    is_first: bool = True  # the first piece of a phase that inner phases cut
+    is_first: bool = True  # False for later pieces of a phase that nested phases split
 
     @property
     def length(self) -> float:
@@ -125,7 +125,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Arrow:
-    """An arrow from a copy's start, or a buffer's release, to the end of a wait for it."""
+    """An arrow from a copy's start or a buffer's release to the end of the wait for it."""
 
     block: int
     start_warp: int
@@ -137,38 +137,38 @@ class Arrow:
 
 @dataclass(frozen=True, repr=False)
 class Timeline(Shown):
-    """The phases of warps: of one block with times in cycles, of all blocks in microseconds.
+    """The recorded phases of one block (times in cycles) or of all blocks (in microseconds).
 
-    In the simulator the unit is an entry of the block.
+    In the simulator times count the block's log entries.
     """
 
     kernel: str
     entry: str
     problem: str
     device: str
-    in_steps: bool  # whether times are steps of the simulator instead of measured
-    grid: int  # blocks of the launch
-    warps: int  # per block
-    blocks: tuple[int, ...]  # the recorded ones
+    in_steps: bool  # whether times are simulator steps rather than measured
+    grid: int  # number of blocks in the launch
+    warps: int  # warps per block
+    blocks: tuple[int, ...]  # indices of the recorded blocks
     phases: tuple[Span, ...]
     copies: tuple[Span, ...] = ()
-    products: tuple[Span, ...] = ()  # groups of wgmma, from issue to the end of their wait
+    products: tuple[Span, ...] = ()  # wgmma groups, from issue to the end of the wait for them
     arrows: tuple[Arrow, ...] = ()
-    places: Mapping[int, int] = field(default_factory=dict)  # the multiprocessor of each block
+    places: Mapping[int, int] = field(default_factory=dict)  # maps blocks to multiprocessors
     multiprocessors: int = 1
     is_detailed: bool = True
     unit: str = "cycles"
-    nanoseconds: float = 1.0  # per unit
-    lost: int = 0  # entries that the log had no room for
-    milliseconds: float | None = None  # of a call without recording, all launches included
-    recorded_milliseconds: float | None = None  # of a call with recording
-    undisturbed: float | None = None  # the block's cycles if only its begin and end are recorded
+    nanoseconds: float = 1.0  # nanoseconds per time unit
+    lost: int = 0  # number of entries dropped because the log was full
+    milliseconds: float | None = None  # time of a call without recording, including all launches
+    recorded_milliseconds: float | None = None  # time of a call with recording
+    undisturbed: float | None = None  # the block's cycles when only its start and end are logged
     other_launches: tuple[str, ...] = ()  # entry points of the call's other launches
-    library_products: int = 0  # products by cuBLAS in the call, which cannot be recorded
+    library_products: int = 0  # number of cuBLAS products in the call, which cannot be recorded
 
     @property
     def overhead(self) -> float | None:
-        """The fraction by which recording makes the call longer."""
+        """Fraction by which recording lengthens the call."""
         if not self.milliseconds or not self.recorded_milliseconds:
             return None
         return self.recorded_milliseconds / self.milliseconds - 1
@@ -190,14 +190,14 @@ def record(
 ) -> Timeline:
     """Runs a kernel and records one of its launches.
 
-    ``launch`` is an entry point, or the number of a launch as a string, from "0" in the order of
-    the call; by default the entry point named like the kernel, or the first whose name begins with
-    the kernel's, or the one with the most threads.
-    ``block`` is the number of the block whose warps are recorded; None records all blocks, but only
-    when each begins, ends and stores results.
+    ``launch`` is an entry point, or the index of a launch as a string, such as "0". The default is
+    the entry point named like the kernel, else the first one whose name begins with the kernel's,
+    else the launch with the most threads.
+    ``block`` is the index of the block to record. None records all blocks, but only their starts,
+    ends, epilogues and marks.
 
-    Raises ValueError for a launch or a block that does not exist, and if nothing was recorded;
-    Unsupported if a recording of all blocks would take too much memory.
+    Raises ValueError if the launch or block does not exist or nothing was recorded, and Unsupported
+    if recording all blocks would take too much memory.
     """
     plan = plan_of(kernel, case.problem, backend.limits, **(tiles or {}))
     chosen = _chosen(plan, launch)
@@ -224,7 +224,7 @@ def record(
     progress(3, 3, "running")
     if not entries:
         raise ValueError(
-            f"no warp of {chosen.entry} recorded anything: the body in {chosen.path} was not "
+            f"no warp of {chosen.entry} recorded anything, since no code in {chosen.path} was "
             f"run; put the body of {chosen.entry} into this file"
         )
     table = backend.download(members) if members is not None else None
@@ -257,7 +257,7 @@ def record(
 
 
 class _Recorded:
-    """A call with one recorded launch, which has its own program, since rounds share programs."""
+    """A call that records one launch, compiled separately since launches may share a program."""
 
     def __init__(
         self,
@@ -280,7 +280,7 @@ class _Recorded:
         self.log = backend.variable(self.program, "timeline_log", size)
 
     def entries(self) -> tuple[list[Entry], dict[tuple[int, int], int]]:
-        """Runs the call once and returns what it wrote, as ``_entries`` does."""
+        """Runs the call once and returns the decoded log, as ``_entries`` does."""
         self.log[...] = 0
         self.run(*self.given)
         self._backend.synchronize()
@@ -288,7 +288,7 @@ class _Recorded:
 
 
 def _shortest(backend: Backend, log: Any, call: Callable[[], None]) -> float:
-    """Returns the shortest time of a few runs, each with an empty log, as a full one is skipped."""
+    """Returns the shortest time of several runs, all with an empty log: a full one costs less."""
     times = []
     for _ in range(_TIMES):
         log[...] = 0
@@ -297,15 +297,15 @@ def _shortest(backend: Backend, log: Any, call: Callable[[], None]) -> float:
 
 
 def _launches(plan: Plan) -> list[PlannedLaunch]:
-    """Returns the launches of a call in order, without empty grids, which CUDA refuses."""
+    """Returns a call's launches in order, without empty grids, which CUDA rejects."""
     return [x for x in plan.launches if all(x.grid)]
 
 
 def _chosen(plan: Plan, name: str | None) -> PlannedLaunch:
-    """Returns the launch to record: by its number or entry point, or the kernel's main one."""
+    """Returns the launch with this index or entry point; by default the kernel's main launch."""
     there = _launches(plan)
     if not there:
-        raise ValueError(f"{plan.problem} has no rows and launches nothing; give sizes from 1")
+        raise ValueError(f"{plan.problem} has no rows, so nothing is launched; give sizes from 1")
     if name is not None:
         for number, one in enumerate(there):
             if name in (one.entry, str(number)):
@@ -324,7 +324,7 @@ def _chosen(plan: Plan, name: str | None) -> PlannedLaunch:
 
 
 def _title(plan: Plan, launch: PlannedLaunch) -> str:
-    """Names a launch by its entry point, with its number if others have the same one."""
+    """Returns the entry point of a launch, and its index if several launches share the entry."""
     there = _launches(plan)
     if sum(x.entry == launch.entry for x in there) == 1:
         return launch.entry
@@ -353,7 +353,7 @@ def _recording(launch: PlannedLaunch, block: int | None, backend: Backend) -> Re
 def _entries(
     log: np.ndarray, launch: PlannedLaunch, recording: Recording
 ) -> tuple[list[Entry], dict[tuple[int, int], int]]:
-    """Returns the entries of all warps in each warp's order, and lost entries by block and warp."""
+    """Decodes a log: the entries in each warp's order, and lost entries per (block, warp)."""
     shape = recording.blocks, launch.warps, 1 + recording.capacity, 4
     words = log.view(np.uint32).reshape(shape)
     counts = words[:, :, 0, 0]
@@ -363,7 +363,7 @@ def _entries(
         if counts[block, warp] > recording.capacity:
             full[recording.first + block, warp] = int(counts[block, warp]) - recording.capacity
         own = words[block, warp, 1 : 1 + min(int(counts[block, warp]), recording.capacity)]
-        # Nested epilogues count as one, and fences before one commit begin one issue.
+        # Nested epilogues form one phase. Several fences before a commit begin one issue phase.
         depths = {Kind.EPILOGUE: 0, Kind.ISSUE: 0}
         for low, high, kind, argument in own.tolist():
             ended = bool(kind & _ENDED)
@@ -380,8 +380,8 @@ def _entries(
 
 
 def _complete(entries: Sequence[Entry], full: Container[tuple[int, int]]) -> Sequence[Entry]:
-    """Returns the entries of each block before its first lost one; its warps end at that time."""
-    by_warp = _by_warp([x for x in entries if x.kind is not Kind.PLACED])  # those use another clock
+    """Truncates blocks with lost entries: all their warps end at the first loss."""
+    by_warp = _by_warp([x for x in entries if x.kind is not Kind.PLACED])  # has another clock
     ends: dict[int, float] = {}
     for (block, warp), own in by_warp.items():
         if (block, warp) in full:
@@ -398,15 +398,15 @@ def _complete(entries: Sequence[Entry], full: Container[tuple[int, int]]) -> Seq
     return made
 
 
-# Names
+# Names of barriers and phases
 
 
 class _Barriers:
-    """The names of barriers: those in shared memory are members of struct Shared.
+    """Names of barriers. A barrier in shared memory is named after its member of struct Shared.
 
-    ``table`` has the compiler's sizes and alignments of the members ``names`` and of their
-    elements. Named barriers get the names of constants in ``texts`` that are passed to barrier_sync
-    or barrier_arrive.
+    ``table`` holds four numbers per member in ``names``: its size, its alignment, the size of an
+    element, and an element's number of "full" barriers. A named barrier is named after the constant
+    that the sources ``texts`` pass to barrier_sync or barrier_arrive.
     """
 
     def __init__(
@@ -415,7 +415,7 @@ class _Barriers:
         table: np.ndarray | None = None,
         texts: Sequence[str] = (),
     ) -> None:
-        self.base = 0  # where struct Shared begins
+        self.base = 0  # address of struct Shared
         self._found: list[tuple[int, str, int, int]] = []
         at = 0
         rows = table.view(np.int32).reshape(-1, 4).tolist() if table is not None else []
@@ -428,7 +428,6 @@ class _Barriers:
         self._named = {int(number): name for name, number in numbers if name in called}
 
     def named(self, number: int) -> str:
-        """The name of a named barrier."""
         return self._named.get(number, f"named barrier {number}")
 
     def name(self, address: int) -> str:
@@ -470,7 +469,7 @@ def _name(entry: Entry, barriers: _Barriers, marks: Mapping[int, str]) -> str:
     return NAMES[entry.kind]
 
 
-# From entries to phases
+# Conversion of entries to phases
 
 
 def _of_block(
@@ -481,7 +480,7 @@ def _of_block(
     full: Container[tuple[int, int]],
     clock: float | None,
 ) -> Timeline:
-    """Makes the timeline of one block from its beginning, in cycles or in steps."""
+    """Builds the timeline of one block, in cycles or simulator steps from the block's start."""
     shown = _complete([x for x in entries if x.kind not in _NOT_SHOWN], full)
     if made.in_steps:
         unit, nanoseconds, entries = "steps", _NANOSECONDS_OF_STEP, _in_steps(shown)
@@ -516,8 +515,8 @@ def _by_warp(entries: Sequence[Entry]) -> dict[tuple[int, int], list[Entry]]:
 def _phases(
     entries: Sequence[Entry], barriers: _Barriers, marks: Mapping[int, str]
 ) -> Iterator[Span]:
-    """Yields the phases of one warp in order; an outer phase is cut where it contains another."""
-    cut: set[int] = set()  # depths at which the open phase already has a piece
+    """Yields the phases of one warp in order; a nested phase splits the phase around it."""
+    cut: set[int] = set()  # depths whose open phase has already yielded a piece
     open_: list[Entry] = []
     since = entries[0].time if entries else 0
     own = [x for x in entries if x.kind <= Kind.MARKED]
@@ -532,10 +531,10 @@ def _phases(
 
     for entry in own:
         if entry.kind is Kind.IN_BLOCK and entry.ended and entry is not own[-1]:
-            continue  # from lanes that end while another lane still copies
+            continue  # a lane exits while another one still copies
         if entry.ended:
             if not any(x.kind is entry.kind for x in open_):
-                continue  # its beginning was recorded by other lanes, or lost
+                continue  # other lanes recorded its beginning, or it was lost
             yield from until(entry.time)
             while open_.pop().kind is not entry.kind:
                 continue
@@ -549,7 +548,7 @@ def _phases(
 
 
 def _in_flight(entries: Sequence[Entry], kind: Kind, wait: Kind, name: str) -> Iterator[Span]:
-    """Yields the groups of one warp, each until the end of the wait that leaves fewer pending."""
+    """Yields one warp's groups of async copies or wgmma, each until a wait for it ends."""
     groups: list[Entry] = []
     begun: Entry | None = None
     pending = 0
@@ -570,7 +569,7 @@ def _in_flight(entries: Sequence[Entry], kind: Kind, wait: Kind, name: str) -> I
 def _copies(
     by_warp: Mapping[tuple[int, int], Sequence[Entry]], barriers: _Barriers
 ) -> tuple[list[Span], list[Arrow]]:
-    """Returns copies, each until its first wait ends, and arrows to waits for copies or buffers."""
+    """Returns copies, each until the first wait for it ends, and arrows to waits at barriers."""
     copies: list[Span] = []
     arrows: list[Arrow] = []
     waits: dict[tuple[int, int], list[tuple[float, int, float]]] = defaultdict(list)
@@ -607,7 +606,7 @@ def _copies(
 
 
 def _cycles_per_nanosecond(entries: Sequence[Entry]) -> float | None:
-    """Computes the rate of the multiprocessors' clocks from blocks with two placement entries."""
+    """Computes the multiprocessors' clock rate from blocks with two PLACED entries."""
     cycles = time = 0.0
     for own in _by_warp(entries).values():
         places = [x for x in own if x.kind is Kind.PLACED]
@@ -625,9 +624,9 @@ def _of_all_blocks(
     full: Container[tuple[int, int]],
     clock: float | None,
 ) -> Timeline:
-    """Makes the timeline of all blocks, in microseconds from the beginning of the first.
+    """Builds the timeline of all blocks, in microseconds from the start of the first block.
 
-    The simulator runs one block after the other, so there each begins at 0 and has its own row.
+    The simulator runs blocks one by one; there each block starts at 0 and has its own row.
     """
     if made.in_steps:
         entries = _in_steps(_complete(entries, full))
@@ -647,7 +646,7 @@ def _of_all_blocks(
 
 
 def _in_steps(entries: Sequence[Entry]) -> list[Entry]:
-    """Returns entries with times that number each block's entries in the simulator's order."""
+    """Replaces times by step numbers, counted per block in the simulator's order."""
     steps: Counter[int] = Counter()
     numbered = []
     for x in sorted(entries):
@@ -659,10 +658,10 @@ def _in_steps(entries: Sequence[Entry]) -> list[Entry]:
 def _on_one_clock(
     entries: Sequence[Entry], clock: float | None
 ) -> tuple[list[Any], dict[int, int]]:
-    """Returns entries in microseconds of the device's clock, and each block's multiprocessor.
+    """Converts times to microseconds on the device's clock; also maps blocks to multiprocessors.
 
-    The clocks of multiprocessors differ by constants, which follow from the placement entries:
-    these have the time of the device, and the entries next to them that of the multiprocessor.
+    The multiprocessors' clocks have constant offsets from the device's clock. An offset is the
+    difference between the device time in a PLACED entry and the cycles in the entry next to it.
     """
     rate = _cycles_per_nanosecond(entries) or clock or 1.0
     by_warp = _by_warp(entries)

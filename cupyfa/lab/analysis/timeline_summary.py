@@ -1,4 +1,4 @@
-"""Summarizes a timeline: the shares of phases, waits, overlap and idle tensor cores."""
+"""Summarizes a timeline: shares of phases, waits, overlap and idle tensor cores."""
 
 from __future__ import annotations
 
@@ -11,31 +11,30 @@ from typing import Any
 from cupyfa.lab.analysis.timeline_recorder import Kind, Span, Timeline
 from cupyfa.numerics.shown import ShownRow
 
-_SHORT = 0.05  # of a block's time: warps that end sooner have no work, or only copy
+_SHORT = 0.05  # warps active for a smaller fraction of the block's time have no work, or only copy
 Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, repr=False)
 class Share(ShownRow):
-    """A phase, summed over all warps that do work; times are in the timeline's unit."""
+    """A phase summed over all working warps, with times in the timeline's unit."""
 
     phase: str
-    share: float  # percent of the time of these warps
+    share: float  # percentage of the working warps' time
     mean: float  # mean time per warp that has this phase
-    times: float  # occurrences per such warp
+    times: float  # mean number of occurrences per warp that has this phase
     longest: float
     longest_warp: int
-    longest_at: float  # when it begins
-    longest_block: int | None = None  # if all blocks are recorded
+    longest_at: float  # start of the longest occurrence
+    longest_block: int | None = None  # None if only one block is recorded
 
     def row(self) -> dict[str, Any]:
-        """A row of a table."""
         made = {name: x for name, x in asdict(self).items() if x is not None}
         return {"phase": made.pop("phase"), "share_%": made.pop("share"), **made}
 
 
 def shares(timeline: Timeline) -> list[Share]:
-    """Returns the phases of a timeline, the longest first, without warps that end at once.
+    """Computes each phase's share in the time of all working warps, the largest share first.
 
     The phase "idle" lasts from the end of a warp to the end of its block.
     """
@@ -53,7 +52,7 @@ def shares(timeline: Timeline) -> list[Share]:
 
 
 def extents(timeline: Timeline) -> dict[int, Interval]:
-    """Returns the times when each block begins and ends."""
+    """Maps each block to its start and end time."""
     made: dict[int, Interval] = {}
     for x in timeline.phases:
         start, end = made.get(x.block, (x.start, x.end))
@@ -62,7 +61,7 @@ def extents(timeline: Timeline) -> dict[int, Interval]:
 
 
 def busiest_warps(timeline: Timeline) -> dict[int, int]:
-    """Returns, for each block, the warp with the most phases, which represents the block."""
+    """Maps each block to its warp with the most phases, which represents the block."""
     counts: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     for x in timeline.phases:
         counts[x.block][x.warp] += 1
@@ -70,7 +69,7 @@ def busiest_warps(timeline: Timeline) -> dict[int, int]:
 
 
 def rows_of_blocks(timeline: Timeline) -> dict[int, tuple[int, int]]:
-    """Returns each block's multiprocessor, and a line there that no other block uses meanwhile."""
+    """Maps each block to its multiprocessor and to a lane there that is free while it runs."""
     free: dict[int, list[float]] = defaultdict(list)
     rows = {}
     for block, (start, end) in sorted(extents(timeline).items(), key=lambda item: item[1]):
@@ -83,7 +82,7 @@ def rows_of_blocks(timeline: Timeline) -> dict[int, tuple[int, int]]:
 
 
 def working(timeline: Timeline) -> dict[tuple[int, int], list[Span]]:
-    """The phases of each warp, by block and warp, without the warps that end at once."""
+    """Maps (block, warp) to the warp's phases, without warps that exit at once."""
     whole, found = extents(timeline), defaultdict[tuple[int, int], list[Span]](list)
     for x in timeline.phases:
         found[x.block, x.warp].append(x)
@@ -114,15 +113,14 @@ def _share(name: str, spans: Sequence[Span], total: float, is_detailed: bool) ->
 
 
 def facts(timeline: Timeline) -> dict[str, float]:
-    """Computes figures of the whole timeline, by name; without products there are no gaps.
+    """Computes named figures of the whole timeline.
 
-    Steps of the simulator say nothing about times, so only their number is given.
-
-    For one block: its time; the percentages of time with products in flight and without, and of the
-    softmax that overlaps with products; the longest gap between products. A group of wgmma is in
-    flight from the fence before it to the end of the wait for it. For all blocks: how many run at a
-    time, how long the last blocks run after the first multiprocessor is idle, and the percentage
-    of time in which multiprocessors are idle.
+    For one block: its time, the percentages of time with and without products in flight, the
+    longest gap between products, and the percentage of the softmax that overlaps with products. A
+    wgmma group is in flight from the fence before it to the end of the wait for it. For all blocks:
+    their number, the maximum number that run at a time, the number of waves, the tail (from the
+    first idle multiprocessor to the end), and the percentage of idle multiprocessor time. For the
+    simulator: only the number of steps, since steps do not correspond to time.
     """
     if not timeline.phases:
         return {}
@@ -133,7 +131,7 @@ def facts(timeline: Timeline) -> dict[str, float]:
 
 def _facts_of_block(timeline: Timeline) -> dict[str, float]:
     found = {"time": timeline.end}
-    # Groups of wgmma, and mma.sync of any warp, count as in flight.
+    # In flight: wgmma groups, and mma.sync phases of any warp.
     in_flight = [*timeline.products, *(x for x in timeline.phases if x.kind is Kind.PRODUCTS)]
     busy = merged((x.start, x.end) for x in in_flight)
     softmax = [x for x in timeline.phases if x.kind is Kind.SOFTMAX]
@@ -168,7 +166,7 @@ def _facts_of_all(timeline: Timeline) -> dict[str, float]:
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """Returns the union of intervals, in order."""
+    """Merges intervals into a sorted list of disjoint ones."""
     made: list[Interval] = []
     for start, end in sorted(intervals):
         if made and start <= made[-1][1]:
@@ -183,7 +181,7 @@ def _total(intervals: Iterable[Interval]) -> float:
 
 
 def _shared(busy: Sequence[Interval], start: float, end: float) -> float:
-    """Returns the length of an interval's overlap with a union of intervals."""
+    """Returns how much of the interval [start, end] the disjoint intervals ``busy`` cover."""
     return sum(max(0.0, min(end, e) - max(start, s)) for s, e in busy)
 
 
@@ -203,14 +201,14 @@ _TIMES = ("time", "longest_gap", "tail")
 
 
 def rounded(value: float | str) -> str:
-    """Renders a number with three significant digits, or all before the point; text unchanged."""
+    """Formats a number with three digits, from 100 on without decimals; a string is unchanged."""
     if isinstance(value, str):
         return value
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _computing(timeline: Timeline) -> list[Span]:
-    """Returns the phases of warps that compute products or a softmax, or else of all warps."""
+    """Returns the phases of warps with products or a softmax; if there are none, of all warps."""
     found = list(working(timeline).values())
     kinds = {Kind.PRODUCTS, Kind.ISSUE, Kind.SOFTMAX, Kind.ARITHMETIC}
     computing = [own for own in found if not kinds.isdisjoint(x.kind for x in own)]
@@ -218,7 +216,7 @@ def _computing(timeline: Timeline) -> list[Span]:
 
 
 def lines(timeline: Timeline) -> list[str]:
-    """Renders a summary: the recording, the figures, the longest wait, the accuracy of times."""
+    """Renders a summary: the launch, its figures, the longest wait, and the cost of recording."""
     unit = timeline.unit
     blocks = f"all {timeline.grid} blocks" if timeline.grid > 1 else "the only block"
     if timeline.is_detailed:

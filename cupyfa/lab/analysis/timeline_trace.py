@@ -13,10 +13,10 @@ from cupyfa.lab.analysis.timeline_summary import busiest_warps, extents, rows_of
 
 
 def trace(timeline: Timeline) -> dict[str, Any]:
-    """Returns the trace as a value for JSON, which https://ui.perfetto.dev opens.
+    """Returns the trace as JSON-serializable data, which https://ui.perfetto.dev opens.
 
-    A process is a block with its warps as threads, or all blocks with multiprocessors as threads.
-    Times are whole nanoseconds, so that phases neither overlap nor leave gaps.
+    The process is one block with its warps as threads, or all blocks with multiprocessors as
+    threads. Times are whole nanoseconds, so that phases neither overlap nor leave gaps.
     """
     place_of = _places(timeline)
     return {
@@ -26,7 +26,7 @@ def trace(timeline: Timeline) -> dict[str, Any]:
 
 
 def save(timeline: Timeline, path: str | Path) -> None:
-    """Writes the trace to a file, whole or not at all."""
+    """Writes the trace to a file atomically."""
     cache_folder.write_whole(
         Path(path), json.dumps(trace(timeline), separators=(",", ":")).encode()
     )
@@ -36,7 +36,7 @@ _Places = Callable[[Span], dict[str, int]]
 
 
 def _places(timeline: Timeline) -> _Places:
-    """Maps spans to process and thread: block and warp, or for all blocks a row of blocks."""
+    """Returns a function that maps a span to its process and thread."""
     if timeline.is_detailed:
         return lambda x: {"pid": x.block, "tid": x.warp}
     rows = rows_of_blocks(timeline)
@@ -75,8 +75,8 @@ def _events(timeline: Timeline, place_of: _Places) -> Iterator[dict[str, Any]]:
         yield {"ph": "X", "name": x.name, "cat": kind, **times, **place_of(x)}
     in_flight = [("wgmma", f"wgmma of warp {x.warp}", x) for x in timeline.products]
     in_flight += [("copy", f"copy of {x.name}", x) for x in timeline.copies]
-    for number, (kind, name, x) in enumerate(in_flight):  # spans of one warp may overlap
-        own = {"local": hex(number)}  # local to the process, so it is shown with its block
+    for number, (kind, name, x) in enumerate(in_flight):  # async events, which may overlap
+        own = {"local": hex(number)}  # process-local id: the event is shown with its block
         common = {"cat": kind, "name": name, "id2": own, **place_of(x)}
         size = {"args": {"bytes": x.bytes}} if x.bytes else {}
         yield {"ph": "b", "ts": at(x.start), **common, **size}
@@ -86,12 +86,12 @@ def _events(timeline: Timeline, place_of: _Places) -> Iterator[dict[str, Any]]:
         start = {"pid": arrow.block, "tid": arrow.start_warp}
         end = {"pid": arrow.block, "tid": arrow.end_warp}
         yield {"ph": "s", "ts": at(arrow.start), **common, **start}
-        in_wait = max(at(arrow.start), at(arrow.end, less=1))  # not in the phase after it
+        in_wait = max(at(arrow.start), at(arrow.end, less=1))  # just before the next phase
         yield {"ph": "f", "bp": "e", "ts": in_wait, **common, **end}
 
 
 def _blocks(timeline: Timeline) -> Iterator[Span]:
-    """Yields each block, and inside it the phases of the warp with the most phases."""
+    """Yields a span for each block, and the phases of each block's busiest warp."""
     for block, (start, end) in extents(timeline).items():
         yield Span(block, 0, Kind.IN_BLOCK, f"block {block}", start, end)
     warps = busiest_warps(timeline)

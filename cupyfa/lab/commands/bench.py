@@ -23,13 +23,13 @@ from cupyfa.runtime import environment
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.choose_backend import backend_to_measure
 
-# Values that are defaults are not printed:
+# The heading omits settings with these default values.
 DEFAULTS = {"values": "normal", "layout": "bhsd", "caches": "cold", "launches": "one by one"}
 budget_option = click.option(
     "--budget",
     type=command_options.SECONDS,
     default=1.0,
-    help="Seconds for each kernel and problem.",
+    help="Seconds to spend on each kernel and problem.",
 )
 save_option = click.option(
     "--save",
@@ -42,7 +42,7 @@ sweep_option = click.option(
     multiple=True,
     metavar="NAME=VALUES",
     help="Several values of a size or an option, in bench also of a tile size such as Br: 64,128, "
-    "512:16384:*2 or 64:256:+64. May be repeated; all combinations are taken.",
+    "512:16384:*2 or 64:256:+64. May be repeated to use all combinations.",
 )
 
 
@@ -92,11 +92,11 @@ def bench(
     form: str,
     **how: Any,
 ) -> None:
-    """Check kernels, and measure them on one problem or several.
+    """Check kernels, and measure them on one or more problems.
 
     KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own. A
-    single one is compared with its baseline and the rung before it. Kernels alternate in rounds; a
-    column "x ..." is the speedup over another kernel, the median over the rounds.
+    single kernel is compared with its baseline and with the rung before it. Kernels alternate in
+    rounds; a column "x ..." is the median speedup over another kernel.
     """
     on = backend_to_measure(backend)
     check_target(save, on)
@@ -115,7 +115,7 @@ def bench(
     made_with = environment.describe(on) | peers.versions(others) | about
 
     def show(rows: list[Measurement], *, err: bool = False) -> None:
-        try:  # saves first, since there may be no time for more
+        try:  # save first: after a signal there may be no time to print
             if save:
                 Results(made_with, rows).save(save)
         finally:
@@ -142,7 +142,7 @@ def bench(
     show(rows)
     if any(row.problem.cached for row in rows):
         command_options.note(
-            "GB/s are keys and values, and % of peak is relative to the rate of a sum over memory"
+            "GB/s counts keys and values; % of peak is relative to the rate of a sum over an array"
         )
     if any(row.problem.modifiers.mask for row in rows):
         command_options.note(
@@ -155,10 +155,10 @@ def bench(
 def partial_results(
     show: Callable[[list[Measurement]], object], save: Path | None, made_with: Mapping[str, str]
 ) -> Iterator[Callable[[list[Measurement]], None]]:
-    """Yields a ``so_far`` for ``bench``, which saves the rows to a file after each problem.
+    """Yields a callback for ``so_far`` of ``bench`` that saves the rows after each problem.
 
-    So nothing is lost, whatever ends the process. If a signal or an error ends the benchmark, the
-    rows so far are shown. A file that cannot be written is reported at the end.
+    The file keeps them even if the process is killed. If a signal or an error ends the benchmark,
+    the rows measured so far are also shown. A file that cannot be written is reported at the end.
     """
     # A stream such as /dev/stdout is written once, at the end.
     is_file = save is not None and not cache_folder.is_stream(save)
@@ -169,7 +169,7 @@ def partial_results(
         if save and is_file:
             with suppress(OSError):
                 Results(made_with, rows).save(save)
-        take_time()  # to show them after a signal
+        take_time()  # so that the rows can still be shown after a signal
 
     try:
         yield keep
@@ -183,14 +183,14 @@ def partial_results(
 
 
 def split(swept: Sequence[str], given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the sizes and the tiles of NAME=VALUES. Raises ValueError for names given twice."""
+    """Splits NAME=VALUES arguments into sizes and tiles. Raises ValueError for repeated names."""
     sizes: dict[str, Any] = {}
     tiles: dict[str, Any] = {}
     for text in swept:
         name, values = sweeps.parsed(text)
         group = sizes if name in (*sweeps.AXES, "tokens", "width") else tiles
         if name in group:
-            raise ValueError(f"-p {name} is given twice; list its values in one")
+            raise ValueError(f"-p {name} is given twice; list all its values in one -p")
         if given.get(name) is not None:
             raise ValueError(
                 f"{name} is given twice, as {given[name]} and by -p {text}; leave one out"
@@ -200,9 +200,9 @@ def split(swept: Sequence[str], given: Mapping[str, Any]) -> tuple[dict[str, Any
 
 
 def check_target(save: Path | None, on: Backend | None = None) -> None:
-    """Raises ValueError for a file that cannot be written, before time is spent on measuring.
+    """Raises ValueError, before time is spent on measuring, if a file cannot be written.
 
-    If ``on`` is the simulator, its times must not replace those of a GPU.
+    Times of the simulator, if that is ``on``, must not overwrite a file with times of a GPU.
     """
     if save and not cache_folder.can_write_to(save):
         folder = (save.resolve() if save.is_symlink() else save).parent
@@ -212,13 +212,13 @@ def check_target(save: Path | None, on: Backend | None = None) -> None:
     is_simulated = on is not None and on.name == "simulator"
     if save and is_simulated and save.is_file() and (device := _measured_on(save)):
         raise ValueError(
-            f"{save} has times of {device}, which times of the simulator would replace; name "
-            "another file, or remove it"
+            f"{save} has times of {device}, which times of the simulator would overwrite; name "
+            "another file, or remove this one"
         )
 
 
 def _measured_on(file: Path) -> str | None:
-    """Returns the GPU whose times a file has; None for other files."""
+    """Returns the name of the GPU that a results file was measured on, or None."""
     try:
         about = Results.load(file).environment
     except (OSError, ValueError):

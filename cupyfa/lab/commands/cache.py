@@ -14,7 +14,7 @@ _MEANINGS = "\b\nKinds:\n" + "\n".join(f"  {x:10} {y}" for x, y in caches.KINDS.
 
 
 class _Kind(click.Choice):  # type: ignore[type-arg]  # not generic before click 8.2
-    """The choice of a kind of files that only cupyfa uses."""
+    """A choice among the kinds of files that cupyfa does not share with other programs."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if value == "cupy":
@@ -24,13 +24,13 @@ class _Kind(click.Choice):  # type: ignore[type-arg]  # not generic before click
 
 @click.group(epilog=_MEANINGS)
 def cache() -> None:
-    """List or clear the files on disk."""
+    """List or clear cache files on disk."""
 
 
 @cache.command("list")
 @command_options.format_option
 def list_kinds(form: str) -> None:
-    """List each kind of file, its bytes and its folder.
+    """List the kinds of cache files with their sizes and folders.
 
     Other programs use CuPy's files too.
     """
@@ -40,7 +40,7 @@ def list_kinds(form: str) -> None:
 @cache.command()
 @command_options.format_option
 def size(form: str) -> None:
-    """Print the bytes of each kind, and of all but CuPy's."""
+    """Print the total bytes of each kind, and of all kinds except CuPy's."""
     sizes = {kind: caches.kept(kind)["bytes"] for kind in caches.KINDS}
     sizes["all but cupy"] = sum(sizes[kind] for kind in _OURS)
     click.echo(render([{"kind": x, "bytes": sizes[x]} for x in sizes], form))
@@ -52,10 +52,10 @@ def size(form: str) -> None:
 @click.option("--dry-run", is_flag=True, help="Print what would be removed.")
 @command_options.format_option
 def clear(kinds: tuple[str, ...], cupy: bool, dry_run: bool, form: str) -> None:
-    """Remove the files of these KINDs; by default of all but cupy.
+    """Remove the files of the given KINDs, by default of all except cupy.
 
-    Unfinished files of killed processes are removed too, if they are an hour old. The column "left"
-    counts files that cannot be removed.
+    Unfinished files of killed processes are also removed once they are an hour old. The column
+    "left" counts files that could not be removed.
     """
     chosen = dict.fromkeys([*(kinds or _OURS), "leftovers", *(["cupy"] if cupy else [])])
     removed = [caches.clear(kind, dry_run=dry_run) for kind in chosen]

@@ -99,10 +99,10 @@ def check(
     """Check kernels against the reference on a grid of cases.
 
     KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own. Each
-    failure is printed with a command that repeats it; the first failures of each kernel also have
-    a file for `cupyfa replay`. Failures of the fuzz grid are first reduced to small cases. Options
-    of attention replace those of the grid. With --format csv or md only the counts are printed. The
-    exit code is 1 if there is a failure.
+    failure is printed with a command that repeats it; the first failures of each kernel are also
+    saved to files for `cupyfa replay`. Failures of the fuzz grid are first reduced to small cases.
+    Attention options replace those of the grid. With --format csv or md only the counts are
+    printed. The exit code is 1 if any case fails.
     """
     if jobs == 0:
         command_options.refuse_idle("--jobs 0 has no timeout", "timeout")
@@ -114,7 +114,7 @@ def check(
     if not precision and "float32" in (dtypes or ("float32",)):
         _print_precisions(kernels)
     cores = len(os.sched_getaffinity(0))
-    take_time()  # to print the results so far after a signal
+    take_time()  # so that results can still be printed after a signal
     try:
         with command_options.progress_bar("checking") as progress:
             done = checking.check(
@@ -143,7 +143,7 @@ def check(
 
 
 def _details(tally: checking.Tally, done: checking.Checked, form: str) -> dict[str, Any]:
-    """Returns the nested values of a row for JSON; in other formats a cell has one fact."""
+    """Returns nested details for a row of JSON; rows of other formats stay flat."""
     if form != "json":
         return {}
     return {
@@ -154,7 +154,7 @@ def _details(tally: checking.Tally, done: checking.Checked, form: str) -> dict[s
 
 
 def _planned(tasks: Sequence[Task], backend: Backend) -> list[dict[str, Any]]:
-    """Returns a row for each case of each kernel: what it covers, and its fixed constants."""
+    """Returns a row for each case and kernel: its constants, its schedule and what it covers."""
     named = cache(record_named)
     records = [
         (task, name_of(kernel), named(kernel) if isinstance(kernel, str) else kernel)
@@ -174,14 +174,14 @@ def _planned(tasks: Sequence[Task], backend: Backend) -> list[dict[str, Any]]:
 
 
 def _print_precisions(names: Sequence[str]) -> None:
-    """Notes kernels that compute float32 in a lower precision, which widens their error bounds."""
+    """Prints which kernels compute float32 in lower precision, which widens their error bounds."""
     for record in map(record_named, (name for name in names if name != checking.AUTO)):
         if record.float32_as and "float32" not in record.float32_as:
             command_options.note(f"{record.name} computes float32 in {record.float32_as[0]}")
 
 
 def _print(done: checking.Checked, *, err: bool = False) -> None:
-    """Prints the first failures of each kernel, the tallies, and a summary in one line."""
+    """Prints the first failures of each kernel, the tallies, and a one-line summary."""
     shown: list[Failure] = []
     for tally in done.tallies:
         failed = [x for x in done.failures if x.outcome.kernel == tally.kernel]
@@ -211,10 +211,10 @@ def _print(done: checking.Checked, *, err: bool = False) -> None:
 def _lines(number: int, failure: Failure) -> str:
     """Renders the case, message, command and file of a failure."""
     outcome = failure.outcome
-    # The table has all numbers of a finite error.
+    # For finite errors the table already shows the numbers.
     infinite = [str(x) for x in outcome.verdicts if np.isinf(x.ratio)]
     message = infinite if outcome.kind == WRONG_RESULT else outcome.message.splitlines()
-    more = failure.cases - 1  # failures that shrink to the same case
+    more = failure.cases - 1  # other failures that shrink to the same case
     others = f", and {more:,} more" if more else ""
     lines = [
         f"{failure.case}",

@@ -1,4 +1,4 @@
-"""Options that several commands share, and their conversion to arguments of the library."""
+"""Options shared by several commands, and their conversion to arguments of the library."""
 
 import re
 import shutil
@@ -60,19 +60,19 @@ _FOLLOW = {"kv_heads": "-H", "N": "-M", "dv": "-d"}
 
 
 class Integer(click.IntRange):
-    """A range of integers, which the help shows as INTEGER only."""
+    """An integer range that help texts show as INTEGER, without its limits."""
 
     name = "integer"
 
 
 class Number(click.FloatRange):
-    """A range of numbers, which the help shows as FLOAT only."""
+    """A float range that help texts show as FLOAT, without its limits."""
 
     name = "float"
 
 
 SECONDS = Number(0)
-FIRST_NOTE = 10.0  # seconds until the first note of progress if stderr is no terminal
+FIRST_NOTE = 10.0  # seconds until the first progress note if stderr is not a terminal
 TIMEOUT = Number(0, 10**6, min_open=True)
 FILE = click.Path(dir_okay=False, path_type=Path)
 dtype_choice = click.Choice(list(INPUTS))
@@ -100,7 +100,7 @@ reruns_option = click.option(
 def _combined(
     command: Callable[..., Any], names: Sequence[str], name: str, combine: Callable[..., Any]
 ) -> Any:
-    """Returns a command whose parameter ``name`` is computed from several options."""
+    """Wraps a command so that its parameter ``name`` is computed from the options ``names``."""
 
     @wraps(command)
     def call(*args: Any, **given: Any) -> Any:
@@ -111,14 +111,14 @@ def _combined(
 
 
 def _with(command: Command, *options: Callable[[Command], Command]) -> Command:
-    """Adds options to a command, in the order of its help."""
+    """Adds options to a command; its help lists them in this order."""
     for option in reversed(options):
         command = option(command)
     return command
 
 
 class KernelName(click.ParamType):
-    """The name of a kernel, which shells complete. ``others`` are further words that it may be."""
+    """A kernel's name or one of the words ``others``, with shell completion."""
 
     name = "KERNEL"
 
@@ -127,7 +127,7 @@ class KernelName(click.ParamType):
         self._names = [*(x.name for x in ladder_kernels()), *others]
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Returns the name; raises ValueError before anything runs if no kernel can have it."""
+        """Returns the name. Raises ValueError if it is neither a known word nor in a script."""
         if value not in self._names and ".py" not in value:
             raise unknown_kernel(value, self._others)
         return value
@@ -136,7 +136,7 @@ class KernelName(click.ParamType):
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
         found = [CompletionItem(name) for name in self._names if name.startswith(incomplete)]
-        return found or [CompletionItem(incomplete, type="file")]  # a script
+        return found or [CompletionItem(incomplete, type="file")]  # may be a script
 
 
 kernel_argument = click.argument("kernel", type=KernelName())
@@ -166,19 +166,19 @@ def backend_options(command: Command) -> Command:
         click.option(
             "--schedule",
             type=Integer(0),
-            help="Simulator: the seed of another order of threads.",
+            help="Simulator: seed of the order in which threads run.",
         ),
         click.option(
             "--multiprocessors",
             type=Integer(1, MOST_MULTIPROCESSORS),
-            help="Simulator: the number of multiprocessors, by which plans choose persistent "
-            f"blocks and splits.  [default: {MULTIPROCESSORS}]",
+            help="Simulator: number of multiprocessors, on which the choice of persistent blocks "
+            f"and splits depends.  [default: {MULTIPROCESSORS}]",
         ),
     )
 
 
 class _Value(click.ParamType):
-    """The value of an option of attention."""
+    """The value of an attention option, converted by the option's own parser."""
 
     def __init__(self, option: Option) -> None:
         self.name, self._parse = option.metavar or "TEXT", option.parse
@@ -191,7 +191,7 @@ class _Value(click.ParamType):
 
 
 def attention_options(command: Command) -> Command:
-    """Adds the options of attention, each None unless given."""
+    """Adds the attention options, each None by default."""
     for name, option in reversed(OPTIONS.items()):
         optional: dict[str, Any] = {"is_flag": False, "flag_value": option.flag}
         command = click.option(
@@ -205,7 +205,7 @@ def attention_options(command: Command) -> Command:
 
 
 def array_options(command: Command) -> Command:
-    """Adds options for the forms of arrays that change scores, each None unless given."""
+    """Adds options for the forms of optional arrays, such as a bias; each is None by default."""
     made = [
         click.option(
             _long(x.name),
@@ -228,8 +228,8 @@ def array_options(command: Command) -> Command:
     wrt = click.option(
         _long(WRT),
         metavar="NAMES",
-        help="Backward kernels: arrays whose gradients are computed besides those of q, k and v, "
-        "as bias,slope: bias, alibi_slopes, sink and captured arrays of floats.",
+        help="Backward kernels: further arrays to compute gradients of, such as bias,slope: bias, "
+        "alibi_slopes, sink and captured arrays of floats.",
     )
     blocks = click.option(
         _long(shape_language.BLOCK_MASK),
@@ -241,18 +241,18 @@ def array_options(command: Command) -> Command:
         _long(shape_language.DLSE),
         is_flag=True,
         default=None,
-        help="Backward kernels: a gradient of lse, which is one more input.",
+        help="Backward kernels: take the gradient of lse as a further input.",
     )
     row_max = click.option(
         _long(shape_language.RETURN_MAX),
         is_flag=True,
         default=None,
-        help="Forward kernels: the largest score of each row, which is one more output.",
+        help="Forward kernels: return the largest score of each row as a further output.",
     )
     pages = click.option(
         _long(shape_language.PAGE_SIZE),
         type=int,
-        help="Batch elements have lengths of their own, and their keys lie in pages of this many: "
+        help="Give batch elements different lengths, and store keys in pages of this many: "
         "16, 32, 64, 128 or 256.",
     )
     return _with(
@@ -265,7 +265,7 @@ def array_options(command: Command) -> Command:
 def kernel_and_problem(
     name: str, sizes: dict[str, Any], limits: Limits, *, small: bool = False
 ) -> tuple[Kernel, Problem]:
-    """Returns the record of a name, or what "auto" chooses, and the one problem of these sizes."""
+    """Returns the named kernel, or the one that "auto" selects, and the problem of these sizes."""
     records = [] if name == "auto" else [record_named(name)]
     operation = records[0].operation if records else "forward"
     refuse_foreign([operation], *sizes)
@@ -274,14 +274,14 @@ def kernel_and_problem(
 
 
 def architecture(given: str) -> str:
-    """Returns the compute capability in an architecture's name, such as "sm_90"."""
+    """Returns the compute capability of an architecture: "90" for "sm_90"."""
     return given.strip().removeprefix("sm_")
 
 
 _LENGTHS = {
     "lengths": "Lengths of the sequences of a ragged batch, in place of -B, -M and -N: "
-    "349,263,0,115. 7/9 is 7 of 9 rows that count, _3 at an end 3 rows of no sequence.",
-    "lengths_q": "Lengths of the queries, if the keys have others; with --lengths-k.",
+    "349,263,0,115. 7/9 means 9 rows of which 7 are used, _3 at an end 3 rows of no sequence.",
+    "lengths_q": "Lengths of the queries, if they differ from the keys'; with --lengths-k.",
     "lengths_k": "Lengths of the keys; with --lengths-q.",
 }
 
@@ -309,11 +309,11 @@ def _captured(given: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _long(name: str) -> str:
-    """Returns the long option of a parameter."""
+    """Returns the long option of a parameter: "--page-size" for "page_size"."""
     return f"--{name.replace('_', '-')}"
 
 
-# Options that need no value: the value they imply, a test for values, and their description.
+# Maps options with an optional value to the implied value, a test for values, and a description.
 _FLAGS: Mapping[str, tuple[str, Callable[[str], bool], str]] = {
     _long(name): (x.flag, partial(contains, x.choices or ()), " or ".join(x.choices or ()))
     for name, x in OPTIONS.items()
@@ -325,9 +325,9 @@ _FLAGS: Mapping[str, tuple[str, Callable[[str], bool], str]] = {
 
 
 def with_flag_values(arguments: Sequence[str]) -> list[str]:
-    """Returns the arguments of a command line, with the implied value after options without one.
+    """Appends its implied value to each option that is given without a value.
 
-    Otherwise such an option would take the next argument, such as a kernel's name, as its value.
+    Otherwise click would read the next argument, such as a kernel's name, as the option's value.
     """
     following = [*arguments[1:], ""]
     return [
@@ -337,7 +337,7 @@ def with_flag_values(arguments: Sequence[str]) -> list[str]:
 
 
 def misplaced_value(message: str, arguments: Sequence[str]) -> str:
-    """Describes an option's values for a message that refuses the word after it; may be empty."""
+    """Describes the values of an option if a message rejects the word after the option, else ""."""
     for word, after in pairwise(arguments):
         if word in _FLAGS and f"extra argument ({after})" in message:
             return f"; {word} takes {_FLAGS[word][2]}"
@@ -351,7 +351,7 @@ _REMEDY_CAPTURED = re.compile(r'\bin captured=\{"(\w+)": \.\.\.\}')
 
 
 def on_command_line(message: str) -> str:
-    """Replaces arguments in a message of the library by options of the command line."""
+    """Replaces Python arguments in a message of the library by command-line options."""
     message = _REMEDY_CAPTURED.sub(
         r"by --captured \1=VALUE, a number or a form as f32[heads]", message
     )
@@ -362,7 +362,7 @@ def on_command_line(message: str) -> str:
 def size_option(
     name: str, *, small: bool = True, **attributes: Any
 ) -> Callable[[Command], Command]:
-    """Returns the option of a size; ``small`` tells whether it is smaller in the simulator."""
+    """Returns a size option; ``small`` tells whether its default is smaller in the simulator."""
     short, text = _SIZES[name]
     long = _long(name) if len(name) > 1 else None
     if "default" not in attributes:
@@ -372,7 +372,7 @@ def size_option(
 
 
 def _usual_size(name: str, small: bool) -> str:
-    """Describes the default of a size, for attention and for a softmax."""
+    """Describes the default of a size for attention and for softmax."""
 
     def of(operation: str) -> str:
         usual = sweeps.USUAL[operation].get(name)
@@ -389,9 +389,9 @@ def problem_options(
     several: Collection[str] = (),
     small: bool = True,
 ) -> Callable[[Command], Command]:
-    """Adds sizes, dtype and options of one problem; those named in ``several`` may be repeated.
+    """Adds the options of a problem: sizes, dtype, attention options and optional arrays.
 
-    ``small`` tells whether default sizes are smaller in the simulator.
+    Options in ``several`` may be repeated. ``small``: default sizes are smaller in the simulator.
     """
 
     def decorate(command: Command) -> Command:
@@ -422,10 +422,10 @@ def input_options(command: Command) -> Command:
 
 
 def case_options(command: Command) -> Command:
-    """Adds --padded, --descales and --new-keys, which only this command needs."""
+    """Adds --padded, --descales and --new-keys, which only ``run`` needs."""
     names = {
-        "padded": "Batch elements have lengths of their own: of queries (q), keys (k) or q,k.",
-        "descales": "Factors of inputs in float8_e4m3fn: q,k,v or some of these.",
+        "padded": "Give batch elements different lengths of queries (q), keys (k) or both (q,k).",
+        "descales": "Inputs in float8_e4m3fn that get a scale factor: q,k,v or some of these.",
     }
     return _with(
         command,
@@ -435,7 +435,7 @@ def case_options(command: Command) -> Command:
             "tokens",
             type=click.Choice(list(TOKENS)),
             default="cached",
-            help="With --page-size: how the queries' own keys come into the cache. "
+            help="With --page-size: how the keys of the queries get into the cache. "
             + " ".join(f"{name}: {what}." for name, what in TOKENS.items()),
         ),
     )
@@ -473,19 +473,19 @@ def _tiles(Br: int | None, Bc: int | None, tiles: tuple[str, ...]) -> dict[str, 
 
 
 def given_sizes(sizes: dict[str, Any]) -> dict[str, Any]:
-    """Returns the sizes and options that were given."""
+    """Drops the sizes and options that were not given."""
     return {name: value for name, value in sizes.items() if value is not None and value != ()}
 
 
 def refuse_foreign(operations: Collection[str], *names: str) -> None:
-    """Raises ValueError if all operations are softmax and an option that softmax lacks is given."""
+    """Raises ValueError if only softmax is computed and an option that it lacks is given."""
     if set(operations) == {"softmax"}:
         given = given_options(*names, *(_LENGTHS if shape_language.LENGTHS_OF in names else ()))
         sweeps.refuse_foreign(["softmax"], {x.lstrip("-"): name for name, x in given.items()})
 
 
 def given_options(*names: str) -> dict[str, str]:
-    """Returns which of these parameters of the running command were given, with their options."""
+    """Maps each of the parameters ``names`` that was given on the command line to its option."""
     context = click.get_current_context()
     return {
         parameter.name: parameter.opts[-1]
@@ -496,21 +496,21 @@ def given_options(*names: str) -> dict[str, str]:
 
 
 def refuse_idle(why: str, *names: str) -> None:
-    """Raises ValueError if one of these parameters, which have no effect, was given."""
+    """Raises ValueError if one of the parameters ``names`` was given, since it has no effect."""
     if idle := given_options(*names):
         has = "has" if len(idle) == 1 else "have"
         raise ValueError(f"{why}, so {', '.join(idle.values())} {has} no effect; leave one out")
 
 
 def kernel_names(kernels: Sequence[str], every: bool) -> list[str]:
-    """Returns the given names, or with ``--all`` those of the ladder."""
+    """Returns the given kernel names, or all names of the ladder if ``every``."""
     if every == bool(kernels):
         raise ValueError(f"name kernels, or give --all{', not both' if every else ''}")
     return [name for group in LADDER.values() for name in group] if every else list(kernels)
 
 
 def backend_with(name: str, schedule: int | None, multiprocessors: int | None) -> Backend:
-    """Returns the backend, the simulator with this thread order and number of multiprocessors."""
+    """Returns the named backend; configures the simulator's thread order and multiprocessors."""
     backend = backend_named(name)
     if schedule is None and multiprocessors is None:
         return backend
@@ -522,7 +522,7 @@ def backend_with(name: str, schedule: int | None, multiprocessors: int | None) -
 
 
 def note(text: object) -> None:
-    """Prints a note on stderr, since it is no data; lines for a terminal are wrapped."""
+    """Prints a note to stderr, wrapped if stderr is a terminal."""
     words = f"note: {printable(str(text))}"
     if sys.stderr and sys.stderr.isatty():
         how: Any = {"break_long_words": False, "break_on_hyphens": False}
@@ -533,7 +533,7 @@ def note(text: object) -> None:
 
 @contextmanager
 def progress_bar(label: str) -> Iterator[Callable[[int, int, str], None]]:
-    """Shows a progress bar if stderr is a terminal, else notes; yields a ``progress`` function."""
+    """Yields a ``progress`` function, shown as a bar on a terminal and else by notes on stderr."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -553,7 +553,7 @@ def progress_bar(label: str) -> Iterator[Callable[[int, int, str], None]]:
 
 @contextmanager
 def _noted(label: str) -> Iterator[Callable[[int, int, str], None]]:
-    """Prints notes of progress on stderr: after FIRST_NOTE seconds, then less and less often."""
+    """Prints progress notes to stderr after FIRST_NOTE seconds, then at doubling intervals."""
     now, ended, begun = [label], threading.Event(), monotonic()
 
     def notes() -> None:

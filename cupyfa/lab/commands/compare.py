@@ -35,10 +35,10 @@ def _fraction(percentage: str) -> float:
 def compare(before: str, after: str, fail_slower: float | None, form: str) -> None:
     """Compare two files of `cupyfa bench --save`: A before, B after.
 
-    FASTER or SLOWER if the medians differ by more than two standard errors; else SAME, or UNCLEAR
-    if two standard errors are more than ten percent. They follow from the spread of the rounds, the
-    drift within each run, and the drift between the runs, which kernels of unchanged code show;
-    they are at least one percent. Times of the simulator are not compared.
+    The verdict is FASTER or SLOWER if the medians differ by more than two standard errors. Else it
+    is SAME, or UNCLEAR if two standard errors exceed ten percent. The errors include the spread of
+    the rounds, the drift within each run, and the drift between the runs, measured on kernels whose
+    code did not change; they are at least one percent. Times of the simulator are not compared.
     """
     old, new = Results.load(before), Results.load(after)
     for difference in differences(old, new):

@@ -22,7 +22,7 @@ from cupyfa.runtime import environment
 from cupyfa.runtime.choose_backend import backend_to_measure
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
-_PATIENCE = 5  # budgets that a launch may take before a rung skips longer sizes
+_PATIENCE = 5  # a rung skips lengths at which one launch would take more than this many budgets
 
 
 @click.command()
@@ -34,14 +34,14 @@ _PATIENCE = 5  # budgets that a launch may take before a rung skips longer sizes
 @click.option(
     "--plot",
     type=command_options.FILE,
-    help="Draw TFLOP/s over N, 256 to 4096, to an .svg or .png file.",
+    help="Draw TFLOP/s over N, from 256 to 4096, to an .svg or .png file.",
 )
 @save_option
 @click.option(
     "--from",
     "saved",
     type=click.Path(dir_okay=False),
-    help="Take the measurements of an earlier --save.",
+    help="Read the measurements from a file of an earlier --save.",
 )
 @command_options.backend_option
 @command_options.format_option
@@ -57,9 +57,9 @@ def ladder(
     form: str,
     **sizes: Any,
 ) -> None:
-    """Measure all rungs, and compare each with the one before.
+    """Measure all rungs, and compare each with the rung before it.
 
-    Rungs that do not support the dtype are left out. It is float16 by default, which most rungs
+    Rungs that do not support the dtype are skipped. The default is float16, which most rungs
     support and for which the baseline uses tensor cores.
     """
     if saved:
@@ -70,11 +70,11 @@ def ladder(
         plots.check(plot)
         check_target(plot)
         if sizes["N"] is not None:
-            raise ValueError("--plot goes through lengths with N = M; leave -N out")
+            raise ValueError("--plot sweeps lengths with N = M; leave -N out")
     results = Results.load(saved) if saved else None
     on = None if results else backend_to_measure(backend)
     check_target(save, on)
-    if docs:  # raises before time is spent on measuring
+    if docs:  # check the pages before time is spent on measuring
         measured_on = on.name if on else ""
         if results:
             measured_on = results.environment.get("backend", "")
@@ -84,7 +84,7 @@ def ladder(
         try:
             if save:
                 results.save(save)
-        finally:  # shows the results even if they cannot be saved
+        finally:  # show the results even if they cannot be saved
             rows = publish.at_length(results.rows, M)
             _print(results, rows, form, err=err)
         return rows
@@ -103,7 +103,7 @@ def ladder(
 
 
 def _print(results: Results, rows: list[Measurement], form: str, *, err: bool) -> None:
-    """Prints the notes of all rows, and the table of one length."""
+    """Prints the notes of all results, and a table of ``rows``, the rows of one length."""
     for row in results.rows:
         if row.note:
             command_options.note(f"{row.kernel} on {row.problem}: {row.note}")
@@ -126,7 +126,7 @@ def _measure(
     show: Callable[[Results, int | None], object],
     save: Path | None,
 ) -> Results:
-    """Measures all rungs at one length, or in a sweep, where slow rungs skip long sizes."""
+    """Measures all rungs at one length, or over LENGTHS, where slow rungs skip the longest ones."""
     on, M = backend_to_measure(backend), sizes["M"]
     about = environment.describe(on)
     rungs = LADDER[operation].values()

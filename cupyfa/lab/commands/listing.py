@@ -22,8 +22,9 @@ from cupyfa.runtime.choose_backend import backend_named
 @command_options.backend_option
 @command_options.format_option
 def list_kernels(dtype: str | None, backend: str, form: str) -> None:
-    """List the kernels: what each adds, and what it can do."""
-    gpu_here = gpu() if backend == "auto" else None  # no note on the choice, since nothing runs
+    """List the kernels: what each adds, and what it supports."""
+    # Nothing runs here, so "auto" is resolved without the note on the chosen backend.
+    gpu_here = gpu() if backend == "auto" else None
     limits = (gpu_here or backend_named("simulator" if backend == "auto" else backend)).limits
     rows = [
         kernel_row(kernel, _largest_d(kernel, dtype or usual_dtype(kernel), limits))

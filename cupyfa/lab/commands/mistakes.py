@@ -1,4 +1,4 @@
-"""Suggests what a command line that click refuses may mean."""
+"""Suggests corrections of command lines that click rejects."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -8,9 +8,9 @@ import click
 from cupyfa.errors import closest
 from cupyfa.lab.commands.command_options import misplaced_value
 
-ARGUMENTS = "cupyfa.arguments"  # the key of the command line's arguments in a command's context
+ARGUMENTS = "cupyfa.arguments"  # key of the command line's arguments in a command's context
 
-# Options that a command does not have, and their alternatives.
+# Options that a command does not have, by (command, option), and what to use instead.
 _ELSEWHERE = {
     **{
         ("tune", name): f"`tune` tries the tile sizes of a kernel, and takes no {name}; to measure "
@@ -23,14 +23,14 @@ _ELSEWHERE = {
         for name in ("--rung", "--rungs", "--kernel", "--kernels", "--against")
     },
 }
-# Removed commands, and their alternatives.
+# Removed commands, and what to use instead.
 _REMOVED = {
     "memory": "cupyfa show KERNEL --plan has the bytes that a kernel holds, cupyfa roofline those "
     "that it moves",
     "warm": "a program that calls cupyfa.compile fills the cache",
     "profile": "run a profiler on cupyfa run: ncu --set full cupyfa run KERNEL",
 }
-# Names of other programs for values of choices.
+# Other programs' names for values of choices.
 _SYNONYMS = {
     **{"gpu": "cuda", "cpu": "simulator"},
     **{"half": "float16", "single": "float32", "float": "float32", "double": "float64"},
@@ -41,7 +41,7 @@ _SYNONYMS = {
 
 
 def message_of(error: click.ClickException) -> str:
-    """Returns the message of a refused command line, in one line, with a suggestion."""
+    """Returns a one-line message for a rejected command line, with a suggestion."""
     context = getattr(error, "ctx", None)
     if context is None:
         return error.format_message().removesuffix(".")
@@ -65,7 +65,7 @@ def message_of(error: click.ClickException) -> str:
 def refuse_one_dash(
     command: click.Command | None, arguments: Sequence[str], parent: click.Context
 ) -> None:
-    """Raises UsageError for -causal, which click reads as -c ausal, and for -M=5, as -M "=5"."""
+    """Raises UsageError for -causal (click would read -c ausal) and for -M=5 (-M with "=5")."""
     if command is None:
         return
     context = click.Context(command, info_name=command.name, parent=parent)
@@ -83,7 +83,7 @@ def refuse_one_dash(
 
 
 def _instead_of(name: str, context: click.Context) -> str:
-    """Suggests a replacement for an option that a command does not have; may be empty."""
+    """Suggests a replacement for an option that the command does not have, or returns ""."""
     if remedy := _ELSEWHERE.get((context.info_name or "", name)):
         return f": {remedy}"
     word = name.lstrip("-").replace("_", "-")
@@ -103,13 +103,13 @@ def _instead_of(name: str, context: click.Context) -> str:
 
 
 def _options(command: click.Command) -> list[str]:
-    """Returns the names of the options that a command's help shows."""
+    """Returns the names of the options that the command's help shows."""
     shown = [x for x in command.params if isinstance(x, click.Option) and not x.hidden]
     return [name for x in shown for name in x.opts] + ["--help", "-h"]
 
 
 def _choice(error: click.ClickException, message: str) -> str:
-    """Suggests the choice that an unknown word may mean; empty if no choice is similar."""
+    """Suggests the choice that an unknown word may mean, or returns "" if none is similar."""
     parameter = getattr(error, "param", None)
     kind = getattr(parameter, "type", None)
     found = re.search("'([^']*)' is not one of", message)

@@ -35,10 +35,10 @@ TEMPLATES = Path(__file__).with_name("templates")
 def new(name: str, operation: str | None, rung: str | None, form: str) -> None:
     """Write a kernel to start from, its record and its test.
 
-    The files are NAME.cu, NAME.py and test_NAME.py in the current folder. The kernel is right as
-    written, and small: a thread for each row. NAME.py has the record NAME and its reference,
-    test_NAME.py checks it with pytest. With --from the kernel is a copy of a rung. Nothing is
-    overwritten.
+    The files are NAME.cu, NAME.py and test_NAME.py in the current folder. The kernel is correct but
+    simple: one thread per row. NAME.py defines the record NAME and its reference; test_NAME.py
+    checks the kernel with pytest. With --from the kernel is a copy of a rung. Existing files are
+    never overwritten.
     """
     _require_name(name)
     if rung:
@@ -50,8 +50,8 @@ def new(name: str, operation: str | None, rung: str | None, form: str) -> None:
     texts[tests] = _filled("test.py", name)
     if there := [file for file in texts if Path(file).exists()]:
         raise ValueError(
-            f"{', '.join(there)} {'is' if len(there) == 1 else 'are'} here already, so nothing was "
-            "written; take another NAME or another folder"
+            f"{', '.join(there)} already exist{'s' * (len(there) == 1)}, so nothing was written; "
+            "choose another NAME or another folder"
         )
     for file, text in texts.items():
         with open(file, "x", encoding="utf-8") as opened:
@@ -65,9 +65,9 @@ def new(name: str, operation: str | None, rung: str | None, form: str) -> None:
 
 
 def _copied(name: str, rung: str, operation: str | None) -> dict[str, str]:
-    """Returns the contents of a rung's copied files and of a record derived from the rung's."""
+    """Returns the text of each new file: a rung's sources and a record derived from the rung's."""
     if ".py" in rung:
-        raise ValueError(f"{rung!r} is no rung; copy the files of a kernel of your own yourself")
+        raise ValueError(f"{rung!r} is not a rung; copy the files of your own kernel yourself")
     kernel = record_named(rung)
     if operation not in (None, kernel.operation):
         raise ValueError(f"{rung} computes {kernel.operation}, not {operation}; leave out one")
@@ -85,7 +85,7 @@ def _copied(name: str, rung: str, operation: str | None) -> dict[str, str]:
 
 
 def _own_paths(kernel: Kernel) -> dict[str, Path]:
-    """Returns the files that no other rung has, by entry point; all files if each is shared."""
+    """Maps entry points to the files that no other rung uses, or to all files if there are none."""
     others = {path for other in kernels() if other is not kernel for path in _paths(other).values()}
     paths = _paths(kernel)
     return {entry: path for entry, path in paths.items() if path not in others} or paths
@@ -96,29 +96,29 @@ def _paths(kernel: Kernel) -> dict[str, Path]:
 
 
 def _filled(template: str, name: str, rung: str = "") -> str:
-    """Fills these names into a template."""
+    """Reads a template and fills in the names."""
     text = (TEMPLATES / template).read_text(encoding="utf-8")
     return text.replace("RUNG", rung).replace("NAME", name)
 
 
 def _require_name(name: str) -> None:
-    """Raises ValueError for a name that the files cannot have."""
-    hint = f"; take another, for example my_{name}"
+    """Raises ValueError if the name cannot be used for the kernel and its files."""
+    hint = f"; choose another, for example my_{name}"
     if not re.fullmatch(r"[A-Za-z_][A-Za-z_0-9]*", name):
         raise ValueError(
-            f"NAME {name!r} is no identifier of Python and C; use letters, digits and _, with no "
-            "digit first, for example my_kernel"
+            f"NAME {name!r} is not an identifier of Python and C; use letters, digits and _, with "
+            "no digit first, for example my_kernel"
         )
     if name in [kernel.name for kernel in kernels()]:
         raise ValueError(f"NAME {name!r} is a rung{hint}; to copy the rung: --from {name}")
     if keyword.iskeyword(name) or name in _taken():
-        raise ValueError(f"NAME {name!r} has a meaning in Python or in {name}.py{hint}")
+        raise ValueError(f"NAME {name!r} is already used in Python or in {name}.py{hint}")
     found = find_spec(name)
     if found and found.origin and not Path(f"{name}.py").exists():
         raise ValueError(f"NAME {name!r} is a module, which {name}.py would hide{hint}")
 
 
 def _taken() -> set[str]:
-    """Returns the names of variables in the Python templates."""
+    """Returns the global names that the Python templates use."""
     scripts = (compile(x.read_text(encoding="utf-8"), x, "exec") for x in TEMPLATES.glob("*.py"))
     return {name for script in scripts for name in script.co_names}

@@ -37,9 +37,9 @@ def replay(
 ) -> None:
     """Run failures of `cupyfa check` again, on their inputs.
 
-    A FILE has the inputs of a failure, and the kernel's results. Prints the stored and the new
-    results. The exit code is 1 if one fails again. A script that a FILE names is not run: name the
-    kernel of a script by --kernel.
+    A FILE holds the inputs of a failure and the kernel's results. Prints the stored and the new
+    results. The exit code is 1 if a kernel fails again. A script that a FILE names is not run; name
+    the kernel of a script by --kernel.
     """
     found = []
     for file in files:

@@ -47,13 +47,13 @@ def roofline(
     form: str,
     **sizes: Any,
 ) -> None:
-    """Compute what bounds attention on a device, and its least time.
+    """Compute the bound of attention on a device, and its minimum time.
 
-    KERNEL is `naive` (S and P go through memory), `tiled` (each input is read once, the output is
-    written once), a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own;
-    the default is the first two and every rung that can do the problem. FLOP/B is the intensity;
-    below the device's balance memory is the bound, above it arithmetic or the exponentials. With
-    `--from` the measurements of a file stand beside the least times.
+    KERNEL is `naive` (S and P are stored in memory), `tiled` (each input is read once, the output
+    is written once), a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your
+    own; the default is `naive`, `tiled` and every rung that supports the problem. FLOP/B is the
+    arithmetic intensity: below the device's balance memory is the bound, above it arithmetic or
+    exponentials. With `--from` the table also shows the measurements of a file.
     """
     if plot:
         plots.check(plot)

@@ -20,7 +20,7 @@ from cupyfa.planner.choose_kernel import passed_over, plan, select
 from cupyfa.problem.wrt import names_of
 from cupyfa.runtime.backend import Backend
 
-_STEPS = TRIAL_STEPS + 1  # drawing the inputs is one more step
+_STEPS = TRIAL_STEPS + 1  # steps of the progress bar, including the drawing of inputs
 
 
 @click.command()
@@ -50,9 +50,8 @@ def run(
 ) -> None:
     """Run KERNEL on random inputs, check it, and time it.
 
-    Of large problems excerpts are checked: 64 rows each, of several heads.
-
-    KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own.
+    KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own. In
+    large problems only excerpts are checked: 64 rows of each of several heads.
     """
     records = [] if kernel == "auto" else [record_named(kernel)]
     operation = records[0].operation if records else "forward"
@@ -83,13 +82,13 @@ def run(
                 excerpts=sampling.excerpts(problem, seed, operation),
                 progress=lambda done, total, what: progress(done + 1, _STEPS, what),
             )
-    except CompilerNotFound:  # does not depend on the problem
+    except CompilerNotFound:  # not caused by the problem
         raise
     except Exception:
         command_options.note(f"the problem was {case}")
         raise
     if result.is_empty:
-        command_options.note("no query sees a key, so nothing but empty rows was checked")
+        command_options.note("no query attends to any key, so only empty rows were checked")
     as_run = problem.with_options(precision=planned.problem.precision)
     case = replace(case, problem=as_run)
     if form == "table":

@@ -13,7 +13,7 @@ from cupyfa.planner.source import inlined, text
 
 VIEWS = {
     "source": "The exact source that is compiled.",
-    "inlined": "The same as one file, with the project's headers in it.",
+    "inlined": "The source as one file that includes the project's headers.",
     "plan": "Grid, threads, shared memory, arguments.",
     "ptx": "PTX, from NVRTC.",
     "sass": "Machine code, from nvdisasm.",
@@ -22,7 +22,7 @@ VIEWS = {
 
 
 def view_options(command: command_options.Command) -> command_options.Command:
-    """Adds a flag for each of VIEWS; if they shared one parameter, a second would go unnoticed."""
+    """Adds a flag for each of VIEWS, each its own parameter, so that conflicts are detected."""
     for name in reversed(VIEWS):
         command = click.option(f"--{name}", is_flag=True, help=VIEWS[name])(command)
     return command
@@ -61,7 +61,7 @@ def show(kernel: str, arch: str, tiles: dict[str, int], form: str, **sizes: Any)
 
 
 def _row(view: str, planned: Plan, launch: PlannedLaunch, arch: str) -> Row:
-    """Returns a view of a launch as a row of data."""
+    """Returns a view of a launch as a table row."""
     if view == "plan":
         return plan_row(planned, launch)
     if view == "resources":

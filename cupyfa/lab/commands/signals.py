@@ -1,4 +1,4 @@
-"""Signals that end a command."""
+"""Handles signals that end a command."""
 
 import os
 import select
@@ -12,26 +12,28 @@ from typing import Any
 
 _LIKE_CTRL_C = (signal.SIGTERM, signal.SIGHUP)
 _USUAL_PATIENCE, _LONG_PATIENCE = 1.0, 10.0  # seconds
-# Seconds within which signals count as one: `timeout` sends its signal twice, and with many threads
-# the second one may be noticed late.
+# Signals within this many seconds count as one: `timeout` sends its signal twice, and a process
+# with many threads may notice the second one late.
 _TOGETHER = 1.0
 _patience = _USUAL_PATIENCE
 
 
 def take_time() -> None:
-    """Gives the running command more time to end after a signal, to print its results."""
+    """Gives the running command more time after a signal, so that it can print its results."""
     global _patience
     _patience = _LONG_PATIENCE
 
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Lets signals end a command within two seconds, after cleaning up.
+    """Makes signals end a command within two seconds, after it has cleaned up.
 
-    A command with results to print gets more time, unless another signal comes a second later.
+    A command that called ``take_time`` gets more time, unless a second signal arrives at least one
+    second after the first.
 
-    SIGTERM and SIGHUP raise in the main thread, as Ctrl-C does. If the main thread does not return
-    from a library, for example while it waits for a GPU, the process is ended without cleaning up.
+    SIGTERM and SIGHUP raise SystemExit in the main thread, as Ctrl-C raises KeyboardInterrupt. If
+    the main thread is stuck in a library, for example while it waits for a GPU, the process exits
+    without cleaning up.
     """
     global _patience
     _patience = _USUAL_PATIENCE
@@ -57,19 +59,19 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def _end(number: int, _: Any) -> None:
-    for each in _LIKE_CTRL_C:  # `_insist` handles a second signal
+    for each in _LIKE_CTRL_C:  # from now on `_insist` handles signals
         signal.signal(each, lambda *_: None)
     sys.exit(128 + number)
 
 
 def _insist(reading: int) -> None:
-    """Ends the process some time after a signal, unless the command has ended."""
+    """Exits the process if the command has not ended within ``_patience`` after a signal."""
     number, first, deadline = 0, 0.0, float("inf")
     while time.monotonic() < deadline:
         left = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
         if select.select([reading], [], [], left)[0]:
             signals = os.read(reading, 4096)
-            if not signals:  # the other end is closed
+            if not signals:  # the command has ended and closed its end of the pipe
                 os.close(reading)
                 return
             asked = [x for x in signals if x in (signal.SIGINT, *_LIKE_CTRL_C)]

@@ -22,7 +22,7 @@ ALL = "all"
 
 
 class _Block(click.ParamType):
-    """The number of a block, or all."""
+    """The index of a block, or "all"."""
 
     name = "NUMBER|all"
 
@@ -35,7 +35,7 @@ class _Block(click.ParamType):
 
 
 class _Window(click.ParamType):
-    """Two times, such as 0:5000."""
+    """A time window such as 0:5000."""
 
     name = "START:END"
 
@@ -99,10 +99,10 @@ def timeline(
 ) -> None:
     """Record what each warp does and waits for.
 
-    One launch of KERNEL is recorded: one of its blocks, or when and where all of its blocks run.
+    One launch of KERNEL is recorded: either one of its blocks, or when and where each block runs.
     KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own. The
-    table has the share of each phase in the time of the block's warps. On a GPU times are cycles of
-    the multiprocessor; the simulator counts its steps.
+    table shows the share of each phase in the time of the block's warps. On a GPU times are clock
+    cycles of the multiprocessor; the simulator counts steps.
     """
     on = backend_named(backend)
     check_target(plot)

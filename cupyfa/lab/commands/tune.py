@@ -16,7 +16,7 @@ from cupyfa.lab.report.tables import drop, drop_followers, render, short_row, ta
 from cupyfa.problem.problem import Problem
 from cupyfa.runtime.choose_backend import backend_to_measure
 
-_SPARE = ("spread_%", "regs", "spilled")  # columns that narrow terminals drop
+_SPARE = ("spread_%", "regs", "spilled")  # columns dropped in narrow terminals
 _SHORT = {"registers": "regs", "spilled_bytes": "spilled", "shared_bytes": "shared"}
 
 
@@ -25,7 +25,7 @@ _SHORT = {"registers": "regs", "spilled_bytes": "spilled", "shared_bytes": "shar
 @command_options.problem_options(several=("d", "dtype"))
 @click.option("--fresh", is_flag=True, help="Ignore stored measurements.")
 @click.option(
-    "--budget", type=command_options.SECONDS, default=120.0, help="Seconds for each problem."
+    "--budget", type=command_options.SECONDS, default=120.0, help="Seconds to spend per problem."
 )
 @timeout_option
 @command_options.backend_option
@@ -34,22 +34,23 @@ def tune(kernel: str, timeout: float | None, backend: str, form: str, **how: Any
     """Find the fastest tile sizes of KERNEL on this device.
 
     KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own. The
-    fastest on a GPU are stored: later plans for the same kernel, dtype, d and dv begin with them.
-    -d and --dtype may be repeated. The exit code is 1 if no candidate of a problem is right.
+    fastest tile sizes on a GPU are stored; later plans for the same kernel, dtype, d and dv use
+    them first. -d and --dtype may be repeated. The exit code is 1 if all candidates of a problem
+    fail.
 
-    All candidates are timed shortly; the eight fastest and the default tiles, the finalists, are
-    then timed in alternation. Finalists stand above the line, below it are the others; both are
-    ordered by speed.
+    Each candidate is timed briefly. The eight fastest and the default tiles, the finalists, are
+    then timed in alternation. The table lists finalists above the line and other candidates below
+    it, both ordered by speed.
 
     \b
     first ms  the first, short timing, or why there is none
-    ms        finalists: the median over the rounds, at one speed of the device
-    x own     finalists: speed-up over the default tiles, in the same rounds
+    ms        finalists: median over the rounds, corrected for drift of the device's speed
+    x own     finalists: speedup over the default tiles, in the same rounds
     spread %  from the 20th to the 80th percentile of the times
-    rounds    finalists: how often they were timed in alternation
-    regs      registers of a thread
-    spilled   bytes that a thread spills
-    shared    bytes of shared memory of a block
+    rounds    finalists: number of rounds in alternation
+    regs      registers per thread
+    spilled   bytes spilled per thread
+    shared    bytes of shared memory per block
     """
     on, given = backend_to_measure(backend), command_options.given_sizes(how)
     with watched(on, timeout) as watch, command_options.progress_bar("tuning") as progress:
@@ -75,7 +76,7 @@ def tune(kernel: str, timeout: float | None, backend: str, form: str, **how: Any
 
 
 def _table(candidates: Sequence[Candidate]) -> str:
-    """Renders the candidates of a problem, with a line below the finalists."""
+    """Renders a table of one problem's candidates, with a line below the finalists."""
     finalists = sum(x.rounds > 0 for x in candidates)
     rows = [_short(candidate) for candidate in candidates]
     if not finalists:
@@ -85,7 +86,7 @@ def _table(candidates: Sequence[Candidate]) -> str:
 
 
 def _short(candidate: Candidate) -> dict[str, Any]:
-    """Returns a row for 80 columns, with the state in place of a missing time."""
+    """Returns a candidate's row for an 80-column terminal; its state replaces a missing time."""
     row = short_row(candidate.row())
     row["first_ms"] = row["first_ms"] or candidate.state
     row["rounds"] = candidate.rounds or None
@@ -95,7 +96,7 @@ def _short(candidate: Candidate) -> dict[str, Any]:
 
 
 def _print_notes(found: Sequence[Candidate]) -> None:
-    """Prints, once each, the reasons why candidates are not right, and how many are untried."""
+    """Prints each reason why candidates failed, and the number of untried candidates."""
     reasons: dict[tuple[str, str], list[str]] = defaultdict(list)
     for x in found:
         if x.measurement.note:

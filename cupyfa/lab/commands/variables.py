@@ -1,4 +1,4 @@
-"""The environment variables that begin with CUPYFA_, which every command checks as it begins."""
+"""Checks the environment variables CUPYFA_*, as every command does when it starts."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -10,7 +10,8 @@ from cupyfa.runtime import choose_backend
 from cupyfa.runtime.simulator import machine
 
 _PREFIX = "CUPYFA_"
-# Functions that raise an error for a wrong value. Folders and programs are checked when used.
+# Maps variables to functions that raise an error for an invalid value. Folders and programs are
+# checked when they are used.
 KNOWN: Mapping[str, Callable[[], object]] = {
     choose_backend.CHOICE: choose_backend.chosen_backend,
     "CUPYFA_CACHE_DIR": lambda: None,
@@ -21,11 +22,11 @@ KNOWN: Mapping[str, Callable[[], object]] = {
 
 
 def check_variables() -> None:
-    """Raises ValueError for wrong values; prints a note for unknown variables."""
+    """Raises ValueError for invalid values; prints a note for unknown variables."""
     for name in sorted(os.environ):
         if name in KNOWN:
             KNOWN[name]()
         elif name.upper().startswith(_PREFIX):
             meant = closest(name, KNOWN)
-            remedy = f"did you mean {meant}?" if meant else f"there are {', '.join(KNOWN)}"
-            note(f"{name} is no variable of cupyfa and is ignored; {remedy}")
+            remedy = f"did you mean {meant}?" if meant else f"cupyfa reads {', '.join(KNOWN)}"
+            note(f"{name} is not a variable of cupyfa and is ignored; {remedy}")

@@ -1,4 +1,4 @@
-"""Ends a kernel that does not return: the command continues without it, or ends."""
+"""Stops kernels that hang: the command continues without the kernel, or ends."""
 
 import os
 import sys
@@ -15,15 +15,15 @@ from cupyfa.lab.commands import UNSUPPORTED, command_options
 from cupyfa.runtime.backend import Backend
 
 _CLEAR_LINE = "\r\x1b[2K"
-_STATE = "_CUPYFA_STATE"  # names the file with the results of an earlier process
-_OFTEN = 10  # checks by the watcher within a timeout
-LONGEST = {"cuda": 60.0, "simulator": 600.0}  # default seconds
+_STATE = "_CUPYFA_STATE"  # variable that names a file with results from before a restart
+_OFTEN = 10  # number of checks by the watcher within a timeout
+LONGEST = {"cuda": 60.0, "simulator": 600.0}  # default timeouts in seconds
 
 _is_own_process = False
 
 
 def own_process() -> None:
-    """Permits restarting this process, which runs only one command."""
+    """Permits ``watched`` to restart this process, which runs only one command."""
     global _is_own_process
     _is_own_process = True
 
@@ -39,19 +39,19 @@ timeout_option = click.option(
 def timeout_on(backend: Backend, timeout: float | None) -> float:
     """Returns the value of ``timeout_option``, or its default. Raises ValueError for NaN."""
     if timeout is not None and not timeout > 0:
-        raise ValueError(f"timeout is {timeout}; give seconds, more than 0")
+        raise ValueError(f"timeout is {timeout}; it must be more than 0 seconds")
     return LONGEST.get(backend.name, 60.0) if timeout is None else timeout
 
 
 @contextmanager
 def watched(backend: Backend, timeout: float | None, *, ends: bool = False) -> Iterator[Watch]:
-    """Yields a watch on calls; a call that takes too long is skipped by restarting the command.
+    """Yields a watch on kernel calls. If a call hangs, the command restarts and skips the call.
 
-    If ``ends``, it ends the command instead.
+    With ``ends``, a hung call ends the command instead.
 
-    The command line stays the same, and so does the process's number: the program is loaded again,
-    which ends the threads of the old one and frees its GPU. Nothing else runs while kernels are
-    timed, since the watcher sleeps.
+    The restart runs the same command line in the same process: exec replaces the program, which
+    ends its threads and frees the GPU. The watcher thread sleeps between checks, so it does not
+    disturb timings.
     """
     watch = Watch(timeout_on(backend, timeout))
     if not _is_own_process:
@@ -77,7 +77,7 @@ def _look(watch: Watch, ended: threading.Event, stop: Callable[[Watch, str], Non
 
 
 def _clear_line() -> None:
-    """Removes the progress bar."""
+    """Erases the progress bar from the terminal."""
     if sys.stderr and sys.stderr.isatty():
         click.echo(_CLEAR_LINE, err=True, nl=False)
 
@@ -97,7 +97,7 @@ def _restart(watch: Watch, call: str) -> None:
         stream.flush()
     _clear_line()
     for descriptor in map(int, os.listdir("/proc/self/fd")):
-        with suppress(OSError):  # the descriptor of the listing itself
-            os.set_inheritable(descriptor, descriptor <= 2)  # this frees the GPU
+        with suppress(OSError):  # listdir's own descriptor is already closed
+            os.set_inheritable(descriptor, descriptor <= 2)  # exec closes the GPU's descriptors
     os.environ[_STATE] = state
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

@@ -6,6 +6,7 @@ A solution may crash, print or never end, and the process of the command line mu
 from __future__ import annotations
 
 import ctypes
+import os
 import pickle
 import re
 import subprocess
@@ -13,21 +14,20 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from cupyfa.errors import CompileError, SimulatorFault
 from cupyfa.lab.exercises.exercise import Example, Exercise, arrays_in, exercise_named
 
-if TYPE_CHECKING:
-    from cupyfa.runtime.simulator.machine import CompiledKernel
-
-SECONDS = 10.0  # for all solutions that a process runs; compilation does not count
+SECONDS = 10.0  # for all solutions that a process runs
+_GUARD_BYTES = 1 << 16  # on each side of an array of a kernel
 _TOO_SLOW = "it did not end within"
 _PROGRAM = f"import sys; from {__name__} import run_in_file; run_in_file(*sys.argv[1:])"
 
@@ -47,7 +47,7 @@ class Outcome:
 
 
 def run_solutions(exercise: Exercise, texts: Sequence[str]) -> list[list[Outcome]]:
-    """Runs solutions on all examples of their exercise.
+    """Runs solutions on all examples of their exercise. Time counts once all are compiled.
 
     Returns the outcomes of each solution; fewer for solutions during which the time ran out, whose
     next outcome is a failure. Raises CompilerNotFound if kernels cannot be compiled here.
@@ -61,22 +61,18 @@ def run_solutions(exercise: Exercise, texts: Sequence[str]) -> list[list[Outcome
         work.write_bytes(pickle.dumps((exercise.name, [*texts])))
         results.touch()
         command = [sys.executable, "-c", _PROGRAM, str(work), str(results)]
-        ending = _run_process(command)
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            process.stdout.readline()  # the solutions are compiled
+            try:
+                _, errors = process.communicate(timeout=SECONDS)
+                ending = f"it ended the process with {process.returncode}: {errors[-500:]}"
+            except subprocess.TimeoutExpired:
+                process.kill()
+                ending = f"{_TOO_SLOW} {SECONDS:g} seconds"
         return _read(results, len(texts), len(exercise.examples()), ending)
-
-
-def _run_process(command: Sequence[str]) -> str:
-    """Runs a process, for a limited time once it has printed a line, and says how it ended."""
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
-        assert process.stdout
-        process.stdout.readline()
-        try:
-            _, errors = process.communicate(timeout=SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            return f"{_TOO_SLOW} {SECONDS:g} seconds"
-        return f"it ended the process with {process.returncode}: {errors[-500:]}"
 
 
 def _read(results: Path, solutions: int, examples: int, ending: str) -> list[list[Outcome]]:
@@ -99,20 +95,30 @@ def _read(results: Path, solutions: int, examples: int, ending: str) -> list[lis
 def run_in_file(work: str, results: str) -> None:
     """Runs the solutions in a file, and appends each outcome to another file.
 
-    Prints a line when all are compiled.
+    Writes a line to standard output when all are compiled.
     """
     name, texts = pickle.loads(Path(work).read_bytes())
     exercise = exercise_named(name)
     if exercise.is_kernel:
-        for text in texts:
-            with suppress(CompileError):  # the outcome will have it
-                _build(exercise, text)
-    sys.stdout.write("compiled\n")
-    sys.stdout.flush()
+        _compile_all(exercise, texts)
+    os.write(1, b"compiled\n")
     with open(results, "wb", buffering=0) as file, redirect_stdout(sys.stderr):
         for text in texts:
             for example in exercise.examples():
                 file.write(pickle.dumps(_outcome(exercise, text, example)))
+
+
+def _compile_all(exercise: Exercise, texts: Sequence[str]) -> None:
+    """Compiles solutions at the same time; machine.build keeps them. Leaves errors for later."""
+    from cupyfa.planner.source import INCLUDE
+    from cupyfa.runtime.simulator import machine
+
+    def compile_one(text: str) -> None:
+        with suppress(Exception):
+            machine.build(text, (INCLUDE,), exercise.entry)
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        list(threads.map(compile_one, texts))
 
 
 def _outcome(exercise: Exercise, text: str, example: Example) -> Outcome:
@@ -144,11 +150,15 @@ def _run_function(exercise: Exercise, text: str, example: Example) -> dict[str, 
 
 
 def _run_kernel(exercise: Exercise, text: str, example: Example) -> dict[str, np.ndarray]:
+    from cupyfa.planner.source import INCLUDE
     from cupyfa.runtime.launcher import Region
     from cupyfa.runtime.simulator import machine
 
-    arguments = deepcopy(dict(example.arguments))
-    kernel = _build(exercise, text)
+    arguments = {
+        name: _guarded_copy(x) if isinstance(x, np.ndarray) else x
+        for name, x in example.arguments.items()
+    }
+    kernel = machine.build(text, (INCLUDE,), exercise.entry)
     values: list[Any] = [_argument(x) for x in arguments.values()]
     table = (ctypes.c_size_t * len(values))(*map(ctypes.addressof, values))
     positions = {name: number for number, name in enumerate(arguments)}
@@ -158,15 +168,18 @@ def _run_kernel(exercise: Exercise, text: str, example: Example) -> dict[str, np
     ]
     sizes = [ctypes.sizeof(x) for x in values]
     launch = example.grid, example.block, example.shared_bytes
-    machine.starter(kernel, sizes, regions, *launch)(None, ctypes.addressof(table), 0)
+    # One worker: of several faults the same one is found in every run.
+    start = machine.starter(kernel, sizes, regions, *launch, workers=1)
+    start(None, ctypes.addressof(table), 0)
     return {name: arguments[name] for name in example.expected}
 
 
-def _build(exercise: Exercise, text: str) -> CompiledKernel:
-    from cupyfa.planner.source import INCLUDE
-    from cupyfa.runtime.simulator import machine
-
-    return machine.build(text, (INCLUDE,), exercise.entry)
+def _guarded_copy(array: np.ndarray) -> np.ndarray:
+    """Returns a copy of an array amid unused memory, so that no other array is near its ends."""
+    buffer = np.zeros(array.nbytes + 2 * _GUARD_BYTES, np.uint8)
+    copied = buffer[_GUARD_BYTES:-_GUARD_BYTES].view(array.dtype).reshape(array.shape)
+    copied[...] = array
+    return copied
 
 
 def _argument(value: Any) -> Any:

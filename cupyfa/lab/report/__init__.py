@@ -1,1 +1,1 @@
-"""Tables, plots and the generated sections of pages."""
+"""Tables, plots, and generated sections of documentation pages."""

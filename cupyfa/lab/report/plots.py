@@ -1,4 +1,4 @@
-"""Draws measurements on a white background, so that pictures suit light and dark pages."""
+"""Draws measurements, on a white background that suits light and dark pages."""
 
 import io
 import math
@@ -23,10 +23,11 @@ INK, PALE = "#424a53", "#d8dee4"
 COLOURS = ("#1c6afa", "#e60d1a", "#792191", "#521a0e", "#d10881", "#0d009e", "#a35954", "#450dff")
 MARKERS = "osD^vPX"
 _DASHES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)))
-# The units that kernels use for products, by the prefix of their names; "" is any other name.
+# Maps the prefix of kernels' names ("" for any other) to the units that compute their products.
 FAMILIES = {"": "cuBLAS, CUDA cores, WMMA", "mma": "mma.sync", "wgmma": "wgmma"}
-# Text in files is text, not outlines: it is small, and can be searched and read aloud. Verdana is
-# as wide as DejaVu Sans, with which matplotlib lays text out; most other fonts are narrower.
+# SVG files store text as text rather than outlines: it is smaller, searchable, and readable by
+# screen readers. matplotlib computes the layout with DejaVu Sans, which Verdana matches in width;
+# most other fonts are narrower.
 _FONTS = "DejaVu Sans, Verdana, sans-serif"
 _INKED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
 _STYLE: dict[Any, Any] = {
@@ -37,19 +38,19 @@ _STYLE: dict[Any, Any] = {
     "lines.linewidth": 1.6,
     "lines.markersize": 5,
     "svg.fonttype": "none",
-    "svg.hashsalt": "cupyfa",  # the same rows make the same file
+    "svg.hashsalt": "cupyfa",  # makes files reproducible
 }
 _UNDATED = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 _LINE = 110  # characters per line of the text below a picture
-_GAP = 8  # points between a curve and its label
-_CLEAR = 1.5  # points between a label and a line that it must not cover
+_GAP = 8  # distance from a curve to its label, in 1/72 inch
+_CLEAR = 1.5  # distance from a label to a line that it must not cover, in 1/72 inch
 
 
 def draw(rows: Sequence[Measurement], path: str | Path, title: str = "") -> None:
-    """Draws TFLOP/s over N: a panel for each family of kernels, with labels at the curves' ends.
+    """Plots TFLOP/s over N in one panel per kernel family, with labels at the curves' ends.
 
     All axes are logarithmic. The first kernel is in every panel, for comparison. Writes an .svg or
-    .png file. Raises ValueError for another suffix and if no row was timed, Unsupported without
+    .png file. Raises ValueError for another suffix or if no row was timed, and Unsupported without
     matplotlib.
     """
     path = Path(path)
@@ -63,15 +64,15 @@ def draw(rows: Sequence[Measurement], path: str | Path, title: str = "") -> None
 
 
 def draw_blocks(blocks: BlockMask, path: str | Path) -> None:
-    """Draws the tiles of a block mask, which are empty (white), partial or full (dark).
+    """Draws the tiles of a block mask: empty (white), partial (light) or full (dark).
 
     Tiles have 128 queries and keys, or more if there would be too many. A tile that differs between
     batch elements or heads is drawn as partial. Writes an .svg or .png file. Raises ValueError for
-    another suffix, TypeError if ``blocks`` is no block mask, Unsupported without matplotlib.
+    another suffix, TypeError if ``blocks`` is not a block mask, Unsupported without matplotlib.
     """
     if not isinstance(blocks, BlockMask):
         raise TypeError(
-            f"blocks is {described(blocks)}; make a block mask of it: block_mask(array)"
+            f"blocks is {described(blocks)}, not a block mask; make one: block_mask(array)"
         )
     path = Path(path)
     check(path)
@@ -80,7 +81,7 @@ def draw_blocks(blocks: BlockMask, path: str | Path) -> None:
 
 
 def _tiles(blocks: BlockMask, title: str) -> Any:
-    """Draws a square for each tile, queries downwards."""
+    """Draws a grid of tiles, with queries from top to bottom."""
     from matplotlib.colors import ListedColormap
 
     figure = new_figure(6)
@@ -100,7 +101,7 @@ def _tiles(blocks: BlockMask, title: str) -> Any:
 
 
 def write(figure: Callable[[], Any], path: Path, title: str, description: str) -> None:
-    """Writes a figure to a file, whole or not at all; equal figures give equal files."""
+    """Writes a figure to a file atomically; equal figures produce identical files."""
     import matplotlib
 
     file, form = io.BytesIO(), path.suffix[1:]
@@ -116,14 +117,14 @@ def write(figure: Callable[[], Any], path: Path, title: str, description: str) -
 
 
 def _accessible(svg: str, description: str) -> str:
-    """Adds a role and a description to an SVG file, and names its fonts only once."""
+    """Adds a role and a description to an SVG file, and moves its font names to the root."""
     svg = re.sub(r" font-family: [^;\"]*;?", "", svg)
     svg = svg.replace("<svg ", f'<svg role="img" font-family="{_FONTS}" ', 1)
     return svg.replace("</title>", f"</title>\n <desc>{escape(description)}</desc>", 1)
 
 
 def check(path: Path) -> None:
-    """Raises ValueError unless the suffix is a picture's, Unsupported without matplotlib."""
+    """Raises ValueError unless the suffix is in SUFFIXES, and Unsupported without matplotlib."""
     if path.suffix not in SUFFIXES:
         raise ValueError(f"{path} must end with {' or '.join(SUFFIXES)}")
     try:
@@ -133,7 +134,7 @@ def check(path: Path) -> None:
 
 
 def curves_of(rows: Sequence[Measurement]) -> dict[str, list[tuple[int, float]]]:
-    """Returns the points (N, TFLOP/s) of each kernel that was timed, in the order of N."""
+    """Maps each timed kernel to its points (N, TFLOP/s), sorted by N."""
     curves: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         if row.tflops:
@@ -144,7 +145,7 @@ def curves_of(rows: Sequence[Measurement]) -> dict[str, list[tuple[int, float]]]
 def _endings(
     rows: Sequence[Measurement], curves: Mapping[str, Sequence[tuple[int, float]]]
 ) -> list[str]:
-    """Explains why curves end early: the note of the next row, or the time it would take."""
+    """Explains why curves end early: the note on the next length, or the time it would take."""
     longest = max(points[-1][0] for points in curves.values())
     said = []
     for name, points in curves.items():
@@ -162,13 +163,13 @@ def _endings(
 
 
 def family(name: str) -> str:
-    """Returns the key of a kernel's name in FAMILIES."""
+    """Returns the key in FAMILIES for a kernel's name."""
     first = name.split("_")[0]
     return first if first in FAMILIES else ""
 
 
 def new_figure(height: float) -> Any:
-    """Makes a figure of 8 inches by ``height`` in which text can be measured."""
+    """Makes a figure 8 inches wide, with a canvas that can measure text."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -176,7 +177,7 @@ def new_figure(height: float) -> Any:
 
 
 def set_scales(axes: Any) -> None:
-    """Makes axes logarithmic, with TFLOP/s upwards and plain numbers as tick labels."""
+    """Makes both axes logarithmic, with plain numbers as tick labels."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     axes.set(xscale="log", yscale="log")
@@ -189,11 +190,11 @@ def set_scales(axes: Any) -> None:
     axes.grid(linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(length=0)
-    axes.tick_params("x", pad=7)  # clear of the y axis's lowest label
+    axes.tick_params("x", pad=7)  # keeps distance from the lowest label of the y axis
 
 
 def add_label(axes: Any, text: str, point: tuple[float, float], colour: str) -> Any:
-    """Adds a label that a thin line joins to its point; ``place_labels`` moves it."""
+    """Adds a label joined to its point by a thin line; ``place_labels`` sets its position."""
     line = {"arrowstyle": "-", "color": colour, "linewidth": 0.6, "relpos": (0, 0.5), "shrinkA": 0}
     ground = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
     return axes.annotate(
@@ -215,10 +216,10 @@ def place_labels(
 ) -> None:
     """Places labels in a column that begins ``left`` points from the left edge of the axes.
 
-    Each is as near the height of its point as is possible without overlap: labels that would
-    overlap move as one group, by the mean of their shifts, so that the sum of the squared shifts is
-    minimal. Those that would cover one of ``lines``, at these heights of the data, are moved off it
-    where there is room.
+    Each label is placed as close to the height of its point as possible without overlap. Labels
+    that would overlap are moved as one group, by the mean of their shifts, which minimizes the sum
+    of squared shifts. Labels that would cover a line, at one of the data heights ``lines``, are
+    moved off the line where there is room.
     """
     points_of = 72 / axes.figure.dpi
     column = sorted(labels, key=lambda label: label.xy[1])
@@ -248,9 +249,9 @@ def place_labels(
 def _off_lines(
     bottoms: Sequence[float], heights: Sequence[float], lines: Sequence[float]
 ) -> list[float]:
-    """Returns the column of boxes, from bottom to top, with those that cover a line moved off it.
+    """Moves boxes of a column, given from bottom to top, off the lines that they cover.
 
-    Unchanged if there is no room below.
+    Returns the new bottoms, or ``bottoms`` if there is not enough room below.
     """
     moved: list[float] = []
     ceiling = math.inf
@@ -268,7 +269,7 @@ def _off_lines(
 
 
 def text_size(text: Any) -> tuple[float, float]:
-    """Measures the width and height of a text in points, without the line to its point."""
+    """Measures the width and height of a label in points, without the line to its point."""
     from matplotlib.text import Text
 
     box = Text.get_window_extent(text, text.figure.canvas.get_renderer())
@@ -278,7 +279,7 @@ def text_size(text: Any) -> tuple[float, float]:
 def _figure(
     curves: Mapping[str, list[tuple[int, float]]], title: str, endings: Sequence[str] = ()
 ) -> Any:
-    """Draws a panel for each family with kernels besides the first, and notes below."""
+    """Draws a panel for each family that has kernels besides the first one, and notes below."""
     first = next(iter(curves))
     families: dict[str, list[str]] = {}
     for name in curves:
@@ -306,7 +307,7 @@ def _figure(
 
 
 def _draw_panel(axes: Any, curves: Mapping[str, list[tuple[int, float]]], first: str) -> None:
-    """Draws curves with labels at the right edge, joined to the curves' ends by thin lines."""
+    """Draws curves, with labels at the right edge joined to the curves' ends by thin lines."""
     looks = zip(cycle(COLOURS), cycle(MARKERS), cycle(_DASHES))
     labels = []
     for name, points in curves.items():

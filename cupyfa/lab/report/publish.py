@@ -1,4 +1,4 @@
-"""Writes tables of measurements into the page of the ladder and its translation."""
+"""Writes tables of measurements into the documentation page of the ladder and its translation."""
 
 import re
 from collections import Counter
@@ -16,22 +16,22 @@ from cupyfa.problem.problem import Problem
 PAGES = ("docs/ladder.md", "docs/zh/ladder.md")
 USUAL_LENGTH = sweeps.USUAL["forward"]["M"]
 _VERSIONS = ("driver", "cuda", "nvrtc", "cupy", "compiler", "cupyfa")
-_FILES = re.compile(r" --(docs|(save|plot|from)[ =]\S+)")  # options that do not influence times
+_FILES = re.compile(r" --(docs|(save|plot|from)[ =]\S+)")  # options without influence on times
 
 
 def at_length(rows: Sequence[Measurement], M: int | None) -> list[Measurement]:
-    """Returns the rungs of one length: M, or the default length, or if nothing was timed there,
-    the longest of those with the most timed rungs.
+    """Returns the rows of rungs at one length, by default USUAL_LENGTH.
 
-    Raises ValueError if there is no rung, if a rung occurs twice, or if problems differ in more
-    than the length and the precision, which each rung chooses.
+    If no rung was timed at the default length, uses the length with the most timed rungs, and of
+    several the longest. Raises ValueError if there is no rung, if a rung occurs twice, or if
+    problems differ in more than the length and the precision, which each rung chooses.
     """
     others = ", ".join(dict.fromkeys(row.kernel for row in rows))
     rows = [row for row in rows if row.kernel in LADDER[row.operation]]
     if not rows:
         raise ValueError(
-            f"there is no rung to make a ladder of{f', but {others}' if others else ''}; measure "
-            "rungs with cupyfa ladder --save"
+            f"the results contain no rung{f', but {others}' if others else ''}; measure rungs "
+            "with cupyfa ladder --save"
         )
     lengths = sorted({row.problem.M for row in rows})
     timed = Counter(row.problem.M for row in rows if row.milliseconds)
@@ -44,12 +44,12 @@ def at_length(rows: Sequence[Measurement], M: int | None) -> list[Measurement]:
         found = ", ".join(map(str, problems))
         raise ValueError(f"a ladder needs measurements of one problem; found {found}")
     if not chosen:
-        raise ValueError(f"M={M} was not measured; there are {', '.join(map(str, lengths))}")
+        raise ValueError(f"M={M} was not measured; choose from {', '.join(map(str, lengths))}")
     return chosen
 
 
 def problem_of(rows: Sequence[Measurement]) -> Problem:
-    """Returns the problem that all rungs share."""
+    """Returns the problem that all rows share, without precision if rows differ in it."""
     first = rows[0].problem
     return first if all(row.problem == first for row in rows) else _unrounded(first)
 
@@ -59,7 +59,7 @@ def _unrounded(problem: Problem) -> Problem:
 
 
 def rungs(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
-    """Returns the table of a ladder for rows of ``at_length``."""
+    """Returns the rows of a ladder's table for measurements from ``at_length``."""
     first = next(iter(LADDER[rows[0].operation]))
     table = []
     for row in rows:
@@ -76,7 +76,7 @@ def rungs(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
 
 
 def shown_rungs(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
-    """Returns the table of ``rungs`` with rates of three digits, for readers."""
+    """Returns the rows of ``rungs`` with rates rounded to three digits, for display."""
     return [
         {name: x if name == "ms" else three_digits(x) for name, x in row.items()}
         for row in rungs(rows)
@@ -84,7 +84,7 @@ def shown_rungs(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
 
 
 def described(results: Results, problem: Problem) -> str:
-    """Describes the device, versions, problem and command of a measurement in Markdown."""
+    """Describes device, versions, problem and command of a measurement in Markdown."""
     about = results.environment
     versions = [f"{name} {about[name]}" for name in _VERSIONS if name in about]
     command = _FILES.sub("", about["command"])
@@ -95,13 +95,13 @@ def described(results: Results, problem: Problem) -> str:
 
 
 def title(results: Results, problem: Problem) -> str:
-    """Returns the title of a picture over several lengths."""
+    """Returns the title of a plot over several lengths: the device and the other sizes."""
     sizes = re.sub(r" [MN]=\d+| scale=\S+", "", str(problem))
     return f"{results.device}: {sizes}"
 
 
 def pages_of(folder: Path, backend: str) -> list[Path]:
-    """Returns the pages with the ladder. Raises ValueError for a missing page or the simulator."""
+    """Returns the pages. Raises ValueError if one is missing or the backend is "simulator"."""
     for name in PAGES:
         if not (folder / name).is_file():
             raise ValueError(f"{folder} has no {name}; run this in a checkout of the project")
@@ -113,9 +113,9 @@ def pages_of(folder: Path, backend: str) -> list[Path]:
 
 
 def publish(folder: Path, results: Results, rows: Sequence[Measurement]) -> list[Path]:
-    """Writes a ladder between the markers of its pages; returns the files.
+    """Writes a ladder between the markers for its operation in each page; returns the pages.
 
-    The markers name its operation. Raises ValueError as ``pages_of`` does, and without markers.
+    Raises ValueError as ``pages_of`` does, and if a page lacks the markers.
     """
     table = f"{markdown(shown_rungs(rows))}\n\n{described(results, problem_of(rows))}\n"
     first, last = (f"<!-- {sign}measured {rows[0].operation} -->" for sign in ("", "/"))
@@ -124,7 +124,7 @@ def publish(folder: Path, results: Results, rows: Sequence[Measurement]) -> list
     for page in pages_of(folder, results.environment.get("backend", "")):
         changed[page], count = between.subn(lambda _: table, page.read_text(encoding="utf-8"))
         if count != 1:
-            raise ValueError(f"{page} needs one {first} and one {last} after it")
+            raise ValueError(f"{page} needs one {first}, followed by one {last}")
     for page, content in changed.items():
         cache_folder.write_whole(page, content.encode())
     return list(changed)

@@ -1,4 +1,4 @@
-"""Renders rows of data as a table, or as JSON, CSV or Markdown."""
+"""Renders rows of data as tables, JSON, CSV or Markdown."""
 
 import csv
 import io
@@ -25,20 +25,20 @@ from cupyfa.planner.plan import Plan, PlannedLaunch
 from cupyfa.problem.lengths import lengths_of, shown_lengths
 from cupyfa.runtime.backend import Backend
 
-_LONG = 20  # characters; shorter values are not wrapped
+_LONG = 20  # columns are wrapped only if a value has at least this many characters
 FORMATS = ("table", "json", "csv", "md")
 Row = Mapping[str, Any]
 
 
 def render(rows: Sequence[Row], form: str) -> str:
-    """Renders rows in one of FORMATS; keys are columns."""
+    """Renders rows, whose keys are the columns, in one of FORMATS."""
     if form == "json":
         return json.dumps(_plain(rows), indent=2, allow_nan=False)
     return {"table": table_of, "csv": _csv, "md": markdown}[form](rows)
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Renders a Markdown table without columns that are empty in all rows."""
+    """Renders a Markdown table; omits columns that are empty in all rows."""
     columns = [x for x in (rows[0] if rows else ()) if any(text(row[x]) for row in rows)]
     head = [printable(column.replace("_", " ")) for column in columns]
     lines = [head, ["---"] * len(columns)] + [[text(row[c]) for c in columns] for row in rows]
@@ -47,7 +47,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def kernel_row(kernel: Kernel, largest_d: int | str | None) -> Row:
-    """Returns a kernel's row in ``list``; ``largest_d`` may be "any", or None without the dtype."""
+    """Returns a kernel's row for ``list``. ``largest_d`` is None if the dtype is not supported."""
     rounded = kernel.float32_as if kernel.float32_as != ("float32",) else ()
     has_d = kernel.operation != "softmax"
     return {
@@ -62,7 +62,7 @@ def kernel_row(kernel: Kernel, largest_d: int | str | None) -> Row:
 
 
 def listing(rows: Sequence[Row]) -> str:
-    """Renders kernels by operation: a line with what each adds, and one with what it can do."""
+    """Renders kernels grouped by operation: a line with what each adds, and one with its limits."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     for i, row in enumerate(rows):
@@ -106,7 +106,7 @@ def trial_row(result: Trial, case: Case, backend: Backend) -> Row:
 def trial_lines(
     result: Trial, case: Case, backend: Backend, passed_over: Mapping[str, str] | None = None
 ) -> str:
-    """Renders a trial. ``passed_over`` has faster kernels that "auto" did not take, and why."""
+    """Renders a trial. ``passed_over`` has the reasons why "auto" rejected faster kernels."""
     plan, row = result.plan, result.measurement
     lines = {
         "kernel": f"{plan.kernel.name}: {plan.kernel.adds}",
@@ -135,7 +135,7 @@ def replayed_lines(done: Replayed) -> str:
 
 
 def _outcome_lines(when: str, outcome: Outcome, where: str) -> Row:
-    """Returns a line for the outcome, and lines for its verdicts or why there are none."""
+    """Returns a line for the outcome, and a line per verdict, or the reason if there are none."""
     told = {when: f"{outcome.kernel}: {outcome.kind}, on {where}"}
     if not outcome.verdicts:
         return {**told, f"{when} why": outcome.message}
@@ -147,7 +147,7 @@ def _judgement(passed: bool) -> str:
 
 
 def measurements(rows: Sequence[Measurement], about: Row) -> str:
-    """Renders a benchmark: ``about``, a table of the columns that differ, then notes."""
+    """Renders a benchmark: the heading ``about``, a table of the columns that differ, and notes."""
     table = [short_row(row.row()) for row in rows]
     for row in table:
         rates = {column: three_digits(x) for column, x in row.items() if column != "ms"}
@@ -169,7 +169,7 @@ def three_digits(value: Any) -> Any:
 
 
 def short_row(row: Row) -> dict[str, Any]:
-    """Returns a row for people: many lengths become their number, the least and the most."""
+    """Abbreviates the lengths in a row: many become their number, minimum and maximum."""
     given = row["lengths"]
     return {**row, "lengths": given and shown_lengths(lengths_of(given), short=True)}
 
@@ -181,12 +181,12 @@ def comparisons(rows: Sequence[Comparison]) -> str:
     return table_or_fields(table)
 
 
-# Columns that are dropped, one by one, from a table that is too wide.
+# Columns that are dropped, in this order, from a table that is too wide.
 _SPARE = ("registers", "GB/s", "spread_%", "launches", "spilled_bytes", "checked_%")
 
 
 def _drop_sizes(table: Sequence[dict[str, Any]], rows: Sequence[Measurement]) -> None:
-    """Removes redundant sizes, the default scale, and tiles if each kernel has only one choice."""
+    """Removes redundant sizes, a default scale, and tiles if each kernel has only one choice."""
     drop_followers(table)
     if all(x.problem.options.scale is None for x in rows):
         drop(table, "scale")
@@ -197,7 +197,7 @@ def _drop_sizes(table: Sequence[dict[str, Any]], rows: Sequence[Measurement]) ->
 
 
 def drop_followers(table: Sequence[dict[str, Any]], *kept: str) -> None:
-    """Removes sizes that are equal to others, except for those ``kept``."""
+    """Removes N, kv_heads and dv where equal to M, heads and d in all rows, except ``kept``."""
     follows = {"N": "M", "kv_heads": "heads", "dv": "d"}
     alike = [x for x in follows if all(row[x] in (None, row[follows[x]]) for row in table)]
     drop(table, *(x for x in alike if x not in kept))
@@ -210,7 +210,7 @@ def drop(table: Sequence[dict[str, Any]], *columns: str) -> None:
 
 
 def plan_row(plan: Plan, launch: PlannedLaunch) -> Row:
-    """Returns the row of a launch: its grid, threads, memory and arguments."""
+    """Returns a launch as a table row, with its grid, threads, memory and arguments."""
     return {
         "kernel": plan.kernel.name,
         "launch": launch.entry,
@@ -229,9 +229,9 @@ def plan_row(plan: Plan, launch: PlannedLaunch) -> Row:
 
 
 def plan_lines(plan: Plan, passed_over: Mapping[str, str] | None = None) -> str:
-    """Renders a plan for people, a line for each fact: of the plan, then of each launch.
+    """Renders the facts of a plan, then those of each launch, one per line.
 
-    ``passed_over`` has faster kernels that "auto" did not take, and why.
+    ``passed_over`` has the reasons why "auto" rejected faster kernels.
     """
     products = sum(isinstance(x, Matmul) for x in plan.steps)
     whole = {
@@ -272,7 +272,7 @@ def _launch(plan: Plan, launch: PlannedLaunch) -> Row:
 
 
 def fields(row: Row) -> str:
-    """Renders a line for each name whose value is not empty."""
+    """Renders each name and value on a line; omits names with empty values."""
     shown = {printable(name): text(value) for name, value in row.items() if text(value)}
     table = Table.grid(padding=(0, 2))
     widest = max(map(len, shown), default=0)  # names may have several words
@@ -283,14 +283,14 @@ def fields(row: Row) -> str:
 
 
 def table_or_fields(rows: Sequence[Row], *, spare: Sequence[str] = (), rule: int = 0) -> str:
-    """Renders a table with a line after ``rule`` rows, or the fields of a single row."""
+    """Renders a table with a line below the first ``rule`` rows, or the fields of a single row."""
     if len(rows) == 1:
         return fields({name.replace("_", " "): x for name, x in rows[0].items()})
     return table_of(rows, spare=spare, rule=rule)
 
 
 def launch_line(plan: Plan, launch: PlannedLaunch, resources: Mapping[str, int]) -> str:
-    """Renders the geometry and resources of a launch in one line."""
+    """Describes the geometry and resources of a launch in one line."""
     rounds = plan.rounds_of(launch)
     grid = " x ".join(f"{size:,}" for size in launch.grid if size != 1)
     known = "".join(f", {value:,} {name}" for name, value in resources.items())
@@ -302,14 +302,14 @@ def launch_line(plan: Plan, launch: PlannedLaunch, resources: Mapping[str, int])
 
 
 def verdict_line(verdict: Verdict) -> str:
-    """Renders a verdict without its name: short if it passed, else in full."""
+    """Describes a verdict without its name: briefly if it passed, else in full."""
     if verdict.passed:
         return f"error {verdict.error:.3g}, at worst {verdict.ratio:.3g} x its bound"
     return str(verdict).removeprefix(f"{verdict.name}: ")
 
 
 def text(value: Any) -> str:
-    """Renders a value of a table."""
+    """Formats a value for a table cell."""
     if value is None:
         return ""
     if isinstance(value, float):
@@ -322,7 +322,7 @@ def text(value: Any) -> str:
 
 
 def _abilities(row: Row) -> str:
-    """Describes the dtypes, the largest d, the precisions and the tile of a kernel."""
+    """Describes a kernel's dtypes, largest d, precisions and default tile."""
     d, float32_as = row["largest_d"], text(row["float32_as"]).replace("float", "f")
     abilities = [
         text(row["dtypes"]).replace("float", "f"),
@@ -334,7 +334,7 @@ def _abilities(row: Row) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Returns the value for JSON, with None for NaN and infinity."""
+    """Converts a value for JSON; NaN and infinity become None."""
     if isinstance(value, Mapping):
         return {key: _plain(x) for key, x in value.items()}
     if isinstance(value, (list, tuple)):
@@ -343,7 +343,7 @@ def _plain(value: Any) -> Any:
 
 
 def _csv(rows: Sequence[Row]) -> str:
-    """Renders CSV with numbers in full and nested values as JSON."""
+    """Renders CSV with numbers at full precision and nested values as JSON."""
     out = io.StringIO()
     names = list(rows[0]) if rows else []
     writer = csv.DictWriter(out, fieldnames=names, lineterminator="\n")
@@ -364,10 +364,10 @@ def table_of(
     rule: int = 0,
     shown: Callable[[Any], str] | None = None,
 ) -> str:
-    """Renders a table; with ``share``, values that are equal in all rows stand above it.
+    """Renders a table; with ``share``, values that are equal in all rows are printed above it.
 
-    Columns of ``spare`` are dropped, one by one, until the others fit. A line follows ``rule``
-    rows, if there are more. ``shown`` renders a value, by default ``text``.
+    Columns of ``spare`` are dropped in order until the table fits. A line is drawn below the first
+    ``rule`` rows if more rows follow. ``shown`` formats a value; the default is ``text``.
     """
     if not rows:
         return ""
@@ -406,17 +406,17 @@ def _table(
 
 
 def _widths(content: RenderableType) -> Widths:
-    """Returns the least and the most characters that the content needs."""
+    """Measures the minimum and maximum width of the content in characters."""
     console = Console()
     return console.measure(content, options=console.options.update(width=10_000))
 
 
 def _drawn(content: RenderableType) -> str:
-    """Renders by rich for this terminal, or for a wider one if the longest words need it."""
+    """Renders with rich at the terminal's width, or wider if the longest words need more."""
     console = Console(highlight=False)
     if isinstance(content, Table) and _widths(content).minimum > console.width:
         content.collapse_padding = True
-    indent = 2  # of indented names
+    indent = 2  # indentation of names in listings
     console.width = max(console.width, _widths(content).minimum + indent)
     with console.capture() as capture:
         console.print(content)

@@ -28,7 +28,7 @@ NO_DRIVER = "CUDARuntimeError: cudaErrorInsufficientDriver: CUDA driver version 
 
 
 def look(thing, *answer):
-    """The finding of one probe, for an answer or for this machine."""
+    """Runs one probe, on a given answer or on this machine."""
     return next(probe for probe in diagnosis.PROBES if probe.thing == thing).look(*answer)
 
 
@@ -38,13 +38,13 @@ def by_thing(findings):
 
 @pytest.fixture
 def no_driver(monkeypatch, tmp_path):
-    """A machine without NVIDIA's driver."""
+    """Makes this machine appear to have no NVIDIA driver."""
     monkeypatch.setattr(environment, "PROC", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
 def cli(*args, env=None, code=0):
-    """``doctor`` in a process of its own."""
+    """Runs ``cupyfa doctor`` in a new process."""
     done = process(["doctor", *args], begin=MODULE, env=env)
     assert done.returncode == code, done.stderr
     return done
@@ -59,7 +59,7 @@ def test_every_probe_has_a_finding():
     seen = []
     findings = cupyfa.lab.doctor(progress=lambda done, total, what: seen.append(what))
     assert seen == THINGS
-    # A machine may have several GPUs.
+    # All GPUs of the machine count as one probe.
     things = dict.fromkeys("GPU" if x.thing.startswith("GPU") else x.thing for x in findings)
     assert list(things) == THINGS
     for finding in findings:
@@ -90,7 +90,7 @@ def probes(monkeypatch, *made):
 
 @pytest.fixture
 def asking(monkeypatch, tmp_path):
-    """A function that makes a probe's question from a function body, for another process."""
+    """Returns a function that writes a module f() and returns its name as a probe's question."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
@@ -102,7 +102,6 @@ def asking(monkeypatch, tmp_path):
 
 
 def echo(answer, error):
-    """A finding that shows the answer or the error."""
     return Finding("x", FAULT if error else OK, error or str(answer))
 
 
@@ -181,7 +180,7 @@ def test_a_cache_that_is_read_only_or_has_no_place_is_a_fault(monkeypatch, tmp_p
     monkeypatch.setenv("CUPYFA_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "TemporaryFile", read_only)
     assert look("cache").state == FAULT
-    monkeypatch.setattr(cache_folder, "chosen_folder", lambda: None)  # of a user without a home
+    monkeypatch.setattr(cache_folder, "chosen_folder", lambda: None)  # a user without a home folder
     assert look("cache").state == FAULT
 
 
@@ -192,7 +191,7 @@ def test_missing_packages_do_not_prevent_running(monkeypatch):
 
 @pytest.fixture
 def wheels(monkeypatch):
-    """A function that sets the installed wheels of CuPy."""
+    """Returns a function that sets which wheels of CuPy appear to be installed."""
 
     def say(*names):
         monkeypatch.setattr(diagnosis, "packages_distributions", lambda: {"cupy": list(names)})

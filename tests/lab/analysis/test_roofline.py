@@ -16,7 +16,8 @@ from cupyfa.lab.bench.results import Measurement, Results
 from cupyfa.ladder import LADDER
 from cupyfa.planner.source import ROOT
 
-# FLOP per clock and multiprocessor: float16 in, float32 sums, on tensor cores; float32 without.
+# FLOP per clock and multiprocessor: tensor cores with float16 inputs and float32 accumulators, and
+# CUDA cores in float32.
 PER_CLOCK = {
     "75": (1024, 128),
     "80": (2048, 128),
@@ -45,7 +46,7 @@ def test_peaks_follow_from_the_units_of_a_device(name):
     clocks = device.multiprocessors * device.clock / 1e3
     halved = 2 if device.name.startswith("GeForce") and device.arch != "120" else 1
     assert device.tensor["float16"] == pytest.approx(clocks * tensor / halved, rel=0.02)
-    # Plain units may run at a higher clock than tensor cores.
+    # CUDA cores may run at a higher clock than tensor cores.
     assert 0.98 < device.plain["float32"] / (clocks * plain) < 1.1
     assert device.source and device.bandwidth > 0
     assert device.exponentials == EXP2_PER_CLOCK * clocks
@@ -85,24 +86,24 @@ def test_bounds_by_hand():
     assert round(row("tiled").balance) == 201
     assert row("tiled", M=400).bound == "memory"
     assert row("tiled", M=404).bound == "compute"
-    # One row of queries reads all keys.
+    # In decoding, a single query reads all keys.
     decode = row("tiled", heads=32, kv_heads=8, M=1, N=8192, d=128, dtype="bfloat16")
-    assert decode.intensity == pytest.approx(4, rel=0.01)  # the rows of a group share keys
+    assert decode.intensity == pytest.approx(4, rel=0.01)  # 4 query heads share the keys
     assert decode.bound == "memory"
-    # A mask halves the work, but not the bytes.
+    # A causal mask halves the FLOP, but not the bytes.
     full, masked = (row("naive", M=4096, causal=causal) for causal in (False, True))
     assert masked.flops / full.flops == pytest.approx(0.5, abs=0.001)
     assert masked.bytes == full.bytes
-    # Gradients take five products.
+    # Gradients take five matrix products, the forward pass two.
     forward, backward = row("tiled"), row("tiled", backward=True)
     assert backward.flops == 2.5 * forward.flops
     naive, tiled = rows("naive", "tiled", batch=1, heads=1, M=1024, backward=True)
     assert naive.bytes == tiled.bytes + 10 * 2 * 1024**2
-    assert tiled.bytes == 8 * 1024 * 64 * 2 + 1024 * 4  # lse
+    assert tiled.bytes == 8 * 1024 * 64 * 2 + 1024 * 4  # eight float16 arrays, and lse in float32
 
 
 def test_exponentials_bound_small_heads():
-    """16 exponentials per clock and 4096 FLOP: below d = 64 the 4 d FLOP of a score are fewer."""
+    """Per clock, an SM computes 16 exponentials or 4096 FLOP; a score needs 1 and 4 d of them."""
     assert row("tiled", device="h100", d=32).bound == "exponentials"
     assert row("tiled", device="h100", d=128).bound == "compute"
     small = row("tiled", device="h100", d=32)
@@ -120,14 +121,14 @@ def test_rungs_with_and_without_tensor_cores():
         "mma_fp16x2",
         "mma_f64",
         "wgmma_fp16x2",
-    }  # which take no float16
+    }  # these do not support float16
     peaks = {x.computation: x.peak for x in of_all}
     assert (peaks["fa2"], peaks["wgmma"]) == (66.9, 989.4)
     assert row("mma_tf32", dtype="float32", device="h100").peak == 494.7
     assert row("mma_f64", dtype="float64", device="h100").peak == 66.9
     for name in ("mma_fp16x2", "wgmma_fp16x2"):
         assert row(name, dtype="float32", device="h100").peak == 989.4 / 3
-    # The least time of float32 is that of parts, but where the plain units are as fast.
+    # The bound for float32 assumes split operands, unless CUDA cores are as fast.
     assert row("tiled", dtype="float32", device="h100").peak == 989.4 / 3
     assert row("tiled", dtype="float32", device="rtx4090").peak == 82.6
     assert row("tiled", dtype="float64", device="h100").peak == 66.9
@@ -157,7 +158,7 @@ def test_kernels_move_each_array_of_each_launch_once():
     naive, tiled, baseline, fa2 = rows("naive", "tiled", "baseline", "fa2")
     lse = 4 * 4 * 16 * 2048
     assert fa2.bytes == tiled.bytes + lse
-    assert baseline.bytes == naive.bytes + lse  # S and P, each written and read
+    assert baseline.bytes == naive.bytes + lse  # both write and read S and P
     for found in rows(device="h100", causal=True, backward=True):
         assert (
             found.bytes >= roofs.tiled_bytes("backward", found.problem)
@@ -172,7 +173,6 @@ def test_the_public_function():
 
 
 def test_the_device_of_this_machine_is_measured(monkeypatch):
-    """The simulator replaces a device."""
     monkeypatch.setattr(roofs, "gpu", cupyfa.Simulator)
     monkeypatch.setattr(roofs, "measured_device", lambda engine: DEVICES["t4"])
     for device, found in (("auto", "t4"), ("this", "t4"), ("a100", "a100")):
@@ -197,7 +197,7 @@ def test_the_command_prints_the_table():
     shown = cli("roofline", "naive", "tiled", *args).stdout
     assert "NVIDIA A100 40GB" in shown and "balance=201" in shown and "data sheet" in shown
     assert max(map(len, shown.splitlines())) <= 80
-    assert "N=" not in shown and " N " not in shown  # it follows M, which varies
+    assert "N=" not in shown and " N " not in shown  # N equals M, which varies
     shown = cli("roofline", "-d", 64, "--device", "h100").stdout.splitlines()
     assert " M=2048 N=2048 d=64 dtype=float32" in shown[0]
     assert " ms " in shown[3] and max(map(len, shown)) <= 80
@@ -262,7 +262,7 @@ def test_no_text_of_a_picture_hides_another_or_a_point(name):
 @pytest.mark.parametrize("device", [x for x in DEVICES if "float32" in DEVICES[x].plain])
 @pytest.mark.parametrize("backward", [False, True])
 def test_no_mark_lies_above_its_roof(device, backward):
-    """Marks have the figures of their rows: in two digits they lay above the roof."""
+    """Markers must use unrounded figures: rounded to two digits, some lie above the roof."""
     for dtype in ("float16", "float32"):
         found = [x for x in rows(device=device, dtype=dtype, backward=backward) if x.tflops]
         axes = plotting._figure(found).axes[0]
@@ -333,7 +333,7 @@ def test_measurements_of_a_file_are_shown_under_the_roof_of_their_device():
 
 def test_a_device_without_a_data_sheet_has_measured_roofs_where_it_is(monkeypatch):
     unknown = replace(LADDER_OF_H200, environment={"device": cupyfa.Simulator().limits.device})
-    with pytest.raises(ValueError, match="no data sheet of .* is listed; name a device: t4, "):
+    with pytest.raises(ValueError, match="no data sheet of device .*; name a device: t4, "):
         roofs.measured_roofs(unknown)
     monkeypatch.setattr(roofs, "gpu", cupyfa.Simulator)
     monkeypatch.setattr(roofs, "measured_device", lambda backend: DEVICES["h100"])
@@ -343,7 +343,7 @@ def test_a_device_without_a_data_sheet_has_measured_roofs_where_it_is(monkeypatc
 def test_times_of_the_simulator_are_shown_under_no_roof():
     simulated = replace(LADDER_OF_H200, environment={"backend": "simulator"})
     for device in ("auto", "h100"):
-        with pytest.raises(ValueError, match="times of the simulator lie under no device's roof"):
+        with pytest.raises(ValueError, match="times of the simulator have no roofline"):
             roofs.measured_roofs(simulated, device=device)
 
 
@@ -365,7 +365,7 @@ def test_the_arguments_select_measurements():
     idle = refused("roofline", "--from", file, "--backward", code=2)
     assert "--from names an operation, so --backward has no effect" in idle
     nothing = refused("roofline", "--from", file, "-d", 63, code=2)
-    assert "no kernel of attention has these names and sizes; there are batch=4 " in nothing
+    assert "no row of attention has these kernels and sizes; measured: batch=4 " in nothing
 
 
 def test_arrays_select_measurements():
@@ -382,7 +382,7 @@ def test_arrays_select_measurements():
     assert found(bias="1hmn", sink="h") == problems[:1] and found(wrt="q,bias") == problems
     assert found(bias=["1hmn", "11mn"], block_mask=False) == problems
     for other in ({"bias": "f16[1hmn]"}, {"wrt": "sink"}, {"mask": True}):
-        with pytest.raises(ValueError, match="no kernel of attention has these"):
+        with pytest.raises(ValueError, match="no row of attention has these"):
             found(**other)
 
 

@@ -1,4 +1,4 @@
-"""Timelines: what is recorded in the simulator, its steps, clocks, traces, and no cost."""
+"""Timelines: entries recorded in the simulator, steps, clocks, traces, and no cost by default."""
 
 import json
 import re
@@ -53,15 +53,15 @@ def recorded(name, block=0, **sizes):
 
 @pytest.fixture(scope="module")
 def overlap():
-    """A block of wgmma_overlap: a warp that copies, and warpgroups that take turns."""
+    """Records a block of wgmma_overlap: a producer warp and ping-pong consumer warpgroups."""
     return recorded("wgmma_overlap")
 
 
-# What it costs where nothing is recorded
+# Cost where nothing is recorded
 
 
 def without_marks(folder):
-    """The folder of kernels without every line that records anything."""
+    """Copies the kernels without the lines that record; returns the folder."""
     copied = shutil.copytree(sources.KERNELS, folder / "kernels")
     for path in (x for x in copied.rglob("*.cu*") if "timeline" not in x.name):
         text = path.read_text()
@@ -115,11 +115,11 @@ def test_a_recorded_launch_compiles_for_a_gpu_too():
         assert (phases > 12) == detailed and phases >= 2
         assert b"timeline_log" in code and b"%smid" in code
         barriers = re.findall(rb"\bbar(?:rier)?\.sync\b.*?%clock64", code, re.DOTALL)
-        # A barrier holds a warp only at its next access to memory, so its end is read after one.
+        # A barrier stalls a warp only at its next memory access, so its end is timed after one.
         assert barriers and (not detailed or all(b"@there" in x for x in barriers))
 
 
-# What is recorded
+# Recorded entries
 
 
 def test_the_kinds_are_those_of_the_header():
@@ -231,7 +231,7 @@ def test_blocks_and_launches_that_are_not_there():
 
 
 def test_launches_with_the_same_name_have_numbers_and_rounds_are_recorded_one_at_a_time():
-    most = record_named("baseline_backward")  # no launch has its name
+    most = record_named("baseline_backward")  # no launch is named like the kernel
     found = plan(most, standard(most, {}, small=True).problem, Simulator().limits)
     assert timelines._chosen(found, None).entry == "score_gradients"
     kernel, tiles = record_named("mma_slices_backward"), {"room": 1}
@@ -252,7 +252,7 @@ def test_all_blocks_of_a_persistent_kernel_go_from_task_to_task():
     found = recorded("wgmma_persistent", block=None, heads=8)
     assert found.blocks == (0, 1, 2, 3) and sorted(found.places.values()) == [0, 1, 2, 3]
     ends = [x for x in found.phases if x.block == 0 and x.warp == 4 and x.kind is Kind.EPILOGUE]
-    assert len(ends) == 2  # of eight tasks in four blocks
+    assert len(ends) == 2  # four persistent blocks process eight tiles
     assert facts(found) == {"time": found.end}
     rows = [x.row() for x in shares(found)]
     assert {"work", "epilogue"} <= {x["phase"] for x in rows}
@@ -304,7 +304,7 @@ def test_clocks_of_multiprocessors_are_joined_by_that_of_the_device():
     found, places = timelines._on_one_clock(entries, None)
     assert places == {0: 9, 1: 10}
     assert [x.time for x in found] == pytest.approx([1.0, 3.0, 1.5, 3.5])
-    begun = [x for x in entries if not x.ended][:2]  # without ends the rate is that of the device
+    begun = [x for x in entries if not x.ended][:2]  # without ends, the device's clock rate is used
     (found,), _ = timelines._on_one_clock(begun, 2.0)
     assert found.time == pytest.approx(1.0)
 
@@ -328,7 +328,7 @@ def test_all_warps_end_where_the_first_entries_were_lost():
 
 
 def test_a_block_that_lost_entries_cuts_no_other_and_keeps_what_it_has():
-    """The last entry that a full warp keeps may be of a kind that is not shown of all blocks."""
+    """The last entry that fits may be of a kind that timelines of all blocks do not show."""
     whole = [entry(0, 0, Kind.IN_BLOCK), entry(9, 0, Kind.IN_BLOCK, ended=True)]
     cut = [entry(2, 0, Kind.IN_BLOCK, block=1), entry(6, 0, Kind.BLOCK_WAIT, block=1)]
     blank = small(phases=(), lost=9, grid=2, is_detailed=False, in_steps=True)
@@ -443,7 +443,7 @@ def test_phases_count_where_they_begin():
 def test_a_warp_ends_with_the_last_of_its_lanes():
     entries = [
         entry(0, 0, Kind.IN_BLOCK),
-        entry(4, 0, Kind.IN_BLOCK, ended=True),  # the lanes that do not copy
+        entry(4, 0, Kind.IN_BLOCK, ended=True),  # lanes that do not copy end here
         entry(6, 0, Kind.BARRIER_WAIT),
         entry(9, 0, Kind.BARRIER_WAIT, ended=True),
         entry(12, 0, Kind.IN_BLOCK, ended=True),
@@ -456,7 +456,7 @@ def test_a_warp_ends_with_the_last_of_its_lanes():
     ]
 
 
-# Pictures, traces, the command
+# Pictures, traces and the command
 
 
 def small(**changed):
@@ -494,8 +494,8 @@ def test_shares_are_of_the_time_of_warps_that_work():
 
 
 def test_a_trace_has_the_format_of_trace_events(overlap):
-    """Phases of a row follow each other, flows begin and end in one, and pairs belong together."""
-    odd = replace(overlap, nanoseconds=58.1)  # of a step; times are whole nanoseconds
+    """Phases in a row do not overlap, flows begin and end in phases, async events are paired."""
+    odd = replace(overlap, nanoseconds=58.1)  # a fractional step, which traces round
     found = defaultdict(list)
     for x in json.loads(json.dumps(traces.trace(odd)))["traceEvents"]:
         found[x["ph"]].append(x)
@@ -569,7 +569,7 @@ def test_long_timelines_show_both_ends_and_all_blocks_a_row_for_each_multiproces
     draw(small(phases=blocks, places=places, is_detailed=False), tmp_path / "y.svg")
     svg = (tmp_path / "y.svg").read_text()
     assert "SM 3" in svg and "the next block or task" in svg and ">epilogue<" not in svg
-    later = Span(0, 1, Kind.IN_BLOCK, "other", 0, 9)  # of a warp that does not stand for the block
+    later = Span(0, 1, Kind.IN_BLOCK, "other", 0, 9)  # a warp that is not the block's busiest one
     all_blocks = small(phases=(*blocks, later), places=places, is_detailed=False)
     ends = {
         x["tid"]: x["ts"] + x["dur"]

@@ -1,4 +1,4 @@
-"""Benchmarks: timing, checks before timing, and the rows."""
+"""Benchmarks: timing, checks before timing, and the rows of results."""
 
 import json
 import os
@@ -32,7 +32,7 @@ SMALL = ("-M", 20, *OF_ANY_M)
 
 
 class Clock:
-    """A backend with a simulated clock: each call takes the milliseconds that it returns."""
+    """A backend with a fake clock, which each call advances by the milliseconds it returns."""
 
     def __init__(self, monkeypatch):
         self.now, self.called, self.cold = 0.0, [], set()
@@ -81,7 +81,7 @@ def test_a_call_ends_when_its_budget_is_used_up(clock):
 def test_slow_calls_are_made_twice_unless_that_takes_very_long(clock, seconds, launches):
     (times,) = timing.measure(clock, [lambda: 1e3 * seconds], budget=1, cold=True)
     assert times == [1e3 * seconds] * launches
-    assert len(clock.called) == (1 if launches == 1 else 3)  # the first one warms up
+    assert len(clock.called) == (1 if launches == 1 else 3)  # including one to warm up
 
 
 def test_the_number_of_rounds_is_limited(clock):
@@ -104,7 +104,7 @@ def test_ratios_are_medians_of_pairs():
 
 
 class Apart(Simulator):
-    """The simulator with its own memory: arrays must be uploaded."""
+    """A simulator with separate memory, to which arrays must be uploaded."""
 
     def owns(self, array):
         return False
@@ -165,7 +165,7 @@ def test_large_problems_are_sampled_at_the_corners_and_at_random():
 
 @pytest.fixture
 def by_sample(monkeypatch):
-    """All problems count as large."""
+    """Makes checks compare only excerpts, as they do for large problems."""
     monkeypatch.setattr(sampling, "_WORK", 1)
 
 
@@ -175,7 +175,7 @@ def by_sample(monkeypatch):
         ((0, 0, 3, 2), 9.0, True),
         ((1, 2, 199, 0), 9.0, True),
         ((1, 2, 199, 0), np.nan, True),
-        ((0, 1, 100, 4), np.nan, True),  # outside the excerpts, but never written
+        ((0, 1, 100, 4), np.nan, True),  # outside the excerpts, but not written by the kernel
         (None, 0.0, False),
     ],
 )
@@ -209,7 +209,7 @@ def test_bytes_are_inputs_and_outputs_once():
 
 
 class Fast(Simulator):
-    """Counts products and copies; each takes a second."""
+    """A simulator that counts timed calls, each of which takes a second."""
 
     def __init__(self):
         super().__init__()
@@ -261,11 +261,11 @@ class Paced(Simulator):
 
     @property
     def limits(self):
-        return replace(super().limits, device="a paced simulator")  # with stored peaks of its own
+        return replace(super().limits, device="a paced simulator")  # has stored peaks of its own
 
     def time(self, call, *, cold=False):
         plan = getattr(call, "plan", None)
-        if plan is not None:  # nobody reads the product by which a peak is measured
+        if plan is not None:  # products that measure a peak need not be computed
             call()
         self.drift *= 1.0001
         kernel = plan.kernel.name if plan else "product"
@@ -274,7 +274,7 @@ class Paced(Simulator):
 
 @pytest.fixture(autouse=True)
 def calls_with_plans(monkeypatch):
-    """Gives calls their plan, by which a paced simulator knows the kernel."""
+    """Attaches plans to calls, so that a paced simulator can identify the kernel."""
 
     def replay_of(engine, plan, arrays):
         call = replay(engine, plan, arrays)
@@ -289,7 +289,7 @@ def names(rows):
 
 
 def quick(kernels, backend="simulator", **options):
-    """Measurements on a tiny problem, which take no longer than two launches."""
+    """Measures kernels on a tiny problem with a budget of 0, which still runs two launches."""
     return bench(kernels, backend=backend, budget=0, **{**TINY, **options})
 
 
@@ -302,7 +302,7 @@ def test_a_kernel_is_measured_beside_its_baseline_and_the_rung_before():
     assert v2.factors["baseline"] == pytest.approx(0.5, rel=0.03)
     assert v2.factors["rung before"] == pytest.approx(2, rel=0.02)
     assert v1.factors["baseline"] == pytest.approx(0.25, rel=0.02)
-    assert v1.factors["rung before"] is None  # it was not measured
+    assert v1.factors["rung before"] is None  # the rung before v1 was not measured
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ def test_auto_is_measured_as_what_it_chooses():
 
 
 class Card(Paced):
-    """A paced simulator that a benchmark takes for a GPU."""
+    """A paced simulator that benchmarks treat as a GPU."""
 
     name = "card"
 
@@ -383,7 +383,7 @@ def test_bench_of_a_cache_on_the_command_line(tmp_path):
     file = tmp_path / "x.json"
     out = cli("bench", "fa2", "--cache", "paged", "-p", "page=16,32", *sizes, "--save", file)
     assert "cache in pages of 16" in out.stdout and "cache in pages of 32" in out.stdout
-    assert "GB/s are keys and values" in out.stderr
+    assert "GB/s counts keys and values" in out.stderr
     assert "not measured on a GPU" in cli("compare", file, file).stdout
     assert "give cache='paged'" in refused("bench", "fa2", "--page", 16, *sizes, code=2)
 
@@ -418,7 +418,7 @@ def test_the_peak_is_that_of_what_the_kernel_multiplies_in(facts):
 
 @pytest.fixture
 def two_of_a_name(tmp_path):
-    """Two scripts, each with a kernel named mine."""
+    """Writes two scripts, each with a kernel named mine."""
     for folder in ("old", "new"):
         (tmp_path / folder).mkdir()
         own_kernel.write(tmp_path / folder)
@@ -480,7 +480,7 @@ def test_constants_that_break_a_rule_are_rows_with_a_note():
 
 
 class Cramped(Simulator):
-    """A simulator that has no memory for arrays of more than 20,000 bytes."""
+    """A simulator that cannot allocate arrays of more than 20,000 bytes."""
 
     def empty(self, shape, dtype):
         if np.prod(shape) * dtype.itemsize > 20_000:
@@ -489,7 +489,7 @@ class Cramped(Simulator):
 
 
 def test_problems_that_do_not_fit_in_memory_are_left_out():
-    sizes = {**TINY, "M": [8, 80]}  # S and P of 80 rows have 51,200 bytes, O has 5,120
+    sizes = {**TINY, "M": [8, 80]}  # for M = 80, S and P take 51,200 bytes and O takes 5,120
     rows = bench("baseline_online", backend=Cramped(), budget=0, **sizes)
     assert [(row.problem.M, row.time is not None, row.note) for row in rows] == [
         (8, True, ""),
@@ -537,7 +537,7 @@ def test_the_checked_share_of_a_large_problem_is_reported(by_sample):
 
 
 class Forgetful(Simulator):
-    """A simulator whose graphs do nothing."""
+    """A simulator whose CUDA graphs do nothing."""
 
     def capture(self, call):
         return lambda: None
@@ -554,7 +554,7 @@ def test_graphs_are_replayed_and_incomplete_ones_found():
 
 @pytest.fixture
 def peer(monkeypatch):
-    """Makes a peer of a function of the inputs."""
+    """Returns a function that installs a peer with results computed by a given function."""
 
     def make(function):
         def prepare(name, engine, problem, arrays, operation):
@@ -600,7 +600,7 @@ def test_a_wrong_peer_is_named(peer, monkeypatch, at_once):
 
 
 def test_a_peer_finds_an_error_outside_the_sample(monkeypatch, peer, by_sample):
-    """A row outside all excerpts has one wrong element."""
+    """One element is wrong, in a row outside all excerpts."""
     sizes = {"batch": 1, "heads": 3, "M": 300, "N": 20, "d": 8}
     p = Problem.of_sizes(**sizes)
     seen = {(w.head, i) for w in sampling.excerpts(p, 0) for i in range(300)[w.rows]}
@@ -679,7 +679,7 @@ def test_measurements_before_an_error_are_printed_and_saved(tmp_path):
 
 
 def test_given_constants_are_printed_once():
-    """Constants with one value stand above the table, others in it."""
+    """Constants with one value are printed above the table, others in a column."""
     for values, above, rows in (("8", "Br=8", 0), ("8,16", "", 2)):
         head, *table = cli(
             "bench", "fa2", *SMALL, "--alone", "-p", f"Br={values}"
@@ -717,7 +717,7 @@ def test_times_of_a_gpu_are_not_replaced_by_those_of_the_simulator(tmp_path, com
     Results({"backend": "cuda", "device": "an H100"}, []).save(saved)
     before = saved.read_text()
     message = refused(*command, "--backend", "simulator", "--save", saved, code=2)
-    assert "a.json has times of an H100, which times of the simulator would replace" in message
+    assert "a.json has times of an H100, which times of the simulator would overwrite" in message
     assert saved.read_text() == before
 
 
@@ -732,7 +732,7 @@ def test_save_holds_every_round(tmp_path):
     assert saved.environment["cupyfa"] == cupyfa.__version__
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
     done = cli("compare", file, file)
-    verdict = "not measured on a GPU"  # once for all rows
+    verdict = "not measured on a GPU"  # printed once for all rows
     assert done.stdout.count(verdict) == 1 and f"3 {verdict}" in done.stderr
 
 
@@ -764,7 +764,7 @@ def test_times_on_the_gpu_are_repeatable(cuda, graph, cold):
 
 @pytest.mark.gpu
 def test_host_time_is_not_measured(cuda):
-    """The host side of the call takes much longer than its kernel."""
+    """The call takes much longer on the host than its kernel takes on the GPU."""
     import time
 
     import cupy
@@ -785,7 +785,7 @@ def test_cold_caches_are_slower_than_hot_ones(cuda):
         pytest.skip("the caches are shared with other tests: run without -n")
     import cupy
 
-    x = cupy.ones(1 << 21, np.float32)  # 8 MiB read and as much written
+    x = cupy.ones(1 << 21, np.float32)  # the call reads 8 MiB and writes 8 MiB
     out = cupy.empty_like(x)
     times = {
         cold: min(cuda.time(lambda: cupy.copyto(out, x), cold=cold) for _ in range(50))

@@ -19,7 +19,7 @@ WHERE = {"device": "a card", "cuda": "12.9", "time": "now", "command": "cupyfa b
 
 
 def row(ms, *, noise=0.0, rounds=50, kernel="fa2", problem=PROBLEM, constants=None, **more):
-    """A kernel that took `ms` milliseconds, with normally distributed noise."""
+    """Returns a measurement of `ms` milliseconds with normal noise, without times if `ms` is 0."""
     pick = Random(f"{kernel} {ms}")
     times = [ms * (1 + noise * pick.gauss(0, 1)) for _ in range(rounds)] if ms else []
     constants = {"Br": 64} if constants is None else constants
@@ -35,12 +35,12 @@ def verdict(old, new):
     "old, new, expected",
     [
         (row(1.0), row(1.0), "SAME"),
-        (row(1.0), row(1.015), "SAME"),  # two runs of the same code may differ by that
+        (row(1.0), row(1.015), "SAME"),  # two runs of the same code may differ by 1.5 %
         (row(1.0), row(1.05), "SLOWER"),
         (row(1.05), row(1.0), "FASTER"),
         (row(1.0, noise=0.3), row(1.05, noise=0.3), "UNCLEAR"),
         (row(1.0, noise=0.3), row(1.5, noise=0.3), "SLOWER"),
-        (row(1.0, rounds=1), row(1.05, rounds=1), "UNCLEAR"),  # their noise is unknown
+        (row(1.0, rounds=1), row(1.05, rounds=1), "UNCLEAR"),  # one round: unknown noise
         (row(1.0, rounds=1), row(2.0, rounds=1), "SLOWER"),
         (row(1.0, rounds=2), row(1.05, rounds=2), "SAME"),
         (row(1.0), row(0), "not timed after"),
@@ -87,9 +87,9 @@ KERNELS = ("changed", "v1", "v2", "v3")
 
 
 def run(pick, *, drift, wander=0.0, **speeds):
-    """A run in alternation on a device whose speed differs from run to run and wanders in a run.
+    """Simulates an alternating run on a device whose speed drifts between and within runs.
 
-    Only the code of "changed" is another one each time.
+    Only the kernel "changed" has different code in each run.
     """
     load, times = pick.gauss(0, drift), {name: [] for name in KERNELS}
     for _ in range(40):
@@ -221,7 +221,7 @@ def test_the_table_fits_the_terminal(monkeypatch, files, columns):
     "new, limit, code",
     [
         (1.0, "5%", 0),
-        (1.06, "5%", 0),  # within the noise it is 5 % slower
+        (1.06, "5%", 0),  # 6 % slower, but less than 5 % beyond the noise
         (1.10, "5%", 1),
         (1.10, "5", 1),
         (1.10, "20%", 0),

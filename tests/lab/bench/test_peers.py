@@ -1,6 +1,6 @@
-"""Peers: other libraries' attention on our arrays. Those that are not installed are skipped.
+"""Peers: other libraries' attention on cupyfa's arrays, skipped if a library is not installed.
 
-Without a GPU, torch computes on the CPU, on the arrays of the simulator.
+Without a GPU, torch computes on the CPU with the simulator's arrays.
 """
 
 import importlib.util
@@ -38,7 +38,7 @@ def installed(name):
 
 
 def asked(engine, name, layout="bhsd", operation="forward", **sizes):
-    """A peer, and verdicts on its results with the bounds of a 16-bit or tf32 kernel."""
+    """Runs a peer; returns it and verdicts by the error bounds of a 16-bit or tf32 kernel."""
     problem = Problem.of_sizes(**{**SIZES, **sizes})
     inputs = Case(operation, problem, seed=5, layout=layout).inputs()
     with engine.working_on(None):
@@ -165,7 +165,7 @@ def gradients_agree(cuda, name, **sizes):
 
 
 def are_near(peer, arrays, problem):
-    """Compares gradients, which have no bounds here: peers compute delta from their own O."""
+    """Compares gradients with fixed tolerances: there are no bounds for delta from a peer's O."""
     expected = OPERATIONS["backward"].reference(arrays, problem, [None])[None]
     for grad, x in peer.outputs.items():
         np.testing.assert_allclose(x.astype(float), expected[grad].value, atol=0.05, rtol=0.05)
@@ -208,7 +208,7 @@ def test_torch_has_no_texts_and_no_slopes(simulator):
 
 
 def test_texts_become_functions_of_tensors():
-    """By NumPy, whose functions have the names of torch's."""
+    """NumPy stands in for torch, since its functions have the same names."""
     p = Problem.of_sizes(**{**SIZES, "M": 40, **EVERYTHING})
     names = {name: getattr(np, name, None) for name in FUNCTIONS}
     functional = SimpleNamespace(softplus=lambda x: np.logaddexp(0, x))
@@ -266,7 +266,7 @@ def test_gradients_of_packed_sequences(cuda, name):
 
 
 class Operators:
-    """torch's operators for packed sequences, by the reference: what they are called with."""
+    """Replaces torch's operators for packed sequences by the reference; checks their arguments."""
 
     def __init__(self, p):
         self.p = p

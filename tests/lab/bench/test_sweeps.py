@@ -1,4 +1,4 @@
-"""Sweeps: texts of values, and the problems of all combinations."""
+"""Sweeps: the notation of values, and the problems of all combinations."""
 
 import ast
 import json

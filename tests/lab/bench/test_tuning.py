@@ -29,11 +29,11 @@ from cupyfa.runtime.choose_backend import backend_named
 
 FORWARD = LADDER["forward"]
 H100 = Limits("an H100", shared_bytes=232448, arch="90")
-ON = tuned.on  # conftest.py replaces it in other tests
+ON = tuned.on  # the original function, which conftest.py replaces
 TINY = {"batch": 1, "heads": 2, "M": 20, "d": 8}
 PROBLEM = Problem.of_sizes(**TINY)
 
-# Does its work `laps` times, and without the last key if laps is 2.
+# A kernel that repeats its work `laps` times, and omits the last key if laps is 2.
 LAPS = own_kernel.MINE.replace(
     "  real maximum", "  for (int lap = 0; lap < laps; ++lap) {\n  real maximum"
 ).replace("key < N;", "key < N - (laps == 2);")
@@ -45,13 +45,13 @@ RECORD = own_kernel.SCRIPT.replace(
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    """A folder for this module's compiled kernels and facts."""
+    """Makes a cache folder for this module's compiled kernels and measurements."""
     return with_runtime(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture
 def engine(cache, monkeypatch):
-    """The simulator without tuned kernels."""
+    """Returns the simulator without stored tile sizes."""
     monkeypatch.setenv("CUPYFA_CACHE_DIR", str(cache))
     monkeypatch.setattr(tuned, "on", ON)
     for kind in ("tuned", "tuning"):
@@ -66,7 +66,7 @@ def engine(cache, monkeypatch):
 
 @pytest.fixture
 def device(engine, monkeypatch):
-    """The simulator in the role of a GPU, whose times are kept for plans."""
+    """Makes the simulator act as a GPU, whose times are stored for plans."""
     usual = engine.limits
     limits = cached(lambda device: replace(usual, device="a GPU", tuned=tuned.on("a GPU")))
     monkeypatch.setattr(engine, "name", "a GPU")
@@ -76,7 +76,7 @@ def device(engine, monkeypatch):
 
 @pytest.fixture
 def laps(tmp_path):
-    """The name of a user's kernel with a slow own choice, a right candidate and a wrong one."""
+    """Writes a kernel with slow default tiles, a correct candidate and a wrong one."""
     return f"{own_kernel.write(tmp_path, LAPS, RECORD)}:mine"
 
 
@@ -93,7 +93,7 @@ def states(rows):
 
 
 def count_checks(monkeypatch, *, interrupted=None):
-    """Collects the constants of every check; check number `interrupted` is interrupted."""
+    """Collects the constants of every check; interrupts the check with index `interrupted`."""
     seen, check = [], tuning._check
 
     def counted(engine, plan, watch):
@@ -232,7 +232,7 @@ def test_a_softmax_is_tuned_too(device):
 
 
 def measured(monkeypatch, speeds):
-    """Tuning with a drifting clock: each ``laps`` takes its milliseconds within 2 %."""
+    """Fakes times: ``speeds[laps]`` milliseconds with noise of 2 % on a drifting clock."""
     noise, clock, bouts = Random(0), [1.0], []
 
     def measure(engine, timed, *, budget, cold, most, **_):
@@ -257,7 +257,7 @@ def test_close_candidates_are_distinguished_despite_clock_drift(laps, engine, mo
     assert [row.measurement.constants["laps"] for row in rows] == [2, 200, 1]
     assert rows[0].factor == pytest.approx(1.005, abs=0.003)
     assert rows[0].rounds == rows[1].rounds > rows[2].rounds > 0
-    times = [row.measurement.time for row in rows]  # the last one left when the clock was faster
+    times = [row.measurement.time for row in rows]  # the last one has fewer rounds
     assert times == sorted(times) and times[2] / times[1] == pytest.approx(30 / 10.05, rel=0.02)
     first, *later = bouts[3:]
     assert len(first) == 3 and later and all(sorted(names) == [2, 200] for names in later)
@@ -380,7 +380,7 @@ def test_planning_touches_neither_files_nor_processes():
     global _audit
     limits = replace(H100, tuned=(entry(Br=32, Bc=8), entry("fa2_coalesced", tflops=9.0, Br=1)))
     problem = Problem.of_sizes(M=9, d=64)
-    planning.select("auto", "forward", problem, limits)  # fills the caches
+    planning.select("auto", "forward", problem, limits)  # warms up the caches
     _audit = []
     try:
         record = planning.select("auto", "forward", problem, limits)
@@ -440,7 +440,7 @@ def test_notes_name_a_kernel_without_tiles(tmp_path, engine):
 
 
 def of_states(*states):
-    """Candidates of a problem; all wrong ones have the same error."""
+    """Yields candidates in these states; all wrong ones have the same error."""
     problem = Problem.of_sizes(M=20, d=8)
     for laps, state in enumerate(states):
         note = "off" if state == "wrong" else ""
@@ -470,7 +470,7 @@ def test_an_unwritable_cache_is_reported_once(laps, engine, monkeypatch):
 
 @pytest.mark.parametrize("columns", [80, 120])
 def test_the_table_fits_the_terminal(monkeypatch, columns):
-    """A table as on a GPU, for the kernel with the most constants."""
+    """The table has all columns of a GPU, for the kernel with the most constants."""
     monkeypatch.setenv("COLUMNS", str(columns))
     problem = Problem.of_sizes(batch=4, heads=16, M=2048, d=64, dtype="float16")
     rows = []
@@ -500,7 +500,7 @@ def test_the_others_are_not_compared_with_the_finalists(laps, engine, monkeypatc
     assert [row.split()[0] for row in rows[line - 2 : line]] == ["laps=2", "laps=200"]
     (last,) = rows[line + 1 :]
     assert last.split()[:2] == ["laps=1", f"{other.first_ms:.4g}"] and "x own" in rows[line - 3]
-    assert last.split()[2] == f"{round(other.row()['spread_%'], 2):.4g}"  # neither ms nor x own
+    assert last.split()[2] == f"{round(other.row()['spread_%'], 2):.4g}"  # ms and x own are empty
 
 
 @pytest.mark.gpu

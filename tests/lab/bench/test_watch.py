@@ -1,4 +1,4 @@
-"""Kernels that do not return: the command goes on without them."""
+"""Kernels that hang: commands skip them and continue."""
 
 import json
 from dataclasses import replace
@@ -15,7 +15,7 @@ from cupyfa.lab.bench.results import Measurement
 from cupyfa.lab.bench.watch import Watch
 from cupyfa.lab.report.tables import measurements
 
-# Waits for ever if laps is 1 and there are more than 8 rows.
+# A kernel that hangs if laps is 1 and there are more than 8 rows.
 WAITING = own_kernel.MINE.replace(
     "  real maximum", "  while (laps == 1 && M > 8) __threadfence();\n  real maximum"
 )
@@ -56,10 +56,10 @@ def test_run_ends_a_kernel_that_hangs(backend, waiting):
 
 @pytest.mark.slow
 def test_tune_goes_on_without_a_candidate_that_hangs(tmp_path):
-    kernel = WAITING.replace("key < N;", "key < N - (laps == 2);")  # one is left: no finalists
+    kernel = WAITING.replace("key < N;", "key < N - (laps == 2);")  # only laps=200 is right
     env = {"CUPYFA_CACHE_DIR": with_runtime(tmp_path / "cache")}
     args = ["tune", f"{own_kernel.write(tmp_path, kernel, RECORD)}:mine", *HOW, *SOON, "-M", 16]
-    for fresh in (["--fresh"], []):  # what timed out is known to later calls
+    for fresh in (["--fresh"], []):  # the second run reads the timeout from the cache
         done = process([*args, *fresh], env=env)
         assert done.returncode == 0, done.stderr
         states = {row["constants"]["laps"]: row["state"] for row in json.loads(done.stdout)}

@@ -1,5 +1,5 @@
-"""Bad calls and bad command lines: each ends in one line with the value, the rule and the remedy,
-and the next call finds everything as it was.
+"""Invalid calls and command lines: each ends in one line with the value, the rule and the remedy,
+and leaves no trace for later calls.
 """
 # ruff: noqa: F401 (the calls of bad_calls.txt use the names that are imported here)
 
@@ -53,7 +53,7 @@ from cupyfa.runtime import transfer
 
 @pytest.fixture(scope="module", autouse=True)
 def own_folders(tmp_path_factory):
-    """A private cache and temporary directory."""
+    """Sets up a private cache and temporary directory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUPYFA_CACHE_DIR", str(with_runtime(tmp_path_factory.mktemp("cache"))))
         patch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("temporary")))
@@ -65,32 +65,30 @@ ALIVE = []
 
 
 def a(*shape, dtype=np.float32, of=np.zeros):
-    """An array that must be freed after the call."""
+    """Makes an array, which the test requires to be freed after the call."""
     array = of(shape, dtype)
     ALIVE.append(weakref.ref(array))
     return array
 
 
 def attention(q=(4, 8), k=(4, 8), v=(4, 8), **options):
-    """The call with arrays, or with arrays of shapes."""
+    """Calls attention on arrays, or on arrays of the given shapes."""
     q, k, v = (a(*x) if isinstance(x, tuple) else x for x in (q, k, v))
     return cupyfa.attention(q, k, v, **{"backend": "simulator", **options})
 
 
 def alike(dtype, **options):
-    """The call with arrays of a dtype."""
     return attention(*(a(4, 8, dtype=dtype) for _ in range(3)), **options)
 
 
 def backward(**change):
-    """A call for gradients with some arguments replaced."""
+    """Calls ``cupyfa.backward`` with some arguments replaced."""
     arrays = {name: a(4, 8) for name in ("dout", "q", "k", "v", "out")}
     given = {**arrays, "lse": a(4), "backend": "simulator", **change}
     return cupyfa.backward(**given)
 
 
 def of_gradients():
-    """The arrays that gradients take."""
     return [*(a(4, 8) for _ in range(5)), a(4)]
 
 
@@ -121,20 +119,18 @@ def blocks(text="key <= query", captured=None, **sizes):
 
 
 def updated(captured):
-    """A block mask with other arrays."""
     before = {"doc": a(170, dtype=int), "n": 0}
     return blocks("doc[query] == doc[key] + n", before).update(captured)
 
 
 def packed(options=None, function=attention, **change):
-    """A call on three packed sequences, of which some lengths are replaced."""
+    """Calls a function on three packed sequences, with some lengths replaced."""
     given = {"cu_seqlens_q": [0, 5, 5, 17], "cu_seqlens_k": [0, 7, 10, 10], **change}
     given = {x: np.array(y, getattr(y, "dtype", "i4")) for x, y in given.items() if y is not None}
     return function(*wrap(a(17, 2, 24), a(10, 1, 24), a(10, 1, 24), given), **options or {})
 
 
 def padded(function=attention, **lengths):
-    """A call on padded arrays."""
     return function(*wrap(a(3, 2, 9, 16), a(3, 1, 11, 16), a(3, 1, 11, 16), lengths))
 
 
@@ -148,14 +144,14 @@ def gradients(q, k, v):
 
 
 def boxes(rows):
-    """The plan of a launch with boxes of so many rows."""
+    """Plans a launch whose tensor map has boxes of this many rows."""
     step = launch(args="Q.map K", boxes={"Q": lambda p, c: rows})
     record = own(launches=(step,), arch="90")
     return cupyfa.planner.choose_kernel.plan(record, problem(), Simulator().limits)
 
 
 def e4m3(options=None, **given):
-    """A call on arrays in e4m3 with the given descales and lengths."""
+    """Calls attention on arrays in e4m3 with the given descales and lengths."""
     q, k, v = (a(2, heads, 8, 16, dtype=E4M3) for heads in (4, 2, 2))
     return attention(*wrap(q, k, v, given), **options or {})
 
@@ -165,14 +161,14 @@ def cache():
 
 
 def kv(last=61, **change):
-    """A cache of six sequences, the last one of this length, with some arguments replaced."""
+    """Makes a cache of six sequences; ``last`` is the length of the last one."""
     given = {"k": a(6, 64, 2, 24), "v": a(6, 64, 2, 16), "layout": "bshd"}
     given["lengths"] = np.array([0, 1, 15, 16, 17, last], np.int32)
     return cupyfa.KVCache(**{**given, **change})
 
 
 def kv_e4m3(rows=(6, 64), k_scale=None, v_scale=None, **change):
-    """The same in e4m3."""
+    """Makes a cache of six sequences in e4m3."""
     arrays = {x: a(*rows, 2, columns, dtype=E4M3) for x, columns in (("k", 24), ("v", 16))}
     scales = {x: of for x, of in (("k", k_scale), ("v", v_scale)) if of is not None}
     arrays |= {x: Scaled(arrays[x], of) for x, of in scales.items()}
@@ -180,7 +176,7 @@ def kv_e4m3(rows=(6, 64), k_scale=None, v_scale=None, **change):
 
 
 def keys(batch=1, heads=2, dtype=np.float32):
-    """A prefix of five keys."""
+    """Makes keys and values for a prefix of five keys."""
     return tuple(a(batch, heads, 5, columns, dtype=dtype) for columns in (24, 16))
 
 
@@ -189,7 +185,6 @@ def new_tokens():
 
 
 def decode(cache=None, q=(6, 4, 2, 24), **options):
-    """A call on a cache."""
     cache = kv() if cache is None else cache
     q = a(*q) if isinstance(q, tuple) else q
     return cupyfa.attention(q, cache, backend="simulator", **options)
@@ -200,7 +195,7 @@ def sweep(operation="forward", **sizes):
 
 
 def view(strides, shape=(4, 8)):
-    """An array of more elements than memory."""
+    """Makes an array view that may claim more elements than its memory holds."""
     return np.lib.stride_tricks.as_strided(a(16), shape, strides)
 
 
@@ -211,7 +206,7 @@ def read_only():
 
 
 class Foreign:
-    """Another library's array with the attributes that a test gives."""
+    """Another library's array, with attributes chosen by the test."""
 
     shape, ndim, dtype = (4, 8), 2, np.dtype(np.float32)
 
@@ -231,7 +226,7 @@ def gpu_array():
 
 
 def several(numbers):
-    """A call on some of three devices, of which the last one is of another model."""
+    """Calls attention on some of three devices; the third one is a different model."""
     far = FarDevice()
     far.models = ("A", "A", "B")
     return attention(backend=Devices(numbers, backend=far))
@@ -242,7 +237,7 @@ def launch(grid=lambda p, c: 1, threads=lambda p, c: 32, args="Q K V O M N scale
 
 
 def own(**change):
-    """A record of a kernel without a file."""
+    """Makes a record of a kernel that has no source file."""
     return Kernel(**{"name": "own", "adds": "", "launches": (launch(),), "folder": "/", **change})
 
 
@@ -254,7 +249,7 @@ def problem(**sizes):
     return Problem.of_sizes(**{"M": 4, "d": 8, **sizes})
 
 
-WIDE = np.broadcast_to(np.float32(0), (100, MOST, 256))  # 200 TiB, were it all there
+WIDE = np.broadcast_to(np.float32(0), (100, MOST, 256))  # 200 TiB if it were not a broadcast
 BF16 = ml_dtypes.bfloat16
 ONE_OF = "float16, bfloat16, float32, float64"
 
@@ -267,7 +262,7 @@ def test_errors_of_calls_are_one_line_and_leave_no_traces(call, error, words, ca
     assert "\n" not in message
     says(message, *(word.replace("ONE_OF", ONE_OF) for word in words))
     if any(array() is not None for array in ALIVE):
-        gc.collect()  # takes long in a process of many tests
+        gc.collect()  # only if needed, since it is slow in a process with many tests
     assert not [array for array in ALIVE if array() is not None], "arrays of the call are alive"
     assert files() == before
     still_works()
@@ -275,7 +270,7 @@ def test_errors_of_calls_are_one_line_and_leave_no_traces(call, error, words, ca
 
 
 def refusal(call, error):
-    """The message of the error that a call raises; keeps no reference to the error."""
+    """Returns the message of the error that a call raises, without a reference to the error."""
     try:
         call()
     except error as raised:
@@ -299,7 +294,7 @@ def test_sizes_may_be_numpy_integers():
 
 
 BEFORE = "mine = Kernel"
-# A file, its content (None: it is missing), and parts of the message.
+# A file, its content (None if it is missing), and patterns of the message.
 FILES = (
     ("mine.cu", None, "mine.cu, the file of kernel mine", "put"),
     ("mine.cu", "a folder", "mine.cu, the file of kernel mine", "Is a directory", "put it there"),
@@ -335,7 +330,7 @@ def test_errors_in_files_are_one_line(tmp_path, file, content, words, how):
 
 
 def refused(args, code, words):
-    """Checks that a command ends with an exit code and one line, and leaves no files."""
+    """Checks that a command fails with an exit code and a one-line message, and leaves no files."""
     before = files()
     done = cli(*args, code=code)
     assert done.stdout == ""
@@ -373,7 +368,7 @@ def test_a_script_cannot_change_the_module_path(tmp_path):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """A folder with a file of ``bench --save`` and with invalid ones."""
+    """Makes a folder with a file of ``bench --save`` and with invalid files."""
     folder = tmp_path_factory.mktemp("results")
     save = ("--budget", "0", "--alone", "--save", folder / "good.json")
     cli("bench", "fa2", *SIMULATOR, *SMALL, *save, code=0)
@@ -412,7 +407,7 @@ def results(tmp_path_factory):
 
 
 def stored(folder, kernel):
-    """A file of a failure, as ``check`` writes it."""
+    """Writes the file of a failure as ``check`` does."""
     case = Case("forward", problem())
     outcome = failures.Outcome(kernel, failures.WRONG_RESULT, arrays=case.inputs())
     made_with = {"device": "the simulator", "cupyfa": "0"}

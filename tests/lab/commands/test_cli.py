@@ -30,12 +30,12 @@ KERNELS = [name for kernels in LADDER.values() for name in kernels]
 # Kernels that round float32.
 ROUNDING = ("v3", "mma_pipelined", "mma_split_kv", "mma_slices", "mma_tf32", "wgmma_fp8")
 SOFTMAX_SIZES = ("-M", "9", "-N", "7", "--seed", "3")
-LAST_LINE = own_kernel.MINE.count("\n") - 1  # of code: the one that writes O
+LAST_LINE = own_kernel.MINE.count("\n") - 1  # the last line before the brace, which writes O
 COLOUR = re.compile(r"\x1b\[[0-9;]*\b(3[0-7]|9[0-7])m")
 
 
 def run(kernel, *args, code=0):
-    """``run KERNEL`` in the simulator, as a row of data."""
+    """Runs a kernel by ``cupyfa run`` in the simulator; returns the row of data."""
     sizes = SOFTMAX_SIZES if kernel in LADDER["softmax"] else SIZES
     done = cli("run", kernel, *SIMULATOR, *sizes, "--format", "json", *args, code=code)
     (row,) = strict(done.stdout)
@@ -90,7 +90,7 @@ def test_the_largest_d_depends_on_the_dtype():
     assert "v3" in cli("list", *SIMULATOR, "--dtype", "float64").stdout
 
 
-# What a command prints for people, and words of it.
+# Commands, and words of the tables that they print.
 TABLES = {
     "list": [f"{x.name} {x.adds}" for kernels in LADDER.values() for x in kernels.values()],
     "run baseline -B 1 -H 2 -M 9 -N 7 -d 8 --seed 3 --causal": [
@@ -160,7 +160,7 @@ def test_help_texts_are_whole(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     for names in ((), ("cache",)):
         assert "..." not in cli(*names, "--help").stdout.partition("Commands:")[2]
-    assert "[default: float16]" in cli("ladder", "--help").stdout  # not as a tuple
+    assert "[default: float16]" in cli("ladder", "--help").stdout  # not ('float16',)
 
 
 def test_paths_in_a_table_are_not_broken(monkeypatch):
@@ -233,11 +233,11 @@ def test_data_goes_to_stdout_and_notes_to_stderr():
     assert re.fullmatch(r"note: no CUDA device .*: running in the simulator.*\n", done.stderr)
     done = process(["list", "--format", "json"], begin=MODULE, env=without_gpu)
     assert len(strict(done.stdout)) == len(KERNELS)
-    assert re.fullmatch("note: largest d for .*\n", done.stderr)  # nothing runs
+    assert re.fullmatch("note: largest d for .*\n", done.stderr)  # and no note on the backend
 
 
 def in_a_terminal(command, *, stderr=False, **env):
-    """What a command writes to a terminal, with or without its stderr."""
+    """Runs a command in a pseudo-terminal; returns its output, with or without stderr."""
     terminal, slave = pty.openpty()
     plain = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
     with subprocess.Popen(
@@ -252,7 +252,7 @@ def in_a_terminal(command, *, stderr=False, **env):
         try:
             while part := os.read(terminal, 4096):
                 shown += part
-        except OSError:  # how a terminal on Linux says that all its writers are gone
+        except OSError:  # on Linux, all writers have closed the terminal
             pass
     os.close(terminal)
     assert running.returncode == 0
@@ -366,7 +366,7 @@ def test_compile_takes_a_users_kernel(tmp_path):
     assert {row["kernel"] for row in csv.DictReader(done.stdout.splitlines())} == {"mine"}
 
 
-# What a command shows.
+# Arguments of ``cupyfa show``, and texts that it prints.
 SHOWN = {
     "fa2 --source --dtype float16 -d 24 --Br 16": [
         "using scalar = __half;\n",
@@ -411,7 +411,7 @@ def test_show_inlined_has_each_launch_with_its_headers_in_order():
 
 def test_show_sass_needs_nvdisasm(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "part of the CUDA toolkit" in refused("show", "v2", "--sass", code=3)
+    assert "install the CUDA toolkit" in refused("show", "v2", "--sass", code=3)
     tool = tmp_path / "nvdisasm"
     tool.write_text('#!/bin/sh\necho "$1 $2"\n')
     tool.chmod(0o755)
@@ -419,7 +419,7 @@ def test_show_sass_needs_nvdisasm(monkeypatch, tmp_path):
 
 
 def commands(group=MAIN, *names):
-    """All commands with their names, those of groups too."""
+    """Yields the names and the command of every command, including those in groups."""
     for name, command in group.commands.items():
         if hasattr(command, "commands"):
             yield from commands(command, *names, name)
@@ -428,7 +428,7 @@ def commands(group=MAIN, *names):
 
 
 def test_commands_are_one_family():
-    """Options of one name are the same in all commands, and stand in the same order in the help."""
+    """Options of one name are the same in all commands, and help lists them in the same order."""
     families = {}
     for names, command in commands():
         shown = [x for x in command.params if isinstance(x, click.Option) and not x.hidden]
@@ -445,13 +445,13 @@ def test_commands_are_one_family():
                 about.append(option.help.partition("  [default")[0])
             families.setdefault(option.opts[0], {}).setdefault(str(about), []).append(names)
     differing = {name: found for name, found in families.items() if len(found) > 1}
-    # `compile` takes lists; `new --from RUNG`, `roofline --from FILE`; `timeline` also prints a
-    # trace.
+    # `compile --arch` takes a list, `new --from` takes a rung rather than a file, and `timeline
+    # --format` has one more choice.
     assert set(differing) == {"--arch", "--from", "--format"}
 
 
 _KERNEL = "KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record"
-# Options whose texts say what differs between commands.
+# Options whose help differs between commands, as their meaning does.
 _OTHER_TEXTS = ("dtype", "dtypes", "seed", "budget", "dry_run", "plot", "save", "saved")
 _PLACES = [
     *("batch", "heads", "kv_heads", "M", "N", "d", "dv", "dtype", *OPTIONS, "layout", "values"),
@@ -500,4 +500,4 @@ def test_the_shell_completes_kernels_and_choices(words, expected):
 
 
 def test_help_of_clear_names_the_kinds():
-    assert "by default of all but cupy" in cli("cache", "clear", "--help").stdout
+    assert "by default of all except cupy" in cli("cache", "clear", "--help").stdout

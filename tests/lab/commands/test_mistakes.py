@@ -1,6 +1,6 @@
-"""Mistakes in command lines, of every command and every option: each ends in one line.
+"""Mistakes in command lines, for every command and option: each ends in one line.
 
-The line has the value, the rule and what is meant; the exit code is 2.
+The line states the value, the rule and a suggestion; the exit code is 2.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from cupyfa.lab.commands import command_options, variables
 from cupyfa.lab.commands.mistakes import _ELSEWHERE
 from cupyfa.runtime import choose_backend
 
-SMALLEST = SMALL[:-2]  # without a seed
+SMALLEST = SMALL[:-2]  # without --seed
 
 
 def commands(group=MAIN, names=()):
@@ -33,7 +33,7 @@ def shown_options(command):
     return [x for x in command.params if isinstance(x, click.Option) and not x.hidden]
 
 
-FAST = {("run",), ("roofline",), ("cache", "clear"), ("new",)}  # the others are slow
+FAST = {("run",), ("roofline",), ("cache", "clear"), ("new",)}  # tests of others are marked slow
 OPTIONS = [
     pytest.param(names, x, marks=[] if names in FAST else pytest.mark.slow, id=f"{names} {x.opts}")
     for names, command in COMMANDS.items()
@@ -42,7 +42,7 @@ OPTIONS = [
 
 
 def words_of(names):
-    """What a command needs besides its options: the names of its arguments."""
+    """Returns values for the required arguments of a command."""
     found = []
     for x in COMMANDS[names].params:
         if isinstance(x, click.Argument) and x.required:
@@ -104,7 +104,7 @@ VALUED = [x for x in OPTIONS if not x.values[1].is_flag and x.values[1].type.nam
 
 @pytest.mark.parametrize("names, option", VALUED)
 def test_values_that_an_option_does_not_take(names, option):
-    """A word where a number or a choice is expected, and choices in another case."""
+    """Passes words where numbers or choices are expected, and choices in the wrong case."""
     right = option.opts[-1]
     kind = option.type
     message = None
@@ -199,12 +199,12 @@ def test_wrong_variables_are_refused(monkeypatch, command, name, wrong):
 
 def test_unknown_variables_are_noted(monkeypatch):
     monkeypatch.setenv("CUPYFA_CACHE_DIRECTORY", "/tmp")
-    note = "note: CUPYFA_CACHE_DIRECTORY is no variable of cupyfa and is ignored; did you mean"
+    note = "note: CUPYFA_CACHE_DIRECTORY is not a variable of cupyfa and is ignored; did you mean"
     assert f"{note} CUPYFA_CACHE_DIR?" in cli("list", *SIMULATOR).stderr
     assert {"CUPYFA_CACHE_DIR", "CUPYFA_COMPILER"} <= variables.KNOWN.keys()
 
 
-# What passes without a look
+# Runs that check nothing
 
 
 @pytest.mark.parametrize(
@@ -218,10 +218,10 @@ def test_unknown_variables_are_noted(monkeypatch):
 @pytest.mark.parametrize("kernel", ["fa2", "two_pass"])
 def test_a_run_in_which_everything_is_hidden_says_so(kernel, hidden):
     done = cli("run", kernel, *SMALLEST, *SIMULATOR, *hidden)
-    assert "note: no query sees a key" in done.stderr
+    assert "note: no query attends to any key" in done.stderr
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_random_mask_lets_something_be_seen(seed):
     done = cli("run", "fa2", *SMALLEST, *SIMULATOR, "--mask", "1111", "--seed", seed)
-    assert "no query sees" not in done.stderr
+    assert "no query attends" not in done.stderr

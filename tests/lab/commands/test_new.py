@@ -1,4 +1,4 @@
-"""``cupyfa new``: its files are right as written, in a folder of a user's."""
+"""``cupyfa new``: the files that it writes are correct and run in a user's folder."""
 
 import shutil
 import sys
@@ -19,7 +19,7 @@ FILES = ("mine.cu", "mine.py", "test_mine.py")
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """An empty folder, which is the current one."""
+    """Makes an empty folder the current one."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -51,8 +51,8 @@ def test_nothing_is_overwritten(folder, there):
     for name in there:
         Path(name).write_text("mine\n")
     message = refused("new", "mine", code=2)
-    words = "is here already" if len(there) == 1 else "are here already"
-    assert message.startswith(f"{', '.join(there)} {words}, so nothing was written; take another")
+    words = "already exists" if len(there) == 1 else "already exist"
+    assert message.startswith(f"{', '.join(there)} {words}, so nothing was written; choose another")
     assert names(folder) == sorted(there)
     assert {Path(name).read_text() for name in there} == {"mine\n"}
 

@@ -1,5 +1,5 @@
-"""Commands in bad surroundings: closed streams, odd terminals, no home, full disks, damaged caches,
-compilers that fail or hang, signals. Each ends with the right code, and leaves nothing behind.
+"""Commands in hostile environments: closed streams, odd terminals, no home, full disks, damaged
+caches, compilers that fail or hang, signals. Each exits with the right code and leaves no files.
 """
 
 import gc
@@ -54,12 +54,12 @@ from cupyfa.problem.problem import MOST
 from cupyfa.runtime.choose_backend import backend_named
 from cupyfa.runtime.simulator import machine
 
-pytestmark = pytest.mark.slow  # each starts processes, or compiles
+pytestmark = pytest.mark.slow  # every test starts processes or compiles
 RUN = ("run", "fa2", *SIMULATOR, *SMALL)
 
 
 def forget_kernels(patch):
-    """The simulator as in a process that has not loaded a kernel yet."""
+    """Resets the simulator to the state of a process that has not loaded any kernel."""
     patch.setattr(machine, "_memo", {})
     patch.setattr(machine, "_key_locks", {})
     backend_named("simulator").refresh()
@@ -72,7 +72,7 @@ def fresh(monkeypatch):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """A cache with the kernel of ``still_works`` and the runtime, for tests to copy."""
+    """Makes a cache with the kernel of ``still_works`` and the runtime, for tests to copy."""
     folder = with_runtime(tmp_path_factory.mktemp("built"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUPYFA_CACHE_DIR", str(folder))
@@ -83,13 +83,13 @@ def built(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def warm(built, tmp_path_factory):
-    """A cache that tests share and fill."""
+    """Makes a cache that all tests share and fill."""
     return shutil.copytree(built, tmp_path_factory.mktemp("cache"), dirs_exist_ok=True)
 
 
 @pytest.fixture
 def own_folders(monkeypatch, tmp_path, warm):
-    """The warm cache and a private temporary directory."""
+    """Selects the warm cache and a private temporary directory."""
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("CUPYFA_CACHE_DIR", str(warm))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
@@ -101,7 +101,7 @@ def passed(done):
 
 
 def redirected(redirections):
-    """The beginning of a command with redirected streams."""
+    """Returns the start of a command line that runs cupyfa with redirected streams."""
     return ["bash", "-c", f'exec "$@" {redirections}', "bash", *CLI]
 
 
@@ -192,7 +192,7 @@ def test_a_narrow_terminal_shows_everything(own_folders, monkeypatch, columns, a
     ids=str,
 )
 def test_unwritable_folders(warm, env):
-    """First with NVRTC: CuPy needs a cache directory of its own."""
+    """NVRTC is tested first, since CuPy needs its own cache directory."""
     compiled = process(["compile", "fa2", "--arch", "90", "--dtype", "float32"], env=env)
     assert (compiled.returncode, compiled.stderr) == (0, "")
     done = process(RUN, env={"CUPYFA_CACHE_DIR": warm, **env})
@@ -293,7 +293,7 @@ GOOD = ("bench", "fa2", "--alone", "--budget", "0", *SIMULATOR, *SMALL)
 
 @pytest.fixture
 def results(own_folders, tmp_path):
-    """A file of results, whose folder has nothing else but the temporary directory."""
+    """Saves results to a file; its folder contains only the temporary directory besides."""
     path = tmp_path / "results.json"
     cli(*GOOD, "--save", path, code=0)
     return path
@@ -343,7 +343,7 @@ def test_a_check_continues_if_failures_cannot_be_written(own_folders, monkeypatc
     folder = tmp_path / "failures"
     how = ("--grid", "smoke", "--jobs", "0", "--failures")
     check = ("check", f"{record}:mine", *SIMULATOR, *how)
-    cli(*check, tmp_path / "first", code=1)  # compiles, for which there is room
+    cli(*check, tmp_path / "first", code=1)  # compiles while there is room
     monkeypatch.setattr(cache_folder.os, call, full)
     done = cli(*check, folder, code=1)
     says(done.stderr, f"^note: {folder} cannot be written to", "No space left", "command")
@@ -412,7 +412,7 @@ def test_an_open_file_is_appended_to(warm, tmp_path):
 
 
 def compiler(folder, script):
-    """A program for CUPYFA_COMPILER."""
+    """Writes a shell script to use as CUPYFA_COMPILER."""
     path = folder / "compiler"
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
@@ -447,7 +447,7 @@ def test_invalid_compilers(own_folders, fresh, monkeypatch, tmp_path, script, wo
 
 
 def test_temporary_files_of_a_compiler_are_removed(tmp_path):
-    """Like files of a linker that was killed; compiler and cache have relative paths."""
+    """The compiler leaves a file, like a killed linker; its path and the cache's are relative."""
     (tmp_path / "temporary").mkdir()
     makes = f'touch "$TMPDIR/left.o" && echo made >> {tmp_path}/log'
     usual = shlex.join(machine.compiler())
@@ -455,7 +455,7 @@ def test_temporary_files_of_a_compiler_are_removed(tmp_path):
     env = {"CUPYFA_COMPILER": "./compiler", "CUPYFA_CACHE_DIR": "cache", "TMPDIR": "temporary"}
     env |= {"CUPYFA_COMPILER_FLAGS": "-O0", "PYTHONPATH": str(sources.ROOT)}
     subprocess.run([*CLI, *RUN], cwd=tmp_path, env={**os.environ, **env}, check=True)
-    assert len((tmp_path / "log").read_text().split()) == 4  # runtime and kernel, made and linked
+    assert len((tmp_path / "log").read_text().split()) == 4  # compile and link, twice
     assert not list(tmp_path.rglob("left.o"))
 
 
@@ -469,7 +469,7 @@ def test_a_machine_without_a_compiler(own_folders, fresh, monkeypatch, tmp_path)
     still_works()
 
 
-# Every thread of them runs for ever: one reads memory, one waits in a barrier, one does neither.
+# Endless loops that all threads run: one reads memory, one waits at barriers, one does neither.
 ENDLESS = {
     "reading": "while (*(volatile const real*)V.data < 1e30f) {}",
     "waiting": "while (V.row(0, 0, 0)[0] < 1e30f) __syncthreads();",
@@ -480,7 +480,7 @@ BODY = "if (row >= M) return;"
 
 @pytest.fixture
 def place(tmp_path, warm):
-    """Environment variables of a process with private directories."""
+    """Returns environment variables for a process with private directories."""
     (tmp_path / "temporary").mkdir()
     shutil.copytree(warm, tmp_path / "cache", ignore=shutil.ignore_patterns("mine-*"))
     return {
@@ -494,11 +494,11 @@ def place(tmp_path, warm):
 def interrupted(args, place, begun, number, *, program=CLI, wait=0.2, speaks=False, again=None):
     """Starts a command, sends it a signal once it has begun, and checks how it ends.
 
-    If asked to, it sends the signal again so many seconds later. Returns what went to stderr.
+    Sends the signal again ``again`` seconds later, unless that is None. Returns stderr.
     """
     cache, temporary = place["CUPYFA_CACHE_DIR"], place["TMPDIR"]
     env = {**os.environ, **{name: str(value) for name, value in place.items()}}
-    # Where these tests run under nohup, SIGHUP is ignored, which a command inherits and keeps to.
+    # Under nohup SIGHUP is ignored, which the command would inherit.
     usual = signal.signal(number, signal.SIG_DFL)
     command = [*program, *map(str, args)]
     pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
@@ -565,7 +565,7 @@ def test_an_interrupted_call_leaves_no_threads(own_folders, tmp_path):
         with pytest.raises(KeyboardInterrupt):
             cupyfa.attention(*INPUTS, kernel=endless, backend="simulator")
         alarm.join()
-        ended = time.monotonic() + 2  # the system takes its time to forget a thread
+        ended = time.monotonic() + 2  # the system may still list a thread that has just ended
         while threads() > before and time.monotonic() < ended:
             time.sleep(0.01)
         assert threads() <= before
@@ -591,14 +591,14 @@ def test_an_endless_script_is_interrupted(tmp_path, place):
     interrupted(("run", f"{script}:mine"), place, (tmp_path / "begun").exists, signal.SIGINT)
 
 
-# Runs a script's main, once it has said by a file that all is imported.
+# Runs a script's main, after creating a file as a signal that all modules are imported.
 WHEN_IMPORTED = """
 import pathlib, runpy, sys
 main = runpy.run_path(sys.argv[1])["main"]
 pathlib.Path(sys.argv[2]).touch()
 main(sys.argv[3:])
 """
-# The same, once a check is about to have its cases run.
+# Runs a script's main, and creates the file just before a check runs its cases.
 WHEN_CHECKING = """
 import pathlib, runpy, sys
 from cupyfa.lab.verify import checker as checking
@@ -628,14 +628,14 @@ LONG = ("-B", "1", "-H", "4", "-M", "700", "-N", "700", "-d", "64")
 )
 def test_long_commands_are_interrupted(tmp_path, place, args):
     imported = tmp_path / "imported"
-    speaks = args[0] == "check"  # of what it has found
+    speaks = args[0] == "check"  # check prints the results so far
     program = [sys.executable, "-c", WHEN_IMPORTED, CLI[-1], str(imported)]
     interrupted(args, place, imported.exists, signal.SIGINT, program=program, wait=1, speaks=speaks)
 
 
 @pytest.mark.parametrize("again", [0, 0.002])
 def test_a_repeated_signal_leaves_time_to_print_the_results(tmp_path, place, again):
-    """As ``timeout`` does: to the command and to all processes of its group."""
+    """``timeout`` sends its signal to the command, and again to all processes of its group."""
     at_work = tmp_path / "at work"
     program = [sys.executable, "-c", WHEN_CHECKING, CLI[-1], str(at_work)]
     said = interrupted(
@@ -647,7 +647,7 @@ def test_a_repeated_signal_leaves_time_to_print_the_results(tmp_path, place, aga
 
 
 class Ended(BaseException):
-    """A process that ends at once has no time to save."""
+    """Simulates a process that ends at once, without time to save."""
 
 
 @pytest.mark.parametrize("ends", [KeyboardInterrupt, lambda: SystemExit(143), MemoryError, Ended])
@@ -655,7 +655,7 @@ class Ended(BaseException):
 def test_results_are_in_the_file_after_each_problem(
     own_folders, monkeypatch, tmp_path, command, ends
 ):
-    """Whatever ends the measurement, and before anything can be done about it."""
+    """The file is already complete when something ends the measurement."""
     file, lengths = tmp_path / "results.json", []
     measured = benchmark._Measuring.measured
 
@@ -694,7 +694,7 @@ def test_results_are_written_once_into_a_pipe(own_folders, tmp_path, linked):
     assert pipe.is_fifo() and link.is_symlink()
 
 
-# A signal ends the command, and comes again while the process exits.
+# Receives a signal, which ends the command, and a second one while the process exits.
 AGAIN_AT_EXIT = """
 import atexit, signal
 from cupyfa.lab.commands.signals import ended_by_signals
@@ -716,7 +716,7 @@ ONCE = bytes([signal.SIGTERM])
 
 @pytest.mark.parametrize(("heard", "ends"), [([2 * ONCE, b""], False), ([ONCE, ONCE], True)])
 def test_simultaneous_signals_count_as_one(monkeypatch, heard, ends):
-    """However late they are read: the listening thread may be delayed by seconds."""
+    """Signals are sometimes read late, since the listening thread may be delayed by seconds."""
     said, clock, ended = list(heard), itertools.count(step=2), []
 
     def read(_, most):
@@ -738,7 +738,7 @@ INPUTS = np.random.default_rng(0).standard_normal((3, 20, 8), np.float32)
 
 
 def failures(folder):
-    """Calls that fail in the compiler, in the kernel, and in the check of the result."""
+    """Yields calls that fail in the compiler, in the kernel, and in the check of results."""
     texts = {
         "syntax": ("real score = 0;", "real score = ;"),
         "fault": ("row)[i] = scalar", "row)[i + 1] = scalar"),
@@ -771,7 +771,7 @@ def test_failed_calls_leak_no_memory_threads_or_files(own_folders, tmp_path):
     try:
         fail()
         growth = []
-        for _ in range(3):  # what fails to be freed grows each time, and what is cached does not
+        for _ in range(3):  # a leak grows each time, while caches do not
             gc.collect()
             first = tracemalloc.get_traced_memory()[0]
             for _ in range(5):
@@ -886,7 +886,7 @@ def test_arrays_without_a_usable_interface(monkeypatch, error):
 
 
 CUDA = ("--backend", "cuda", *SMALL)
-FAR = "O.data[1ll << 44] = scalar(1.f);"  # further than a device's memory reaches
+FAR = "O.data[1ll << 44] = scalar(1.f);"  # beyond any device's memory
 
 
 def works_on(cuda):
@@ -939,7 +939,7 @@ def test_a_check_survives_a_kernel_that_traps(cuda, tmp_path):
     done = process(["check", f"{script}:mine", "fa2", *few], cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
-    says(" ".join(done.stdout.split()), "device lost", r"fa2 (\d+) \1 ")  # all its runs right
+    says(" ".join(done.stdout.split()), "device lost", r"fa2 (\d+) \1 ")  # all runs of fa2 pass
 
 
 @pytest.mark.gpu
@@ -982,7 +982,7 @@ def test_more_memory_than_the_device_has(cuda):
 
 
 class Foreign:
-    """Another library's array on the GPU with the interface that a test gives."""
+    """Another library's array on the GPU, with an interface chosen by the test."""
 
     def __init__(self, **interface):
         good = {"shape": (4, 3), "typestr": "<f4", "version": 3, "data": (4096, False)}
@@ -1037,7 +1037,7 @@ def test_an_endless_kernel_on_the_gpu_is_interrupted(cuda, tmp_path, place):
 
 @pytest.mark.parametrize("begins", [False, True])
 def test_ctrl_c_at_the_start_of_a_launch_waits_for_it(monkeypatch, begins):
-    """A launch that goes on would write to arrays that have been freed."""
+    """A launch that continued would write to freed arrays."""
     ended = []
 
     def call():

@@ -1,4 +1,4 @@
-"""Block masks in checks, benchmarks and plans, where a problem's masks become one."""
+"""Block masks in checks, benchmarks and plans, where a problem's masks form one block mask."""
 
 import shlex
 
@@ -61,7 +61,7 @@ def test_other_tiles_have_other_maps():
     assert len({str(maps(plan)) for plan in plans}) > 1
     a, b = ({"mods.key_tiles": np.full((1, 1, 2, 4), x, np.int32)} for x in (4, 5))
     memory = {}
-    for x in (a, b, a):  # of one shape, for tiles of different sizes
+    for x in (a, b, a):  # maps of equal shapes, for different tile sizes
         found = timing.placed(BACKEND, x, memory)
         np.testing.assert_array_equal(found["mods.key_tiles"], x["mods.key_tiles"])
 

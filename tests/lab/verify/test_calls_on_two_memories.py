@@ -1,4 +1,4 @@
-"""Calls on arrays in two memories, as a check of kernels on a GPU makes them."""
+"""Calls with arrays in both host and device memory, as checks on a GPU make them."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""`cupyfa.check`: the failures of broken kernels, their messages and the tallies."""
+"""`cupyfa.check`: failures of broken kernels, their messages, and the tallies."""
 
 import csv
 import itertools
@@ -34,19 +34,19 @@ from cupyfa.planner import choose_kernel as planning
 
 @pytest.fixture(autouse=True)
 def as_long_as_it_takes(monkeypatch):
-    """A case is shrunk to the same one on a slow machine as on a fast one."""
+    """Gives shrinking enough time to reach the same case on slow machines as on fast ones."""
     monkeypatch.setattr(checking, "_SHRINKING", 600.0)
 
 
 def drawn(seed):
-    """The cases of fuzz for the faults of broken_kernels."""
+    """Draws the cases that the fuzz grid has for softmax_safe, the kernel of broken_kernels."""
     record = cupyfa.kernel("softmax_safe")
     drawing = Fuzz(record, Simulator(), seed, dtypes=["float32"])
     return [drawing.sample(i).case for i in range(12)]
 
 
 def shows_all_faults(seed):
-    """Whether the first samples of fuzz are small and show the faults of broken_kernels."""
+    """Returns whether the first samples are small and show all faults of broken_kernels."""
     problems = [case.problem for case in drawn(seed)]
     return (
         sum(p.M * p.N for p in problems) < 100_000
@@ -68,13 +68,13 @@ def check(kernel, **options):
 
 
 def the_failure(checked):
-    """The only failure: shrinking makes equal failures one."""
+    """Returns the only failure, since failures that shrink to the same case are merged."""
     (failure,) = checked.failures
     return failure
 
 
 def repeat(failure):
-    """Runs the command that repeats a failure in a process of its own."""
+    """Runs the command that repeats a failure in a new process."""
     program, *arguments = shlex.split(failure.command)
     assert program == "cupyfa"
     return subprocess.run([*CLI, *arguments], capture_output=True, text=True, check=False)
@@ -264,7 +264,7 @@ def test_the_simulator_skips_cases_that_are_too_large():
 
 @pytest.mark.parametrize("grid", ["smoke", "edges", "fuzz"])
 def test_a_sample_is_one_that_kernel_and_backend_run(grid):
-    """The whole grids have cases that the kernel, or the simulator, refuses."""
+    """The full grids contain cases that the kernel or the simulator rejects."""
     for seed in range(4):
         how = {"grid": grid, "samples": 1, "seed": seed, "backend": "simulator"}
         (task,) = checking.tasks_of("v3", **how)
@@ -292,7 +292,8 @@ def test_options_that_some_kernels_lack():
         found = checking.tasks_of(["fa2", "softmax_safe"], **how)
     masks = [(*task.kernels, task.case.problem.causal) for task in found]
     assert masks == [("fa2", "bottom-right")] * 2 + [("softmax_safe", None)] * 2
-    assert len(checking.tasks_of(["minimal", "fa2"], **how, window=(3, None))) == 4  # not supported
+    # Tasks of minimal, which does not support windows, are included.
+    assert len(checking.tasks_of(["minimal", "fa2"], **how, window=(3, None))) == 4
 
 
 @pytest.mark.slow
@@ -363,7 +364,7 @@ def test_the_table_fits_the_terminal(monkeypatch, tmp_path):
 
 
 def started(tmp_path, kernel):
-    """A check that hangs in several processes, whose environment has its folder as a mark."""
+    """Starts a check that hangs in several processes, identifiable by CUPYFA_TEST_MARK."""
     running = subprocess.Popen(
         [*CLI, "check", kernel, *FUZZ_OPTIONS, "--backend", "simulator", "--jobs", "3"],
         env={**os.environ, "CUPYFA_TEST_MARK": str(tmp_path)},
@@ -376,7 +377,7 @@ def started(tmp_path, kernel):
     while len(running_with(str(tmp_path))) < 4:
         assert time.monotonic() < ended, "the processes do not start"
         time.sleep(0.05)
-    time.sleep(3)  # for some of them to hang
+    time.sleep(3)  # until some of the processes hang
     return running
 
 
@@ -401,7 +402,7 @@ def test_an_interrupted_check_has_its_results():
 
 
 def test_large_gradients_are_judged_by_a_sample(monkeypatch):
-    """The sample has the last key; the reference computes nothing else."""
+    """The sample includes the last key; the reference computes only the sample."""
     problem = Problem.of_sizes(heads=2, M=300, N=40, d=8)
     task = Task(Case("backward", problem), ("two_pass",))
     monkeypatch.setattr(sampling, "_WORK", 1e4)

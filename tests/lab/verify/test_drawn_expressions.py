@@ -1,4 +1,4 @@
-"""Random expressions: the whole grammar, results of kernels, derivatives by differences."""
+"""Random expressions: coverage of the grammar, results of kernels, and derivatives."""
 
 import random
 import re
@@ -48,7 +48,7 @@ def test_the_state_of_the_generator_decides():
 
 
 def checked(backend, kernel, case):
-    """Runs a case; raises if a result is not that of the reference."""
+    """Runs a case; raises if results differ from the reference."""
     plan = choose_kernel.plan(kernel, case.problem, backend.limits)
     guard.checked(backend, plan, readable_inputs(plan, case.inputs()), {})
 
@@ -65,7 +65,7 @@ def test_results_of_kernels_are_those_of_the_reference(backend, kernel, dtype, s
 
 
 def derivatives(text, captured, scores, step):
-    """Slopes by the chain rule, and by differences, where the text has no corner."""
+    """Returns derivatives by the chain rule and by differences, and where these are smooth."""
     p = Problem.of_sizes(**SIZES, dtype="float64", score_mod=text, captured=captured)
     mods = modifications(Case("forward", p).inputs(), p)
     place = mods.place(*np.ogrid[tuple(slice(n) for n in scores.shape)])

@@ -1,4 +1,4 @@
-"""Check finds nothing in the rungs themselves."""
+"""`cupyfa.check` finds no failure in any rung."""
 
 import pytest
 from helpers.problems import name
@@ -12,8 +12,8 @@ from cupyfa.runtime.choose_backend import backend_named
 @pytest.mark.slow
 @pytest.mark.parametrize("at, kernel", list(enumerate(cupyfa.kernels())), ids=name)
 def test_a_rung_passes_its_check(at, kernel, monkeypatch, request):
-    """With --all, on all samples of a default check; otherwise on one group of the ten."""
-    # Unlike other tests it computes much, so the compiler optimises.
+    """Runs one of the ten groups of samples of a default check, or with --all every group."""
+    # This test computes more than it compiles, so the compiler optimises.
     monkeypatch.setenv("CUPYFA_COMPILER_FLAGS", "")
     simulator = backend_named("simulator")
     tasks = checker.tasks_of(kernel, backend=simulator)

@@ -1,4 +1,4 @@
-"""The faults of faults.txt, injected into kernels of all families: check finds each by default."""
+"""A default check finds each fault of faults.txt, injected into kernels of all families."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ PLACE = re.compile(r"(/[^\s():]+):(\d+)")
 
 
 def found(kernel, **how):
-    """The first failure of a check, with default settings unless others are given."""
+    """Runs a check until its first failure, with default settings unless ``how`` changes them."""
 
     def progress(done, total, what):
         if what == "1 failed":
@@ -32,14 +32,14 @@ def found(kernel, **how):
 
 
 def outcomes(kernel, first=0):
-    """The outcomes of a check with default settings, that of this sample first."""
+    """Yields the outcomes of a default check, beginning with the sample of index ``first``."""
     tasks = checking.tasks_of(kernel, backend=SIMULATOR)
     for task in (tasks[first], *tasks[:first], *tasks[first + 1 :]):
         yield from Here(SIMULATOR).run(task)
 
 
 def shows(fault, outcome):
-    """Whether an outcome matches the pattern of a fault and names its source line."""
+    """Returns whether an outcome matches the pattern of a fault and names its source line."""
     message = f"{outcome.kind}: {outcome.message}"
     if not outcome.failed or not re.search(fault.shows, message, re.S):
         return False
@@ -47,7 +47,7 @@ def shows(fault, outcome):
 
 
 def lines_named(message):
-    """The source lines that a message names."""
+    """Returns the source lines that a message names."""
     for file, number in PLACE.findall(message):
         yield Path(file).read_text().splitlines()[int(number) - 1]
 
@@ -56,7 +56,7 @@ def lines_named(message):
 @pytest.mark.sampled(10, "kernel")
 @pytest.mark.parametrize("kernel, fault", [(x.kernel, x) for x in FAULTS], ids=str)
 def test_a_fault_is_found(tmp_path, monkeypatch, kernel, fault):
-    """With --all, each; otherwise one of each kernel, and some others."""
+    """Tests one fault per kernel and a sample of the others, or with --all every fault."""
     monkeypatch.setenv("CUPYFA_COMPILER_FLAGS", "")
     if fault.is_of_calls:
         broken = broken_kernels.put_in_place(tmp_path, fault, monkeypatch)
@@ -119,7 +119,7 @@ def test_a_fault_of_gradients_of_sequences_is_found(tmp_path, monkeypatch):
 
 
 def test_there_are_faults_of_every_family(tmp_path):
-    for i, fault in enumerate(FAULTS):  # raises for a text that the kernels no longer have
+    for i, fault in enumerate(FAULTS):  # fails if a kernel no longer contains a fault's code
         folder = tmp_path / str(i)
         folder.mkdir()
         if not fault.is_of_calls:

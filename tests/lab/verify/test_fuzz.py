@@ -1,4 +1,4 @@
-"""Random cases: sizes near a kernel's tiles, rings and schedule, and what they cover."""
+"""Random cases: sizes near the limits of a kernel's tiles, stages and schedule."""
 
 from collections import Counter
 from dataclasses import replace
@@ -17,7 +17,7 @@ from cupyfa.planner import choose_kernel, source
 from cupyfa.problem.optional_inputs import OWN_ARRAYS, SEEDS
 
 SIMULATOR = Simulator()
-# What the default number of samples covers of kernels of different families.
+# Coverage that the default number of samples must reach for kernels of different families.
 SIZES = ("below a tile", "a tile's edge", "several tiles", "GQA", "mask", "softcap")
 COVERED = {
     "v3": SIZES,
@@ -203,7 +203,7 @@ def test_the_eighth_group_is_of_ragged_batches(kernel):
         assert any(0 in x.counts for x in sides) and any(x.before for x in sides)
 
 
-# What the default samples of every seed cover of kernels that have it.
+# Features that the default samples must cover for every seed.
 OF_EVERY_SEED = {
     "mma_split_kv": ("pages", "new tokens", "sink", "packed heads", "dropout", "largest scores"),
     "fa2": (
@@ -218,7 +218,7 @@ OF_EVERY_SEED = {
 
 
 def counted(name, seed):
-    """How many default samples cover what, new tokens included."""
+    """Counts the default samples that cover each feature, including new tokens."""
     found = Counter()
     for drawn in samples(name, SAMPLES["simulator"], seed=seed):
         found["new tokens"] += drawn.case.tokens != "cached"
@@ -237,7 +237,7 @@ def test_the_default_samples_cover_what_a_kernel_has(name, seed):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_default_samples_reach_every_schedule(seed):
-    """Merging in rounds, blocks without a tile, counters of heads and of tiles."""
+    """Covers merging in rounds, blocks without a tile, and counters of heads and of tiles."""
 
     def plans(name):
         return [planned(drawn) for drawn in samples(name, SAMPLES["simulator"], seed=seed)]
@@ -251,7 +251,7 @@ def test_default_samples_reach_every_schedule(seed):
 
 
 def has_a_block_without_a_tile(plan):
-    """By static_schedule.cuh, above d = 64: heads of a few tiles are dealt out in turn."""
+    """Follows static_schedule.cuh for d > 64, where heads of a few tiles are assigned in order."""
     p, blocks = plan.problem, plan.launches[0].grid[0]
     tiles = -(-p.M // plan.constants["Br"])
     rest = blocks % tiles if 2 <= tiles <= 8 else 0
@@ -261,7 +261,6 @@ def has_a_block_without_a_tile(plan):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_one_group_has_every_function_of_texts(seed):
-    """In gradients, too."""
     texts = [
         str(x.case.problem.options.score_mod)
         for x in samples("two_pass", SAMPLES["simulator"], seed=seed)

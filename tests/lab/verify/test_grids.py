@@ -1,4 +1,4 @@
-"""Grids: their cases, and the pairs of values in samples."""
+"""Grids: their cases, and the pairs of values that samples cover."""
 
 import random
 from itertools import combinations

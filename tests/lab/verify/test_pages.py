@@ -1,4 +1,4 @@
-"""Keys in pages in commands and checks: forms, inputs, grids and failures."""
+"""Paged keys in commands and checks: forms, inputs, grids and failures."""
 
 import json
 import shlex
@@ -43,7 +43,7 @@ def test_only_kernels_that_find_pages_take_them():
     done = cupyfa.check(
         "mma_split_kv", backend="simulator", page_size=16, samples=2, dtypes="float32"
     )
-    assert done.runs == 0  # it would round keys before the launch
+    assert done.runs == 0  # float32 keys would have to be rounded before the launch
 
 
 @pytest.mark.parametrize("layout", [x for x in LAYOUTS if x != "far"])
@@ -63,10 +63,10 @@ def test_inputs_in_pages_have_all_that_kernels_must_not_read(layout):
         keys = inputs[name].swapaxes(1, 2)
         assert np.isnan(keys[used == 0]).all()
         assert np.isfinite(keys[used > 0]).any()
-    assert np.diff(table[lengths == 80]).min() < 0  # in no order
+    assert np.diff(table[lengths == 80]).min() < 0  # pages are not sorted
     of_all = (Case("forward", P, seed).inputs() for seed in range(9))
     first = [x["mods.page_table"][:, 0][x["mods.lengths_k"] > 0].tolist() for x in of_all]
-    assert any(len(set(x)) < len(x) for x in first)  # some are shared
+    assert any(len(set(x)) < len(x) for x in first)  # sequences share pages
 
 
 def test_the_edges_have_pages_of_all_sizes():
@@ -93,7 +93,7 @@ def test_commands_take_pages():
     assert row["passed"] and row["N"] == 48 and "page_size=16" in row["arrays"]
 
 
-FAULTS = {  # a header, its text, and what takes its place
+FAULTS = {  # a header, its code, and the faulty replacement
     "the order of pages": (
         "attention/pages.cuh",
         "return max(0, min(listed(row), count - 1));",
@@ -115,7 +115,7 @@ FAULTS = {  # a header, its text, and what takes its place
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_of_pages_are_found(tmp_path, monkeypatch, fault):
-    """And the failure keeps its page size, also when it is shrunk."""
+    """The failure keeps its page size, also when it is shrunk."""
     monkeypatch.setattr(checking, "_SHRINKING", 2.0)
     file, right, wrong = FAULTS[fault]
     made = broken_kernels.Fault("fa2", file, fault, right, wrong, "", None)

@@ -1,4 +1,4 @@
-"""Ragged batches in commands and checks: lengths as texts, inputs, references and failures."""
+"""Ragged batches in commands and checks: notation of lengths, inputs, references, failures."""
 
 import json
 import shlex

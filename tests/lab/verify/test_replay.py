@@ -1,4 +1,4 @@
-"""`cupyfa.replay`: stored failures, and files that are damaged or something else."""
+"""`cupyfa.replay`: stored failures, and files that are damaged or hold something else."""
 
 import json
 import re
@@ -23,7 +23,7 @@ MADE_WITH = {"device": "the simulator", "cupyfa": "0"}
 
 
 def stored(tmp_path, fault, case=CASE, reruns=0):
-    """The file of a broken kernel's failure on a case."""
+    """Runs a broken kernel on a case and writes its failure to a file."""
     kernel = broken_kernels.write(tmp_path, fault)
     task = Task(case, (kernel,), reruns=reruns, keep=True)
     *_, outcome = perform(Simulator(), task)
@@ -33,7 +33,7 @@ def stored(tmp_path, fault, case=CASE, reruns=0):
 
 
 def kernel_of(file):
-    """The kernel of a script that a file names: it is run only if a caller names it too."""
+    """Returns the kernel that a file names; if it is in a script, callers must name it too."""
     return failures.read(file).outcome.kernel
 
 

@@ -1,4 +1,4 @@
-"""Shrinking: failing cases become small and still fail."""
+"""Shrinking: failing cases become smaller and still fail."""
 
 from dataclasses import replace
 

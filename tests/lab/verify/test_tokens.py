@@ -1,4 +1,4 @@
-"""New tokens of a cache in pages: written and rotated before attention, and checked."""
+"""New tokens of a paged cache: written and rotated before attention, and checked."""
 
 import numpy as np
 import pytest

@@ -15,7 +15,7 @@ from cupyfa.lab.verify.failures import DEVICE_LOST, DIED, NO_ANSWER, RIGHT, UNSU
 from cupyfa.lab.verify.tasks import Task
 from cupyfa.lab.verify.workers import Here, Process, Stopped, in_parallel
 
-FAULTY = Case("softmax", Problem.of_row_sizes(2, 7, "float32"))  # N % 4 is 3
+FAULTY = Case("softmax", Problem.of_row_sizes(2, 7, "float32"))  # faults appear for N % 4 == 3
 FINE = Case("softmax", Problem.of_row_sizes(2, 8, "float32"))
 
 
@@ -36,7 +36,7 @@ def test_processes_take_several_devices_in_turn(monkeypatch):
     assert of_two == ["0", "1", "0", "1"] and workers._one_of(1, 3) == {}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, GPU-3a")
     assert workers._one_of(2, 3) == {"CUDA_VISIBLE_DEVICES": "GPU-3a"}
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # fewer are visible now
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # fewer devices than were counted
     assert workers._one_of(2, 3) == {"CUDA_VISIBLE_DEVICES": "1"}
 
 
@@ -74,7 +74,7 @@ def test_the_last_line_of_a_crashed_process_is_shown(tmp_path, worker):
 
 def test_a_kernel_that_hangs_is_killed_in_time(tmp_path, worker):
     kernel = broken_kernels.write(tmp_path, broken_kernels.HANGS)
-    assert kinds(worker.run(Task(FINE, (kernel,)))) == [RIGHT]  # compiles it
+    assert kinds(worker.run(Task(FINE, (kernel,)))) == [RIGHT]  # compiles the kernel
     start = time.monotonic()
     done = worker.run(Task(FAULTY, (kernel, "softmax_safe"), timeout=0.5))
     assert kinds(done) == [NO_ANSWER, RIGHT]
@@ -89,7 +89,7 @@ def test_compile_time_does_not_count(tmp_path, worker):
 
 
 def test_a_lost_device_ends_its_process(monkeypatch, worker):
-    """As after a kernel that traps on a GPU: no task runs after the loss."""
+    """After a lost device, as when a kernel traps on a GPU, the process runs no other task."""
     started = []
     begun = worker._begun
 
@@ -155,7 +155,7 @@ def test_a_process_that_cannot_start_says_why(monkeypatch, worker):
 
 
 class Slow:
-    """A worker that does nothing but can be stopped."""
+    """A worker that does nothing and can be stopped."""
 
     def __init__(self):
         self.stopped = threading.Event()

@@ -1,4 +1,4 @@
-// NAME: gradients with damped scores; a thread for each row, then for each key.
+// NAME: gradients with damped scores, one thread per row, then one per key.
 //
 //   Q, O, dO, dQ [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   lse, delta [batch, heads, M]
@@ -9,8 +9,8 @@
 #include <backward/parts/row_range.cuh>
 #include <tile/tensor.cuh>
 
-// The modification of a scaled score, and its derivative. Change both, here and in the record's
-// file: results are compared with the reference there. A score that depends on positions also
+// Modifies a scaled score, and computes the derivative. Change both functions here and in the file
+// of the record, whose reference checks the results. A modification that depends on positions also
 // needs `row` and `key`.
 __device__ real modified(real score, real limit) {
   return score / (1 + fabs(score) / limit);
@@ -24,8 +24,9 @@ struct Pair {
   real P, dS;
 };
 
-// P and dS of a row and a key; gradients are sums over them. The forward pass does not store P:
-// each element is exp(score - lse). (Dao et al., 2022, arXiv:2205.14135, appendix B.2)
+// Computes P and dS of a row and a key; gradients are sums over these. P is recomputed as
+// exp(score - lse), since the forward pass does not store it. (Dao et al., 2022, arXiv:2205.14135,
+// appendix B.2)
 __device__ Pair pair(const scalar* q, const scalar* k, const scalar* v, const scalar* gradient,
                      real lse, real delta, real scale, real limit) {
   real product = 0, dP = 0;
@@ -36,24 +37,24 @@ __device__ Pair pair(const scalar* q, const scalar* k, const scalar* v, const sc
   return {P, P * (dP - delta) * derivative(score, limit)};
 }
 
-// dQ of a row, a sum over the keys that it sees; and delta, which the other kernel reads.
-// The arguments are those of `args` in the record, in the same order: change both.
+// Computes dQ of a row, a sum over the keys visible to it, and delta, which the next launch reads.
+// The parameters match `args` in the record, in the same order; change both together.
 extern "C" __global__ __launch_bounds__(threads) void NAME_rows(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> O,
     Tensor<const real> lse, Tensor<const scalar> dO, Tensor<real> delta, Tensor<scalar> dQ,
     Sizes sizes, int heads, int group, real scale, real limit) {
   const auto [tile, head, batch] = place(blockIdx.x, cdiv(sizes.M, Br), heads);
-  const Extent extent = extent_of(sizes, batch);  // the keys that a row sees
+  const Extent extent = extent_of(sizes, batch);  // the range of keys visible to a row
   const int row = tile * Br + threadIdx.x, kv_head = head / group;
-  if (row >= extent.M) return;  // after the last row; with a barrier below, threads must stay
+  if (row >= extent.M) return;  // past the last row; not allowed before __syncthreads()
 
   const scalar *q = Q.row(batch, head, row), *gradient = dO.row(batch, head, row);
-  real mean = 0;  // of dP in this row, weighted by P: it equals the sum of dO * O
+  real mean = 0;  // mean of the row's dP weighted by P, which equals the sum of dO * O
   for (int i = 0; i < dv; ++i) mean += real(gradient[i]) * real(O.row(batch, head, row)[i]);
   *delta.row(batch, head, row) = mean;
 
-  // Sums are in `real`, float for 16 bits, or rounding errors would add up. The first way to make
-  // this fast: tiles of K and V in shared memory, which all rows of a block then share.
+  // Sums accumulate in `real`, which is float for 16-bit dtypes, to limit rounding errors. The
+  // first optimization would be tiles of K and V in shared memory, shared by the block's rows.
   real sums[d] = {};
   for (int key = extent.kv_begin(row); key < extent.kv_end(row); ++key) {
     const scalar* k = K.row(batch, kv_head, key);
@@ -64,7 +65,7 @@ extern "C" __global__ __launch_bounds__(threads) void NAME_rows(
   for (int i = 0; i < d; ++i) dQ.row(batch, head, row)[i] = scalar(sums[i] * scale);
 }
 
-// dK and dV of a key: sums over the rows that see it, in all heads that share the key.
+// Computes dK and dV of a key: sums over the rows that attend to it, in all heads that share it.
 extern "C" __global__ __launch_bounds__(threads) void NAME_columns(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const real> lse,
     Tensor<const scalar> dO, Tensor<const real> delta, Tensor<scalar> dK, Tensor<scalar> dV,

@@ -21,19 +21,19 @@ def derivative(scores, c):
 
 
 def scaled_scores(arrays, p):
-    """Computes the scores before the modification, with a key head for each head of Q."""
+    """Computes the scaled scores, with K repeated for the query heads that share a key head."""
     return arrays["Q"] @ np.repeat(arrays["K"], p.group, axis=1).mT * p.scale
 
 
 def forward(arrays, p, c):
-    """Computes O and lse of the forward pass, which checks give to the kernel."""
+    """Computes O and lse of the forward pass, which checks pass to the kernel."""
     scores = modified(scaled_scores(arrays, p), c)
     P, lse = softmax(np.where(p.visible(), scores, -np.inf))
     return {"O": P @ np.repeat(arrays["V"], p.group, axis=1), "lse": lse}
 
 
 def reference(arrays, p, c):
-    """Computes the gradients in float64. Checks compare the kernel with them."""
+    """Computes the expected gradients in float64."""
     Q, dO = arrays["Q"], arrays["dO"]
     K, V = (np.repeat(arrays[x], p.group, axis=1) for x in "KV")
     scores = scaled_scores(arrays, p)
@@ -48,7 +48,7 @@ def reference(arrays, p, c):
 
 
 def sum_of_groups(x, p):
-    """Sums over the heads of Q that share a key head."""
+    """Sums over the query heads that share a key head."""
     return x.reshape(p.batch, p.kv_heads, p.group, *x.shape[2:]).sum(2)
 
 
@@ -57,33 +57,34 @@ NAME = Kernel(
     adds="gradients of damped scores",  # the kernel's new idea, for tables
     operation="backward",
     launches=(
-        # The arguments of each entry point in the .cu file, in the same order. An array of your
-        # own also needs a line in inputs= or scratch= below, a number one in floats=.
+        # args= lists the parameters of the entry point in the .cu file, in the same order. A new
+        # array also needs a line in inputs= or scratch= below, a new number one in floats=.
         Launch(
             "NAME_rows",
             args="Q K V O lse dO delta dQ sizes heads group scale limit",
             grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
             threads=lambda p, c: c.Br,
-            # Bytes of a `struct Shared`, once there is one: shared=lambda p, c: p.bytes(…)
+            # If you add a `struct Shared`, state its size: shared=lambda p, c: p.bytes(…)
             file="NAME.cu",
         ),
         Launch(
             "NAME_columns",
             args="Q K V lse dO delta dK dV sizes kv_heads group scale limit",
-            # One block at least, even without keys.
+            # A launch needs at least one block, even without keys.
             grid=lambda p, c: max(cdiv(p.N, c.Bc), 1) * p.kv_heads * p.batch,
             threads=lambda p, c: c.Bc,
             file="NAME.cu",
         ),
     ),
-    scratch={"delta": ("batch heads M", "real")},  # from the first launch to the second
-    # Sizes that `cupyfa tune` tries; the first is the default. Each is a constant in the .cu file.
+    scratch={"delta": ("batch heads M", "real")},  # the first launch writes it, the second reads it
+    # Tile sizes that `cupyfa tune` tries; the first is the default. The .cu file uses them as
+    # constants.
     tiles=({"Br": 64, "Bc": 64}, {"Br": 128, "Bc": 128}),
-    floats={"limit": lambda p, c: 4.0},  # callers may give another: bind(limit=2.0)
-    # Leave these two out if the kernel computes gradients of plain attention.
+    floats={"limit": lambda p, c: 4.0},  # the default; callers may override it: bind(limit=2.0)
+    # Omit these two if the kernel computes gradients of plain attention.
     reference=reference,
     forward=forward,
-    # What the kernel can do. A call that needs more is refused: without "causal", a causal one.
+    # What the kernel supports. Other calls are rejected, such as causal ones without "causal".
     features=("causal", "window", "gqa", "strides", "dv"),
-    folder=Path(__file__).parent,  # where the .cu file is
+    folder=Path(__file__).parent,  # the folder of the .cu file
 )

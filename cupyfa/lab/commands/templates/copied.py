@@ -10,15 +10,15 @@ import cupyfa
 
 rung = cupyfa.kernel("RUNG")
 
-# The entry points whose files are in this folder. Other files of the rung, and all headers, are
-# the project's; a copy in this folder, under the same name, takes precedence.
+# Maps entry points to their files in this folder. Other files of the rung and all headers come from
+# cupyfa, unless this folder contains a copy under the same name.
 FILES = {
     "RUNG": "NAME.cu",
 }
 
 
 def own_file(step):
-    """Returns a launch with its file in this folder, if there is one; else the step itself."""
+    """Points a launch to its file in this folder, if FILES lists one."""
     file = FILES.get(getattr(step, "entry", None))
     return replace(step, file=file) if file else step
 
@@ -29,7 +29,7 @@ NAME = replace(
     adds="changes in RUNG",  # the kernel's new idea, for tables
     launches=tuple(map(own_file, rung.launches)),
     folder=Path(__file__).parent,
-    # Other fields of the rung's record are replaced in the same way: tiles=, features=, args of a
-    # launch. A kernel whose results differ from the rung's by design also needs reference=, as in
-    # the file that `cupyfa new` writes without --from.
+    # Replace other fields of the rung's record in the same way, such as tiles=, features= or a
+    # launch's args. A kernel whose results differ from the rung's by design also needs reference=,
+    # as in the file that `cupyfa new` writes without --from.
 )

@@ -16,7 +16,7 @@ def modified(scores, c):
 
 
 def reference(arrays, p, c):
-    """Computes O and lse in float64. Checks compare the kernel with them."""
+    """Computes the expected O and lse in float64."""
     K, V = (np.repeat(arrays[x], p.group, axis=1) for x in "KV")
     scores = modified(arrays["Q"] @ K.mT * p.scale, c)
     P, lse = softmax(np.where(p.visible(), scores, -np.inf))
@@ -29,20 +29,21 @@ NAME = Kernel(
     launches=(
         Launch(
             "NAME_forward",
-            # The arguments in the .cu file, in the same order. An array of your own also needs a
-            # line in inputs= or outputs= below, a number one in floats=.
+            # The parameters in the .cu file, in the same order. A new array also needs a line in
+            # inputs= or outputs= below, a new number one in floats=.
             args="Q K V O lse sizes heads group scale limit",
             grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
             threads=lambda p, c: c.Br,
             file="NAME.cu",
-            # Bytes of a `struct Shared`, once there is one: shared=lambda p, c: p.bytes(…)
+            # If you add a `struct Shared`, state its size: shared=lambda p, c: p.bytes(…)
         ),
     ),
-    # Sizes that `cupyfa tune` tries; the first is the default. Each is a constant in the .cu file.
+    # Tile sizes that `cupyfa tune` tries; the first is the default. The .cu file uses them as
+    # constants.
     tiles=({"Br": 64}, {"Br": 128}),
-    floats={"limit": lambda p, c: 4.0},  # callers may give another: bind(limit=2.0)
-    reference=reference,  # leave it out if the kernel computes plain attention
-    # What the kernel can do. A call that needs more is refused: without "causal", a causal one.
+    floats={"limit": lambda p, c: 4.0},  # the default; callers may override it: bind(limit=2.0)
+    reference=reference,  # omit this if the kernel computes plain attention
+    # What the kernel supports. Other calls are rejected, such as causal ones without "causal".
     features=("causal", "window", "gqa", "strides", "lse", "dv"),
-    folder=Path(__file__).parent,  # where the .cu file is
+    folder=Path(__file__).parent,  # the folder of the .cu file
 )

@@ -1,0 +1,15 @@
+"""lse of 64 rows: random scores, and scores whose exponentials overflow."""
+
+import numpy as np
+
+from cupyfa.lab.exercises.exercise import Example
+
+
+def examples():
+    rng = np.random.default_rng(0)
+    for name, size in (("random scores", 0.5), ("large scores", 4.0)):
+        Q, K = ((size * rng.standard_normal((n, 64))).astype(np.float16) for n in (64, 32))
+        S = Q.astype(float) @ K.astype(float).T
+        expected = np.logaddexp.reduce(S, axis=1)
+        lse = np.full(64, np.nan, np.float32)
+        yield Example(name, {"Q": Q, "K": K, "lse": lse}, {"lse": expected}, block=(128, 1, 1))
