@@ -34,11 +34,15 @@ _PROGRAM = f"import sys; from {__name__} import run_in_file; run_in_file(*sys.ar
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a solution computed for an example: arrays by name, or a failure and where it was."""
+    """What a solution computed for an example: arrays by name, or a failure and where it was.
+
+    ``lines`` are the lines of the solution that ``place`` names by their numbers.
+    """
 
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     failure: str = ""
     place: str = ""
+    lines: tuple[str, ...] = ()
 
     @property
     def is_too_slow(self) -> bool:
@@ -126,7 +130,9 @@ def _outcome(exercise: Exercise, text: str, example: Example) -> Outcome:
     try:
         return Outcome(run(exercise, text, example))
     except SimulatorFault as fault:
-        return Outcome(failure=fault.what, place=fault.place)
+        return Outcome(
+            failure=fault.what, place=fault.place, lines=_lines_named(fault.place, exercise, text)
+        )
     except CompileError as error:
         return Outcome(failure=f"it does not compile: {error}")
     except Exception as error:
@@ -135,6 +141,13 @@ def _outcome(exercise: Exercise, text: str, example: Example) -> Outcome:
         ]
         place = f"{exercise.file}:{lines[-1].lineno}" if lines else ""
         return Outcome(failure=f"{type(error).__name__}: {error}", place=place)
+
+
+def _lines_named(place: str, exercise: Exercise, text: str) -> tuple[str, ...]:
+    """Returns the lines of a solution that a place such as "name.cu:3" names, without spaces."""
+    numbers = re.findall(rf"\b{re.escape(exercise.file)}:(\d+)", place)
+    lines = text.splitlines()
+    return tuple("".join(lines[int(n) - 1].split()) for n in numbers if int(n) <= len(lines))
 
 
 def _run_function(exercise: Exercise, text: str, example: Example) -> dict[str, np.ndarray]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from cupyfa.lab.exercises.attempt import Outcome, run_solutions, without_numbers
 from cupyfa.lab.exercises.exercise import Example, Exercise, Mistake
 
 _ALIKE = 1e-4  # results of the same mistake differ by rounding only
+_SIMILAR = 0.6  # least similarity of lines in which the same mistake fails
 
 
 @dataclass(frozen=True)
@@ -42,25 +44,43 @@ def judge(exercise: Exercise, text: str) -> Verdict:
         return Verdict(right, right)
     first = next(number for number, symptom in enumerate(symptoms) if symptom)
     symptom = f"example '{examples[first].name}': {symptoms[first]}"
-    mistake = find_mistake(exercise, outcomes)
+    mistake = find_mistake(exercise, outcomes, run_mistakes(exercise))
     return Verdict(right, len(examples), symptom, mistake)
 
 
-def find_mistake(exercise: Exercise, outcomes: Sequence[Outcome]) -> Mistake | None:
-    """Returns the known mistake with these outcomes, which a wrong solution may share.
+def run_mistakes(exercise: Exercise) -> list[list[Outcome]]:
+    """Runs the known wrong solutions and returns the outcomes of each."""
+    return run_solutions(exercise, [exercise.wrong_solution(x) for x in exercise.mistakes])
 
-    No mistake is known by the time that it takes.
+
+def find_mistake(
+    exercise: Exercise, outcomes: Sequence[Outcome], of_mistakes: Sequence[Sequence[Outcome]]
+) -> Mistake | None:
+    """Returns the known mistake whose outcomes a wrong solution shares.
+
+    Several missing barriers may fail in the same words. Of mistakes with the same outcomes the one
+    that fails in the most similar lines is returned, or None if none is similar.
     """
-    if any(outcome.is_too_slow for outcome in outcomes):
-        return None
-    texts = [exercise.wrong_solution(mistake) for mistake in exercise.mistakes]
-    for mistake, known in zip(exercise.mistakes, run_solutions(exercise, texts)):
-        if len(known) == len(outcomes) and all(map(_is_alike, known, outcomes)):
-            return mistake
-    return None
+    alike = [
+        (mistake, known)
+        for mistake, known in zip(exercise.mistakes, of_mistakes)
+        if len(known) == len(outcomes) and all(map(_is_alike, known, outcomes))
+    ]
+    if len(alike) < 2:
+        return alike[0][0] if alike else None
+    mistake, known = max(alike, key=lambda x: _similarity(x[1], outcomes))
+    return mistake if _similarity(known, outcomes) > _SIMILAR else None
+
+
+def _similarity(known: Sequence[Outcome], outcomes: Sequence[Outcome]) -> float:
+    """Returns from 0 to 1 how similar the lines are in which two solutions failed."""
+    first, second = ("\n".join(line for x in y for line in x.lines) for y in (known, outcomes))
+    return SequenceMatcher(None, first, second, autojunk=False).ratio()
 
 
 def _is_alike(known: Outcome, outcome: Outcome) -> bool:
+    if outcome.is_too_slow:  # on a slow machine any solution is
+        return False
     if known.failure or outcome.failure:
         return without_numbers(known.failure) == without_numbers(outcome.failure)
     return all(

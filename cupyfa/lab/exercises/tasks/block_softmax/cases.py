@@ -1,0 +1,23 @@
+"""Rows of several lengths: as long as the block, longer, and shorter."""
+
+import numpy as np
+
+from cupyfa.lab.exercises.exercise import Example
+
+
+def examples():
+    rng = np.random.default_rng(0)
+    for name, rows, n in (
+        ("a number per thread", 1, 64),
+        ("a long row", 2, 200),
+        ("a short row", 2, 5),
+    ):
+        x = (100 + 3 * rng.standard_normal((rows, n))).astype(np.float32)
+        weights = np.exp(x.astype(float) - x.max(axis=1, keepdims=True))
+        yield Example(
+            name,
+            {"x": x, "y": np.full_like(x, np.nan), "n": n},
+            {"y": weights / weights.sum(axis=1, keepdims=True)},
+            grid=(rows, 1, 1),
+            block=(64, 1, 1),
+        )
