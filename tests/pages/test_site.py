@@ -76,6 +76,12 @@ def test_every_page_is_in_the_table_of_contents():
     assert others <= listed, "add pages to docs/index.md"
 
 
+def test_the_notebook_of_the_course_follows_its_exercises():
+    index = (ROOT / "docs" / "index.md").read_text("utf-8")
+    course = index.split(":caption: The course\n")[1].split("```")[0].split()
+    assert course[-2:] == ["exercises", "colab"]
+
+
 @pytest.mark.slow
 def test_every_page_is_in_it(site):
     pages = {str(x.relative_to(ROOT / "docs").with_suffix("")) for x in ROOT.glob("docs/**/*.md")}

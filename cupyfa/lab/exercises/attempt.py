@@ -28,6 +28,7 @@ from cupyfa.lab.exercises.exercise import Example, Exercise, arrays_in, exercise
 
 SECONDS = 10.0  # for all solutions that a process runs
 _GUARD_BYTES = 1 << 16  # on each side of an array of a kernel
+_TOO_SLOW = "it did not end within"
 _PROGRAM = f"import sys; from {__name__} import run_in_file; run_in_file(*sys.argv[1:])"
 
 
@@ -43,13 +44,22 @@ class Outcome:
     place: str = ""
     lines: tuple[str, ...] = ()
 
+    @property
+    def is_too_slow(self) -> bool:
+        """Whether the time ran out."""
+        return self.failure.startswith(_TOO_SLOW)
+
 
 def run_solutions(exercise: Exercise, texts: Sequence[str]) -> list[list[Outcome]]:
     """Runs solutions on all examples of their exercise. Time counts once all are compiled.
 
     Returns the outcomes of each solution; fewer for solutions during which the time ran out, whose
-    next outcome is a failure.
+    next outcome is a failure. Raises CompilerNotFound if kernels cannot be compiled here.
     """
+    if exercise.is_kernel:
+        from cupyfa.runtime.simulator import machine
+
+        machine.compiler()
     with tempfile.TemporaryDirectory() as folder:
         work, results = Path(folder, "work"), Path(folder, "results")
         work.write_bytes(pickle.dumps((exercise.name, [*texts])))
@@ -65,7 +75,7 @@ def run_solutions(exercise: Exercise, texts: Sequence[str]) -> list[list[Outcome
                 ending = f"it ended the process with {process.returncode}: {errors[-500:]}"
             except subprocess.TimeoutExpired:
                 process.kill()
-                ending = f"it did not end within {SECONDS:g} seconds"
+                ending = f"{_TOO_SLOW} {SECONDS:g} seconds"
         return _read(results, len(texts), len(exercise.examples()), ending)
 
 

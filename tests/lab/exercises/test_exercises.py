@@ -152,6 +152,26 @@ def test_a_solution_may_fail_in_any_way(monkeypatch, text, symptom):
     assert symptom in verdict.symptom
 
 
+def test_a_slow_solution_has_no_known_cause(monkeypatch):
+    """The known mistakes are as slow on a slow machine."""
+    monkeypatch.setattr(attempt, "SECONDS", 0.001)
+    exercise = exercise_named("online_softmax")
+    verdict = judge(exercise, exercise.wrong_solution(exercise.mistakes[0]))
+    assert "did not end within" in verdict.symptom
+    assert verdict.mistake is None
+
+
+def test_a_missing_compiler_is_no_mistake_of_the_solution(folder, monkeypatch):
+    run("start", "warp_sum")
+    exercise = exercise_named("warp_sum")
+    Path("warp_sum", exercise.file).write_text(exercise.solution())
+    monkeypatch.setenv("CUPYFA_COMPILER", "no-such-compiler")
+    result = run("check", "warp_sum", "--language", "en")
+    assert result.exit_code == 3
+    assert "'no-such-compiler'" in result.stderr
+    assert "Cause" not in result.stdout
+
+
 @pytest.mark.parametrize(
     "change, symptom",
     [
