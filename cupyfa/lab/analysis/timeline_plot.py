@@ -19,7 +19,7 @@ _YELLOW, _BLUE, _VERMILION, _PURPLE = "#f0e442", "#0072b2", "#d55e00", "#cc79a7"
 _LILAC = "#8da2e8"
 Fill = tuple[str, str]  # colour, hatch pattern or ""
 _FREE = "waits for a free buffer"
-_OWN = ("#e69f00", "#a6611a", "#fdcf8a", "#c98300")  # for phases that kernels mark()
+_OWN = ("#e69f00", "#a6611a", "#fdcf8a", "#c98300")  # colours of phases that kernels mark()
 _GROUPS: Mapping[str, tuple[Fill, tuple[Kind, ...]]] = {
     "waits for a copy or a store": (
         (_YELLOW, ""),
@@ -47,7 +47,7 @@ _ARROW_LOOKS: Mapping[bool, tuple[str, dict[str, Any]]] = {
     ),
 }
 _PHASES = 75  # phases per warp shown at each end of a long timeline
-_NARROW = 1 / 400  # bars below this fraction of the width get no edges, which would cover them
+_NARROW = 1 / 400  # bars narrower than this fraction of the axes are drawn without edges
 _ARROWS = 80  # maximum number of arrows drawn
 _LINE = 120  # characters per line of the text above a picture
 _CHARACTER, _MARGIN = 0.0085, 0.004  # size of a character and margins, as fractions of the width
@@ -59,7 +59,8 @@ def draw(timeline: Timeline, path: str | Path, window: tuple[float, float] | Non
     The timeline of one block has a row for each warp, with copies and products in flight below the
     phases. Arrows lead from the start of a copy, and from a buffer's last reader, to the end of the
     wait for it. The timeline of all blocks has a row for each multiprocessor. ``window`` holds the
-    first and last time to show; by default everything is shown, or both ends of a long timeline.
+    first and last time to show. The default is the whole timeline or, if it is long, its beginning
+    and its end.
     Raises ValueError for another suffix and if the window is empty or outside the timeline, and
     Unsupported without matplotlib.
     """

@@ -72,7 +72,7 @@ class Kind(IntEnum):
     WORKED_COPIES = 21
 
 
-# Entries that are not phases: a block's multiprocessor, and the work of products and copies.
+# Kinds that do not begin or end a phase: they log a block's multiprocessor, or amounts of work.
 _NOT_SHOWN = (Kind.PLACED, Kind.WORKED_WGMMA, Kind.WORKED_MMA, Kind.WORKED_COPIES)
 # Phase names. The barrier's name is appended to a wait for a barrier.
 NAMES = {
@@ -94,7 +94,7 @@ NAMES = {
 
 
 class Entry(NamedTuple):
-    """A warp's log entry: its kind, whether a phase ends, and two kind-specific numbers."""
+    """A warp's log entry: its kind, whether it ends a phase, and two kind-specific numbers."""
 
     time: float
     block: int
@@ -257,7 +257,10 @@ def record(
 
 
 class _Recorded:
-    """A call that records one launch, compiled separately since launches may share a program."""
+    """A call that records one launch.
+
+    That launch is compiled separately, since several launches may share a program.
+    """
 
     def __init__(
         self,
@@ -288,7 +291,10 @@ class _Recorded:
 
 
 def _shortest(backend: Backend, log: Any, call: Callable[[], None]) -> float:
-    """Returns the shortest time of several runs, all with an empty log: a full one costs less."""
+    """Returns the shortest time of several runs.
+
+    The log is emptied before each run, because recording into a full log takes less time.
+    """
     times = []
     for _ in range(_TIMES):
         log[...] = 0
@@ -297,7 +303,7 @@ def _shortest(backend: Backend, log: Any, call: Callable[[], None]) -> float:
 
 
 def _launches(plan: Plan) -> list[PlannedLaunch]:
-    """Returns a call's launches in order, without empty grids, which CUDA rejects."""
+    """Returns a call's launches in order; omits empty grids, which CUDA rejects."""
     return [x for x in plan.launches if all(x.grid)]
 
 
@@ -380,8 +386,8 @@ def _entries(
 
 
 def _complete(entries: Sequence[Entry], full: Container[tuple[int, int]]) -> Sequence[Entry]:
-    """Truncates blocks with lost entries: all their warps end at the first loss."""
-    by_warp = _by_warp([x for x in entries if x.kind is not Kind.PLACED])  # has another clock
+    """Truncates each block that lost entries: all its warps end at the time of its first loss."""
+    by_warp = _by_warp([x for x in entries if x.kind is not Kind.PLACED])  # PLACED has device time
     ends: dict[int, float] = {}
     for (block, warp), own in by_warp.items():
         if (block, warp) in full:
@@ -569,7 +575,10 @@ def _in_flight(entries: Sequence[Entry], kind: Kind, wait: Kind, name: str) -> I
 def _copies(
     by_warp: Mapping[tuple[int, int], Sequence[Entry]], barriers: _Barriers
 ) -> tuple[list[Span], list[Arrow]]:
-    """Returns copies, each until the first wait for it ends, and arrows to waits at barriers."""
+    """Returns the copies, and arrows from barrier arrivals to the end of other warps' waits.
+
+    A copy lasts until the first wait for it ends.
+    """
     copies: list[Span] = []
     arrows: list[Arrow] = []
     waits: dict[tuple[int, int], list[tuple[float, int, float]]] = defaultdict(list)

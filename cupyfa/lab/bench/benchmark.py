@@ -224,7 +224,7 @@ class _Entry:
         note = str(error).partition("; kernels that can")[0].removeprefix(about)
         self.row, self.call = replace(self.row, note=note), None
         self.refusal = error.with_traceback(None)
-        error.__context__ = None  # its frames hold references to arrays
+        error.__context__ = None  # the traceback's frames would keep arrays alive
 
 
 @dataclass
@@ -276,7 +276,7 @@ class _Measuring:
         ) == [None]
 
     def note(self, text: str) -> None:
-        """Warns only once if several problems cause the same note."""
+        """Issues a warning, but only once if several problems cause the same note."""
         what = text.replace(str(self.case.problem), "")
         if what not in self.noted:
             self.noted.add(what)
@@ -455,7 +455,7 @@ class _Measuring:
                 entry.reject(str(ours))
 
     def capture(self, entry: _Entry) -> None:
-        """Replaces an entry's call by a CUDA graph; if capturing fails, the call is not timed."""
+        """Replaces an entry's call with a CUDA graph; if capturing fails, the call is not timed."""
         if not entry.call:
             return
         try:

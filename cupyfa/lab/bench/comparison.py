@@ -24,7 +24,7 @@ FLOOR = 0.01  # minimum noise between two runs of the same code
 TELLING = 0.1  # SAME requires that a difference larger than this would have been detected
 _CERTAIN = 2  # number of standard errors beyond which a difference is certain
 _UNKNOWN = 0.05  # standard error assumed for a single time
-_FEW = 5  # with fewer times, the spread underestimates the noise
+_FEW = 5  # with fewer timed calls, their spread underestimates the noise
 _BLOCKS = 10  # maximum number of blocks of consecutive rounds
 _IRRELEVANT = ("time", "command", "python", "system")  # facts whose differences are not reported
 # Facts of an environment that do not affect the speed of compiled code.

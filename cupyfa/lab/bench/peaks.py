@@ -109,7 +109,10 @@ def known_as(name: str) -> Device | None:
 
 
 def product_rate(backend: Backend, precision: str) -> float | None:
-    """Measures the TFLOP/s of a matrix product in a dtype or "tf32"; None without a library."""
+    """Measures the TFLOP/s of a matrix product in a dtype or "tf32".
+
+    Returns None if the backend has no library for matrix products in this precision.
+    """
     if backend.limits.no_matmul or precision not in (*DTYPES, "tf32"):
         return None
     tf32 = precision == "tf32"
@@ -150,7 +153,10 @@ def _best(
     call: Callable[[int], timing.Call],
     work: Callable[[int], float],
 ) -> float | None:
-    """Returns a rate (work per millisecond): the cached one, or the best over growing sizes."""
+    """Returns a cached rate, or measures increasing sizes and returns the best rate.
+
+    A rate is work per millisecond.
+    """
     file = cache_folder.facts_file("peaks", backend.limits.device)
     fact = cache_folder.recall(file).get(what)
     if isinstance(fact, int | float) and isfinite(fact) and fact > 0:

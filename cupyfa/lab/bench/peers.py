@@ -53,7 +53,10 @@ class Peer:
 def peer(
     name: str, backend: Backend, p: Problem, arrays: Mapping[str, Any], operation: str = "forward"
 ) -> Peer:
-    """Makes a peer for arrays of the backend: Q, K, V, dO for gradients, "mods.bias" and so on.
+    """Makes a peer for arrays of the backend.
+
+    ``arrays`` contains Q, K and V, dO if the operation is "backward", and score-modifying arrays
+    under names such as "mods.bias".
 
     Raises Unsupported if the library is not installed or does not support the problem.
     """
@@ -250,7 +253,7 @@ def _packed(
 ) -> Callable[..., Any]:
     """Returns one of torch's kernels for packed sequences, called through its operator.
 
-    FA2 aligns causal masks to a sequence's last query and key, `efficient` to either corner.
+    FA2 aligns causal masks to the bottom right; `efficient` also supports the top left.
     """
     assert p.lengths is not None
     starts = [arrays[f"mods.{x}"] for x in STARTS]
@@ -294,7 +297,10 @@ def _flex(
 
 
 def _usual(p: Problem) -> dict[str, Any]:
-    """Returns the arguments shared by both functions; older torch versions lack enable_gqa."""
+    """Returns the arguments that scaled_dot_product_attention and flex_attention share.
+
+    ``enable_gqa`` is only passed if needed, since older torch versions lack it.
+    """
     return {"scale": p.scale} | ({"enable_gqa": True} if p.heads != p.kv_heads else {})
 
 

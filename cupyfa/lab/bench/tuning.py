@@ -101,8 +101,8 @@ def tune(
     Each candidate is compared with the float64 reference on a smaller problem with guard zones,
     then timed briefly. The fastest are timed in alternation until their order is known. Results are
     stored by compiled source, problem and versions; a later call continues from them, unless
-    ``fresh``. Plans ignore simulator times. ``watch`` tracks the running call and knows what an
-    earlier process has done; a candidate that hangs uses up the budget.
+    ``fresh``. Plans ignore simulator times. ``watch`` tracks the running call and holds the state
+    of an earlier process, if any; a candidate that hangs uses up the budget.
 
     Returns the candidates of each problem: finalists, fastest first, then all others. Raises
     ValueError for sizes that the operation does not have, and Unsupported if the kernel does not
@@ -190,7 +190,10 @@ class _Tuning:
 
     @property
     def ranked(self) -> list[str]:
-        """All keys in order: finalists and other right ones, each by speed, untried, failed."""
+        """All keys, best first: finalists, other correct candidates, untried, failed.
+
+        The finalists, and the other correct candidates, are sorted by speed.
+        """
 
         def rank(key: str) -> tuple[int, float]:
             if key in self.right:

@@ -16,15 +16,15 @@ from cupyfa.problem.problem import Problem
 PAGES = ("docs/ladder.md", "docs/zh/ladder.md")
 USUAL_LENGTH = sweeps.USUAL["forward"]["M"]
 _VERSIONS = ("driver", "cuda", "nvrtc", "cupy", "compiler", "cupyfa")
-_FILES = re.compile(r" --(docs|(save|plot|from)[ =]\S+)")  # options without influence on times
+_FILES = re.compile(r" --(docs|(save|plot|from)[ =]\S+)")  # options that do not influence times
 
 
 def at_length(rows: Sequence[Measurement], M: int | None) -> list[Measurement]:
     """Returns the rows of rungs at one length, by default USUAL_LENGTH.
 
-    If no rung was timed at the default length, uses the length with the most timed rungs, and of
-    several the longest. Raises ValueError if there is no rung, if a rung occurs twice, or if
-    problems differ in more than the length and the precision, which each rung chooses.
+    If no rung was timed at the default length, selects the length with the most timed rungs, or the
+    longest of several such lengths. Raises ValueError if there is no rung, if a rung occurs twice,
+    or if problems differ in more than the length and the precision, which each rung chooses.
     """
     others = ", ".join(dict.fromkeys(row.kernel for row in rows))
     rows = [row for row in rows if row.kernel in LADDER[row.operation]]

@@ -106,7 +106,7 @@ def trial_row(result: Trial, case: Case, backend: Backend) -> Row:
 def trial_lines(
     result: Trial, case: Case, backend: Backend, passed_over: Mapping[str, str] | None = None
 ) -> str:
-    """Renders a trial. ``passed_over`` has the reasons why "auto" rejected faster kernels."""
+    """Renders a trial. ``passed_over`` maps faster kernels to why "auto" rejected them."""
     plan, row = result.plan, result.measurement
     lines = {
         "kernel": f"{plan.kernel.name}: {plan.kernel.adds}",
@@ -169,7 +169,7 @@ def three_digits(value: Any) -> Any:
 
 
 def short_row(row: Row) -> dict[str, Any]:
-    """Abbreviates the lengths in a row: many become their number, minimum and maximum."""
+    """Replaces a long list of lengths in a row with their number, minimum and maximum."""
     given = row["lengths"]
     return {**row, "lengths": given and shown_lengths(lengths_of(given), short=True)}
 
@@ -231,7 +231,7 @@ def plan_row(plan: Plan, launch: PlannedLaunch) -> Row:
 def plan_lines(plan: Plan, passed_over: Mapping[str, str] | None = None) -> str:
     """Renders the facts of a plan, then those of each launch, one per line.
 
-    ``passed_over`` has the reasons why "auto" rejected faster kernels.
+    ``passed_over`` maps faster kernels to the reasons why "auto" rejected them.
     """
     products = sum(isinstance(x, Matmul) for x in plan.steps)
     whole = {

@@ -78,9 +78,10 @@ TOKENS = {
     "turned": "they are already stored, and only the queries are rotated",
 }
 WRITTEN = ("appended", "rotated", "interleaved")  # kinds of TOKENS that write to the cache
-FINITE = ("normal", "uniform", "integers", "equal", "one_hot", "tiny")  # no NaN or infinity
+# Kinds of values that cause neither NaN nor infinity.
+FINITE = ("normal", "uniform", "integers", "equal", "one_hot", "tiny")
 E4M3_MOST = 448.0  # largest finite e4m3 number
-_NEAR_THE_END = 1e38  # scale of q·k products near the float32 maximum, 3.4e38
+_NEAR_THE_END = 1e38  # magnitude of products q·k that approach the float32 maximum, 3.4e38
 _MOST_OF_LOWEST = 1.8  # clips normal numbers before scaling: 1.8² · 1e38 does not overflow
 _FAR = 2**31 + 64  # stride in elements
 _SEEN = 0.8  # fraction of a mask's elements that are True
@@ -118,7 +119,7 @@ class Case:
     def inputs(
         self, backend: Backend | None = None, kernel: Kernel | None = None
     ) -> dict[str, np.ndarray]:
-        """Returns the operation's arrays [batch, heads, rows, columns] and the kernel's own.
+        """Returns the operation's arrays [batch, heads, rows, columns] and a custom kernel's own.
 
         For gradients, the reference computes O and lse. If that would take too long and a backend
         is given, the backend's fastest kernel computes them: the gradients are well-defined for
@@ -137,7 +138,7 @@ class Case:
         }
         self._poison(arrays)
         arrays |= {x.input: self._read(x) for x in p.modifiers.arrays}
-        if p.pages and p.cached is None:  # a cache brings its own lengths and pages
+        if p.pages and p.cached is None:  # cached problems already have lengths and pages
             self._put_in_pages(arrays)
         elif p.is_ragged and p.sequences is None and p.cached is None:
             self._pad(arrays)
@@ -152,9 +153,10 @@ class Case:
         return self.completed(made, kernel) if kernel else made
 
     def _poison(self, arrays: Arrays) -> None:
-        """Writes NaN to rows outside sequences; for "nan" and "inf", also poisons one sequence.
+        """Writes NaN to padding rows, which belong to no sequence.
 
-        These rows must not affect any other sequence.
+        For "nan" and "inf", also fills one sequence with NaN or infinity. None of these values may
+        affect any other sequence.
         """
         if self.problem.lengths is None:
             return
@@ -211,9 +213,9 @@ class Case:
     def completed(
         self, inputs: Arrays, kernel: Kernel, *, keep: bool = False
     ) -> dict[str, np.ndarray]:
-        """Returns the inputs that a kernel reads; draws its own inputs where they are missing.
+        """Returns the inputs that a kernel reads; draws missing inputs of a custom kernel.
 
-        A gradient kernel's ``forward``, if any, computes the inputs O and lse, unless ``keep``.
+        If a gradient kernel has a ``forward``, it computes new O and lse, unless ``keep``.
         """
         p, layout = self.problem, "bshd" if self.layout == "packed" else self.layout
         own = {
@@ -221,7 +223,7 @@ class Case:
             for name, x in kernel.inputs.items()
             if x.when(p) and name not in inputs
         }
-        known = kernel.computes().inputs_of(p)  # stored inputs may be another kernel's
+        known = kernel.computes().inputs_of(p)  # a file may hold inputs of another kernel
         found = {name: x for name, x in inputs.items() if name in known} | own
         if kernel.forward is None or keep or "lse" not in inputs:
             return found
@@ -246,7 +248,7 @@ class Case:
             return of.offsets if x.name in STARTS else np.array(of.counts, dtype)
         if x.name == PADDED[1] and p.cached:
             return np.array(p.cached.rows, dtype)
-        if x.name in PADDED:  # no rows, one, some, all but one, all
+        if x.name in PADDED:  # lengths: 0, 1, random, all but one row, all rows
             most = p.N if x.name == PADDED[1] else p.M
             some = (most, 0, min(most, 1), int(rng.integers(0, most + 1)), max(most - 1, 0))
             return np.resize(rng.permutation(some), p.batch).astype(dtype)
@@ -261,7 +263,7 @@ class Case:
             return _in_tiles(x.shape, rng)
         if x.captured.kind == "bool":
             drawn = rng.random(x.shape) < _SEEN
-            if x.name == MASK and drawn.size and not drawn.any():  # show one pair
+            if x.name == MASK and drawn.size and not drawn.any():  # make one pair visible
                 drawn.flat[0] = True
             return drawn
         if x.captured.kind == "int":
@@ -288,7 +290,7 @@ class Case:
         return table
 
     def _own(self, kernel: Kernel, name: str, wanted: Input) -> np.ndarray:
-        """Draws one of the kernel's own inputs, independently of all other arrays."""
+        """Draws an input of a custom kernel, independently of all other arrays."""
         p, rng = self.problem, np.random.default_rng((self.seed, *name.encode()))
         shape, dtype = wanted.shape(p), wanted.dtype(p)
         if wanted.draw is None:
@@ -332,7 +334,10 @@ class Case:
 
 
 def _largest_index(x: Operand, found: Iterable[Operand], texts: Iterable[Expression]) -> int | None:
-    """Returns the largest valid element of an array that is used as an index, else None."""
+    """Returns the largest index that the integer array ``x`` may hold.
+
+    Returns None if no expression indexes an array with an element of ``x``.
+    """
     ends = [
         array.shape[axis] - 1
         for text in texts
@@ -425,7 +430,7 @@ def _forward_by_kernel(p: Problem, arrays: Arrays, backend: Backend) -> dict[str
     outputs = {name: np.empty(*plan.outputs[name]) for name in ("O", "lse")}
     inputs = {name: arrays[name] for name in OPERATIONS["forward"].inputs_of(p)}
     with backend.working_on(None):
-        if p.lengths:  # `fill` does not transfer packed rows
+        if p.lengths:  # `fill` does not support packed arrays
             return run_guarded(backend, plan, readable_inputs(plan, inputs), outputs)
         fill(backend, plan, inputs, outputs)
     return outputs

@@ -67,7 +67,7 @@ _GROUPS = (
     *(*("plain",) * 4, "arrays", "texts", "expressions", "sequences of texts"),
     *("pages", "new tokens"),
 )
-# Subjects that replace others: for kernels without pages, and for gradients.
+# Replacement subjects: for kernels that do not support pages, and for gradient kernels.
 _INSTEAD = {"pages": "padded", "new tokens": "arrays"}
 _OF_GRADIENTS = {"pages": "padded", "new tokens": "gradient of a bias"}
 _MODIFIED = {"texts", "sequences of texts", "arrays", "expressions", "gradient of a bias"}
@@ -105,7 +105,7 @@ _SEEDS = ("i64[1]", "u64[1]", "i32[1]", "u32[1]")
 _FEW_ROWS = 48
 _NEAR = tuple(layout for layout in LAYOUTS if layout != "far")
 _OF_CACHES = ("bhsd", "bshd", "reversed", "gaps", "unaligned")  # layouts for new tokens
-_OF_PAGES = ("bhsd", "reversed", "columns")  # layouts for other paged groups, with aligned rows
+_OF_PAGES = ("bhsd", "reversed", "columns")  # layouts for groups with pages; rows are aligned
 _VALUES = ("normal", "normal", "uniform", *VALUES)
 _REPAIRED = ("tiny", "lowest", "nan", "inf")  # values beyond float16: most rows need repair
 _OF_TOKENS = tuple(x for x in FINITE if x != "tiny")  # error bounds of "tiny" would hide faults
@@ -222,7 +222,7 @@ class Fuzz:
         return None if given is None else lengths_of(given)
 
     def _is_in_blocks(self, turns: "_Turns") -> bool:
-        """Returns whether the group is the first one about arrays, which has a block mask."""
+        """Returns whether the group has a block mask: the first "arrays" group of each cycle."""
         return turns.i % len(_GROUPS) == _GROUPS.index("arrays")
 
     def _is_narrow(self, turns: "_Turns") -> bool:
@@ -474,7 +474,10 @@ class Fuzz:
         ]
 
     def _constants(self, record: Kernel, p: Problem, turns: "_Turns") -> Mapping[str, int]:
-        """Returns the plan's constants, sometimes with a small ``room`` that forces more rounds."""
+        """Returns the plan's constants.
+
+        About half of the groups get a small ``room`` for score tiles, which forces more rounds.
+        """
         constants = dict(self._plan(record, p, {}).constants)
         if "room" in constants and turns.choose("room", (True, False)):
             constants["room"] = turns.random("room itself").randrange(2, 9)
@@ -502,7 +505,7 @@ class Fuzz:
         is_packed = any("pack_gqa" in x.constants for x in plan.launches)
         how = {"shares": bool(p.operands), "is_packed": is_packed}
         batch, kv_heads, group = self._heads(turns, each, values, are_few, **how)
-        if p.operands or p.options.changed.keys() & {*TEXTS}:  # 0 and 1 compile differently
+        if p.operands or p.options.changed.keys() & {*TEXTS}:  # sizes 0 and 1 change the code
             M, N = max(M, 2), max(N, 2)
         if crowd:
             (batch, kv_heads, group), M, N = crowd.heads, crowd.M, crowd.N
@@ -558,7 +561,7 @@ class Fuzz:
         return batch, max(kv_heads, 2) if shares and group == 1 else kv_heads, group
 
     def _moved(self, p: Problem, each: "_Turns") -> Problem:
-        """Gives the mask a random offset in one of eight samples."""
+        """Shifts the mask by a random offset in one of eight samples."""
         if not p.is_masked or p.causal == "top-left" or p.is_ragged:
             return p
         if not each.choose("offset", (False,) * 7 + (True,)):
@@ -682,7 +685,10 @@ def other_options() -> list[str]:
 
 @dataclass(frozen=True)
 class _Turns:
-    """Random choices of sample (or group) i, each drawn by name, independently of the others."""
+    """Random choices for sample (or group) i.
+
+    Each choice has a name, which is part of its seed, so choices are independent of each other.
+    """
 
     seed: int
     i: int

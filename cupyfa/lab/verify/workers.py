@@ -218,7 +218,7 @@ class _Started:
 
 
 def serve(handle: int) -> None:
-    """Serves as a worker process's main loop: performs tasks from a pipe and returns every step."""
+    """Runs a worker process's main loop: receives tasks from a pipe, sends each step back."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     threading.Thread(target=_end_with_parent, daemon=True).start()
     pipe: Connection[Any, Any] = Connection(handle)

@@ -26,7 +26,7 @@ def scaled_scores(arrays, p):
 
 
 def forward(arrays, p, c):
-    """Computes O and lse of the forward pass, which checks pass to the kernel."""
+    """Computes the O and lse of the forward pass; checks pass these arrays to the kernel."""
     scores = modified(scaled_scores(arrays, p), c)
     P, lse = softmax(np.where(p.visible(), scores, -np.inf))
     return {"O": P @ np.repeat(arrays["V"], p.group, axis=1), "lse": lse}
@@ -81,7 +81,7 @@ NAME = Kernel(
     # constants.
     tiles=({"Br": 64, "Bc": 64}, {"Br": 128, "Bc": 128}),
     floats={"limit": lambda p, c: 4.0},  # the default; callers may override it: bind(limit=2.0)
-    # Omit these two if the kernel computes gradients of plain attention.
+    # Omit `reference` and `forward` if the kernel computes gradients of plain attention.
     reference=reference,
     forward=forward,
     # What the kernel supports. Other calls are rejected, such as causal ones without "causal".
