@@ -78,7 +78,10 @@ class Lane(Protocol):
         """Returns a mark at the current end of the queue."""
 
     def mark(self, again: Mark | None) -> Mark:
-        """Like ``record``, but waiting threads sleep; may reuse the old mark ``again``."""
+        """Like ``record``, but threads that wait for the mark sleep instead of spinning.
+
+        ``again`` is an old mark that may be reused, or None.
+        """
 
     def wait(self, mark: Mark) -> None:
         """Makes work that is queued from now on wait for another lane's mark."""
@@ -155,7 +158,7 @@ class Backend(ABC):
 
     @abstractmethod
     def owns(self, array: Any) -> bool:
-        """Whether the array already lies in this backend's memory."""
+        """Returns whether the array already lies in this backend's memory."""
 
     def adopt(self, array: Any) -> Any:
         """Views another library's array as this backend's array type."""
@@ -246,7 +249,7 @@ class Backend(ABC):
     # For backends whose memory is separate from host memory.
 
     def lanes(self) -> AbstractContextManager[tuple[Lane, Lane, Lane]]:
-        """Provides three lanes for one call: copies to the device, kernels, and copies back."""
+        """Returns a context with three lanes: for copies to the device, kernels, and copies back."""
         raise NotImplementedError
 
     def pinned(self, size: int) -> np.ndarray:
@@ -254,7 +257,7 @@ class Backend(ABC):
         return np.empty(size, np.uint8)
 
     def is_pinned(self, array: np.ndarray) -> bool:
-        """Whether a nonempty array lies entirely in page-locked memory."""
+        """Returns whether a nonempty array lies entirely in page-locked memory."""
         raise NotImplementedError
 
     def free_bytes(self) -> int:

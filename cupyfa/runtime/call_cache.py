@@ -30,10 +30,12 @@ if TYPE_CHECKING:
     from cupyfa.runtime.launcher import Launcher
     from cupyfa.runtime.prepared import Prepared
 
-_MOST_KNOWN = 256  # most keys (up to two per call), and most helper launchers, of a backend
-_MOST_REPEATS = 32  # most sets of arrays for which a Prepared keeps launches
-_MOST_SPARES = 2  # most sets of results kept for reuse: the caller usually still holds one
-_MOST_MISSES = 8  # after more calls that find all spares in use, no spares are added
+_MOST_KNOWN = 256  # maximum number of keys (up to two per call), and of helper launchers
+_MOST_REPEATS = 32  # maximum number of sets of arrays for which a Prepared keeps launches
+# Maximum number of sets of results that are kept for reuse. One is not enough, since the caller
+# usually still holds the results of the last call.
+_MOST_SPARES = 2
+_MOST_MISSES = 8  # no spares are added after more calls than this that found all spares in use
 _SMALL = 1 << 20  # bytes; larger results are not kept
 # Functions implemented in C, so that a repeated call enters few Python functions.
 is_none = partial(is_, None)
@@ -67,7 +69,7 @@ def repeat_call(
 
 
 class CallCache:
-    """Prepared calls and launchers of one backend, by their keys."""
+    """Maps call keys to prepared calls and launchers of one backend."""
 
     def __init__(self) -> None:
         self.prepared: dict[Any, Prepared] = {}
@@ -94,13 +96,13 @@ class CallCache:
 
 
 def make_room(known: dict[Any, Any], most: int = _MOST_KNOWN) -> None:
-    """Empties ``known`` if it has ``most`` entries."""
+    """Clears the cache ``known`` if it contains ``most`` or more entries."""
     if len(known) >= most:
         known.clear()
 
 
 class _Ref(ref):
-    """A weak reference of this cache, as opposed to those of callers."""
+    """A weak reference that this cache created, distinguishable from those of callers."""
 
     __slots__ = ()
 
@@ -117,7 +119,7 @@ class Spare(NamedTuple):
     references: int  # total reference count of the holders while no caller has the results
 
     def is_free(self) -> bool:
-        """Whether no caller has a reference to the results or has changed their shapes."""
+        """Returns whether no caller has a reference to the results or has changed their shapes."""
         return (
             sum(map(getrefcount, self.holders)) == self.references
             and list(map(shape_of, self.results)) == self.shapes
@@ -125,7 +127,7 @@ class Spare(NamedTuple):
         )
 
     def _are_watched(self) -> bool:
-        """Whether a caller has a weak reference to a result, and may wait for its deletion."""
+        """Returns whether a caller has a weak reference to a result, perhaps with a callback."""
         return any(type(y) is not _Ref for x in self.results for y in getweakrefs(x))
 
 
@@ -144,7 +146,7 @@ class Repeat:
         self.misses = 0
 
     def spare(self, allocator: Any) -> Spare | None:
-        """Removes a reusable spare from the spares and returns it; the caller puts it back."""
+        """Removes a reusable spare from the spares and returns it; the caller must put it back."""
         try:
             spare = self.spares.popleft()
         except IndexError:
@@ -152,7 +154,7 @@ class Repeat:
         if spare.allocator is allocator and spare.is_free():
             self.misses = 0
             return spare
-        if self.spares:  # the oldest of several spares is in use: drop it
+        if self.spares:  # several spares, and the oldest is in use: drop it
             self.misses += 1
         else:
             self.spares.append(spare)
@@ -174,7 +176,8 @@ class Repeats:
         self._backend = backend
         # By device, stream and the ids of the inputs and of the caller's result arrays.
         self.known: dict[tuple[Any, ...], Repeat] = {}
-        self._before: dict[int, tuple[_Ref, ...]] = {}  # arrays of earlier calls, by the first id
+        # Weak references to the arrays of earlier calls, by the id of the first array.
+        self._before: dict[int, tuple[_Ref, ...]] = {}
 
     def remember(
         self,
@@ -212,7 +215,7 @@ class Repeats:
             self.known[key] = repeat
 
     def _came_before(self, arrays: Sequence[Any]) -> bool:
-        """Whether an earlier call had these arrays; remembers this call."""
+        """Returns whether an earlier call had these arrays; remembers this call."""
         before = self._before.get(id(arrays[0]), ())
         if len(before) == len(arrays) and all(x() is y for x, y in zip(before, arrays)):
             return True

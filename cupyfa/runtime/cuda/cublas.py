@@ -1,4 +1,6 @@
-"""Matrix products of baselines with cuBLAS, accumulated in float32 (float64 for float64)."""
+"""Matrix products of the baselines, computed by cuBLAS.
+
+Sums are accumulated in float32, or in float64 for float64 inputs."""
 
 import ctypes
 from collections.abc import Callable
