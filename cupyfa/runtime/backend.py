@@ -249,7 +249,7 @@ class Backend(ABC):
     # For backends whose memory is separate from host memory.
 
     def lanes(self) -> AbstractContextManager[tuple[Lane, Lane, Lane]]:
-        """Returns a context with three lanes: for copies to the device, kernels, and copies back."""
+        """Returns a context with three lanes: copies to the device, kernels, and copies back."""
         raise NotImplementedError
 
     def pinned(self, size: int) -> np.ndarray:

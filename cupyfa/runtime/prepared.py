@@ -330,7 +330,7 @@ class Prepared(OfThisProcess):
     def _by_name(
         self, arrays: tuple[Any, ...], out: Any, named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], Any]:
-        """Returns all inputs in order, including those in ``named``, and ``out`` if it is a result."""
+        """Returns the inputs in order, including ``named`` ones, and ``out`` if it is a result."""
         at = ("q" in self._names) and self._names.index("q")
         if any(isinstance(x, Structured) for x in arrays):
             qkv, structure = unwrap(*arrays[at : at + 3])

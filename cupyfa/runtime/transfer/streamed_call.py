@@ -114,7 +114,7 @@ class Call:
         try:
             send_next()
             yield 0
-            # Threads copy slowly, so all first pieces are submitted to them before the first kernel.
+            # Threads copy slowly, so all first pieces are submitted before the first kernel.
             for _ in range(count - 1 if sent[0].end is None else 0):
                 send_next()
                 yield 0
