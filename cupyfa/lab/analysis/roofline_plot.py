@@ -114,7 +114,7 @@ def _place(axes: Any, labels: Sequence[Any], xs: Sequence[float], levels: Sequen
 def _levels(rows: Sequence[Roof]) -> tuple[dict[float, str], dict[float, str]]:
     """Returns two dicts from TFLOP/s to names: arithmetic roofs, and roofs of exponentials.
 
-    A roof of exponentials is omitted if it is above the arithmetic's or close to another roof.
+    A roof of exponentials is omitted if it is above the arithmetic roof or close to another roof.
     """
     levels: dict[float, str] = {}
     for row in sorted(rows, key=lambda row: row.peak):

@@ -38,7 +38,7 @@ _GROUPS: Mapping[str, tuple[Fill, tuple[Kind, ...]]] = {
 }
 _GROUP = {kind: name for name, (_, kinds) in _GROUPS.items() for kind in kinds}
 _IN_FLIGHT: Mapping[str, Fill] = {"copy in flight": (INK, ""), "wgmma in flight": (_LILAC, "")}
-# Legend texts and styles of arrows, by whether they start at a copy.
+# Legend texts and styles of arrows. The key tells whether an arrow starts at a copy.
 _ARROW_LOOKS: Mapping[bool, tuple[str, dict[str, Any]]] = {
     True: ("from a copy to the wait for it", {"color": INK, "linewidth": 0.6}),
     False: (

@@ -359,7 +359,10 @@ def _recording(launch: PlannedLaunch, block: int | None, backend: Backend) -> Re
 def _entries(
     log: np.ndarray, launch: PlannedLaunch, recording: Recording
 ) -> tuple[list[Entry], dict[tuple[int, int], int]]:
-    """Decodes a log: the entries in each warp's order, and lost entries per (block, warp)."""
+    """Decodes a log; returns the entries in each warp's order, and counts of lost entries.
+
+    The counts are indexed by (block, warp).
+    """
     shape = recording.blocks, launch.warps, 1 + recording.capacity, 4
     words = log.view(np.uint32).reshape(shape)
     counts = words[:, :, 0, 0]
@@ -540,7 +543,7 @@ def _phases(
             continue  # a lane exits while another one still copies
         if entry.ended:
             if not any(x.kind is entry.kind for x in open_):
-                continue  # other lanes recorded its beginning, or it was lost
+                continue  # its beginning was recorded by other lanes, or lost
             yield from until(entry.time)
             while open_.pop().kind is not entry.kind:
                 continue

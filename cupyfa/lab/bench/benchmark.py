@@ -134,7 +134,7 @@ def bench(
 
 
 def _with_all_factors(rows: Sequence[Measurement]) -> list[Measurement]:
-    """Returns the rows with the same keys in all ``factors``, which become table columns."""
+    """Adds missing keys to each row's ``factors``, so that all rows have the same table columns."""
     rivals = (BASELINE, BEFORE, *(name for row in rows for name in row.factors))
     known = [x for x in dict.fromkeys(rivals) if any(x in row.factors for row in rows)]
     return [replace(row, factors={x: row.factors.get(x) for x in known}) for row in rows]

@@ -109,7 +109,7 @@ def _is_several(name: str, value: Any) -> bool:
         return isinstance(value, list) and any(isinstance(x, list | tuple | str) for x in value)
     if not isinstance(value, tuple):
         return isinstance(value, list)
-    if name in OWN_ARRAYS:  # a tuple may be one shape
+    if name in OWN_ARRAYS:  # a tuple may be a single shape
         return not all(isinstance(n, int) for n in value)
     return name != WRT and not (name in OPTIONS and isinstance(OPTIONS[name].default, tuple))
 

@@ -30,7 +30,7 @@ _REMOVED = {
     "warm": "a program that calls cupyfa.compile fills the cache",
     "profile": "run a profiler on cupyfa run: ncu --set full cupyfa run KERNEL",
 }
-# Other programs' names for values of choices.
+# Maps words that other programs use to the values that cupyfa's options accept.
 _SYNONYMS = {
     **{"gpu": "cuda", "cpu": "simulator"},
     **{"half": "float16", "single": "float32", "float": "float32", "double": "float64"},

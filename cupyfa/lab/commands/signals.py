@@ -79,6 +79,6 @@ def _insist(reading: int) -> None:
                 now = time.monotonic()
                 if not number:
                     number, first, deadline = asked[0], now, now + _patience
-                elif now > first + _TOGETHER:  # a second request
+                elif now > first + _TOGETHER:  # the user sent a second signal
                     break
     os._exit(128 + number)

@@ -82,7 +82,8 @@ WRITTEN = ("appended", "rotated", "interleaved")  # kinds of TOKENS that write t
 FINITE = ("normal", "uniform", "integers", "equal", "one_hot", "tiny")
 E4M3_MOST = 448.0  # largest finite e4m3 number
 _NEAR_THE_END = 1e38  # magnitude of products q·k that approach the float32 maximum, 3.4e38
-_MOST_OF_LOWEST = 1.8  # clips normal numbers before scaling: 1.8² · 1e38 does not overflow
+# Normal numbers are clipped to this magnitude before they are scaled: 1.8² · 1e38 < 3.4e38.
+_MOST_OF_LOWEST = 1.8
 _FAR = 2**31 + 64  # stride in elements
 _SEEN = 0.8  # fraction of a mask's elements that are True
 _GROUPS = 4  # number of distinct integers in a captured array

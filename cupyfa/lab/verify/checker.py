@@ -546,7 +546,7 @@ class _Sheet:
 def _run(workers: Sequence[Worker], tasks: Mapping[int, Task], sheet: _Sheet) -> None:
     """Runs numbered tasks; a single worker reruns failures that other workers may have caused."""
     alone = len(workers) == 1
-    lost = Counter[str]()  # outcomes without a result, by kernel
+    lost = Counter[str]()  # number of outcomes without a result, by kernel
     later: dict[int, Task] = {}
     order = list(tasks)
     if not alone:
@@ -596,7 +596,7 @@ def _examined(
         if folder:
             try:
                 found[i] = replace(closer, file=_written(folder, backend, failed[i][0], closer))
-            except OSError as error:  # without a file, but do not lose the results
+            except OSError as error:  # a missing file must not end the check
                 why = f"{folder} cannot be written to ({error.strerror})"
                 warnings.warn(f"{why}; repeat failures by their commands instead", stacklevel=2)
                 folder = None

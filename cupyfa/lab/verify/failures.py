@@ -48,7 +48,7 @@ LOST = (NO_ANSWER, DIED, DEVICE_LOST)  # failures that return no result
 
 _FORMAT = "cupyfa failure 2"
 _RESULTS = ("actual_", "expected_", "bound_")  # name prefixes of arrays that are not inputs
-MOST_RERUNS = 1000  # maximum that a file may request
+MOST_RERUNS = 1000  # maximum number of reruns that a file may request
 _MOST_BYTES = 4 << 30  # maximum size of a file, and of its problem's results
 _MOST_ARRAYS = 1000
 

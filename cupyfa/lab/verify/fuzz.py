@@ -94,7 +94,8 @@ _USUAL_DIMS = (8, 16, 32, 48, 80, 96, 112, 144, 160, 192, 208, 256)
 _PLAIN_DIM = 64
 _NARROW, _NARROW_GROUP = 64, 3
 _WIDEST = 640  # largest d drawn for kernels that support any d
-_FEW, _FEW_HEADS = ("few", "beyond"), (2, 2, 3)  # heads so short that they may share a row tile
+# For heads with so few rows that several heads may share a row tile.
+_FEW, _FEW_HEADS = ("few", "beyond"), (2, 2, 3)
 _HEADS_OF_LENGTHS = ((3, 2, 2), (5, 2, 1), (2, 2, 3), (3, 1, 5))
 _PAGE_SIZES = (16, 64, 32, 128)
 _SMALL_PAGES = (16, 32)  # several pages fit in a key tile
@@ -259,7 +260,8 @@ class Fuzz:
             values = "lowest"
         if crowd := self._crowd(compiled, plan, turns, each, lengths):
             values = each.choose("values", ("normal", "uniform"))
-        if any(" elements = " in x.mods for x in plan.launches):  # array sizes are compiled in
+        # If array sizes are compiled into the kernel, all samples of the group have the same sizes.
+        if any(" elements = " in x.mods for x in plan.launches):
             sizes = turns.choose("lengths", _LENGTHS)
             problem = self._sized(
                 compiled, plan, turns, turns, turns.random("sizes"), "normal", sizes, crowd

@@ -169,7 +169,8 @@ _SEQUENCES = (
 )
 
 
-# Queries, keys, keys per page, batch and d; Case draws the lengths of the batch elements.
+# Number of queries, maximum number of keys, keys per page, batch and d, in this order. Case draws
+# the number of keys of each batch element.
 _PAGED: tuple[Choice, ...] = tuple(
     {"lengths": (M, N), "page_size": size, "batch": batch, "d": d}
     for M, N, size, batch, d in (

@@ -17,7 +17,7 @@ MODIFIED: tuple[Mapping[str, Any], ...] = (
     {"bias": "b1mn", "mask_mod": "key <= position + 3"},
     {"mask": "bhmn", "sink": "bh"},
     {"score_mod": "score + slope[head] * (key - query)", "captured": {"slope": "f32[heads]"}},
-    {"score_mod": "score + table[head, min(abs(position - key) // 4, 15)]"}  # as in T5
+    {"score_mod": "score + table[head, min(abs(position - key) // 4, 15)]"}  # like T5's bias
     | {"captured": {"table": "f32[heads,16]"}},
     {"score_mod": "cap * tanh(score / cap) + 0.1 * sin(key)", "captured": {"cap": 4.0}},
     {"score_mod": "max(score, -1.5) * x[head]", "captured": {"x": "f16[heads]"}},

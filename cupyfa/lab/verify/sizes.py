@@ -160,7 +160,7 @@ def lengths_near(tile: "Tile", like: Packed, pick: random.Random, *, is_full: bo
     def drawn(of: Sequence[str], size: int, is_used: bool) -> Lengths:
         fixed = {"none": 0, "one": 1}
         rows = [fixed[x] if x in fixed else tile.length(x, size, 1, pick) for x in of]
-        # Half of the longest sequence's rows are unused, and half of some other sequences' rows.
+        # Half of the rows are unused in the longest sequence and in randomly chosen other ones.
         halved = [n == max(rows) or pick.random() < 0.3 for n in rows]
         used = tuple(n // 2 if x else n for n, x in zip(rows, halved)) if is_used else None
         before, after = (pick.choice((0, 0, 1, size + 1)) for _ in range(2))

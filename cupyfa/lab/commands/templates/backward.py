@@ -58,7 +58,7 @@ NAME = Kernel(
     operation="backward",
     launches=(
         # args= lists the parameters of the entry point in the .cu file, in the same order. A new
-        # array also needs a line in inputs= or scratch= below, a new number one in floats=.
+        # array also needs a line in inputs= or scratch= below, a new number a line in floats=.
         Launch(
             "NAME_rows",
             args="Q K V O lse dO delta dQ sizes heads group scale limit",

@@ -30,7 +30,7 @@ NAME = Kernel(
         Launch(
             "NAME_forward",
             # The parameters in the .cu file, in the same order. A new array also needs a line in
-            # inputs= or outputs= below, a new number one in floats=.
+            # inputs= or outputs= below, a new number a line in floats=.
             args="Q K V O lse sizes heads group scale limit",
             grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
             threads=lambda p, c: c.Br,
