@@ -32,7 +32,7 @@ class Region(NamedTuple):
     bytes: int
     itemsize: int = 1  # bytes of an element
     constant: bool = False  # whether the launch only reads the region
-    offset: int = 0  # bytes from the start of that argument to the address
+    offset: int = 0  # bytes from the start of the argument to that address
     awaited: bool = False  # whether the launch must wait for earlier launches before any access
     kept: bool = False  # whether the next launch reads the region without waiting for this launch
 
@@ -246,7 +246,7 @@ class Backend(ABC):
         """Waits until all work is done."""
         return
 
-    # For backends whose memory is separate from host memory.
+    # The following methods are for backends whose memory is separate from host memory.
 
     def lanes(self) -> AbstractContextManager[tuple[Lane, Lane, Lane]]:
         """Returns a context with three lanes: copies to the device, kernels, and copies back."""

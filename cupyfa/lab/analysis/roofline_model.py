@@ -280,7 +280,7 @@ def _has_one(p: Problem, name: str, value: Any) -> bool:
 
 
 def _device_of(results: Results) -> Device:
-    """Returns the device that results name, with rates from its data sheet or measured here."""
+    """Returns the device named in results, with data-sheet rates or rates measured here."""
     name, backend = results.environment.get("device", ""), gpu()
     found = peaks.known_as(name)
     if found is None and backend and backend.limits.device == name:

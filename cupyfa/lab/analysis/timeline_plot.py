@@ -224,7 +224,7 @@ def _bars(axes: Any, bars: Sequence[tuple[Span, float, float, Fill]]) -> None:
 def _draw_arrows(
     axes: Any, timeline: Timeline, place: Mapping[int, int], shown: tuple[float, float]
 ) -> None:
-    """Draws the arrows that overlap the window; if there are too many, only every n-th one."""
+    """Draws the arrows that overlap the window, or every n-th arrow if there are too many."""
     from matplotlib.patches import FancyArrowPatch
 
     low, high = shown

@@ -33,8 +33,8 @@ _BUDGET = 0.2  # seconds for each size
 class Device(Shown):
     """The published peak rates of a device.
 
-    Tensor-core rates assume dense matrices and float32 accumulators, CUDA-core rates multiply-adds.
-    Both count a multiply-add as 2 FLOP.
+    Tensor-core rates assume dense matrices and float32 accumulators; CUDA-core rates assume
+    multiply-adds. Both count a multiply-add as 2 FLOP.
 
     clock: GHz at which the tensor-core peak is reached, None if unknown.
     tensor, plain: TFLOP/s of tensor cores and of CUDA cores, by dtype or "tf32".

@@ -133,7 +133,7 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def label(name: str) -> str:
-    """Returns a peer's name in tables, which differs from all kernel names."""
+    """Returns the name that tables print for a peer; it differs from all kernel names."""
     return f"torch {name}" if name in _OF_TORCH else name
 
 

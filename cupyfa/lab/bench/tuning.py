@@ -137,7 +137,7 @@ def tune(
 
 @dataclass
 class _Tuning:
-    """Tunes one problem; ``facts`` holds the results by plan, which are also stored in a file."""
+    """Tunes one problem; ``facts`` maps plans to results, and is also stored in a file."""
 
     backend: Backend
     plans: Sequence[Plan]
@@ -252,7 +252,7 @@ class _Tuning:
 
     @property
     def pacer(self) -> str:
-        """The candidate timed in every round: the first right one, usually the record's default."""
+        """The candidate timed in every round: the first correct one, usually the default."""
         return next(key for key in self.keyed if key in self.right)
 
     def pace(self, key: str) -> float:

@@ -1,4 +1,4 @@
-"""Draws measurements, on a white background that suits light and dark pages."""
+"""Plots measurements on a white background, which suits light and dark pages."""
 
 import io
 import math
@@ -26,7 +26,7 @@ _DASHES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)))
 # Maps the prefix of kernels' names ("" for any other) to the units that compute their products.
 FAMILIES = {"": "cuBLAS, CUDA cores, WMMA", "mma": "mma.sync", "wgmma": "wgmma"}
 # SVG files store text as text rather than outlines, so they are smaller, searchable, and accessible
-# to screen readers. matplotlib computes the layout with DejaVu Sans, which Verdana matches in width;
+# to screen readers. matplotlib computes the layout with DejaVu Sans. Verdana has the same width;
 # most other fonts are narrower.
 _FONTS = "DejaVu Sans, Verdana, sans-serif"
 _INKED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")

@@ -101,7 +101,7 @@ def title(results: Results, problem: Problem) -> str:
 
 
 def pages_of(folder: Path, backend: str) -> list[Path]:
-    """Returns the pages. Raises ValueError if one is missing or the backend is "simulator"."""
+    """Returns the pages' paths. Raises ValueError if one is missing, or in the simulator."""
     for name in PAGES:
         if not (folder / name).is_file():
             raise ValueError(f"{folder} has no {name}; run this in a checkout of the project")
@@ -113,7 +113,9 @@ def pages_of(folder: Path, backend: str) -> list[Path]:
 
 
 def publish(folder: Path, results: Results, rows: Sequence[Measurement]) -> list[Path]:
-    """Writes a ladder between the markers for its operation in each page; returns the pages.
+    """Writes a ladder's table between the markers for its operation in each page.
+
+    Returns the paths of the pages.
 
     Raises ValueError as ``pages_of`` does, and if a page lacks the markers.
     """

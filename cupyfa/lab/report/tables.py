@@ -249,7 +249,7 @@ def plan_lines(plan: Plan, passed_over: Mapping[str, str] | None = None) -> str:
 
 
 def _reasons(passed_over: Mapping[str, str] | None) -> str:
-    """Lists passed-over kernels, grouped by reason."""
+    """Lists the kernels that "auto" rejected, grouped by reason."""
     found: dict[str, list[str]] = {}
     for name, why in (passed_over or {}).items():
         found.setdefault(why, []).append(name)

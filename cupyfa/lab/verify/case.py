@@ -120,7 +120,9 @@ class Case:
     def inputs(
         self, backend: Backend | None = None, kernel: Kernel | None = None
     ) -> dict[str, np.ndarray]:
-        """Returns the operation's arrays [batch, heads, rows, columns] and a custom kernel's own.
+        """Returns the operation's arrays [batch, heads, rows, columns].
+
+        For a custom ``kernel``, also returns its additional inputs.
 
         For gradients, the reference computes O and lse. If that would take too long and a backend
         is given, the backend's fastest kernel computes them: the gradients are well-defined for
@@ -187,7 +189,7 @@ class Case:
         may_share = p.batch > 1 and self.tokens not in WRITTEN
         for i in np.flatnonzero(rng.random(p.batch) < 0.5)[:1] if may_share else ():
             table[i, 0] = table[i - 1, 0]
-        users = np.zeros((p.batch, p.pages, size), bool)  # [element, page, row]
+        users = np.zeros((p.batch, p.pages, size), bool)  # [batch element, page, row]
         for b, length in enumerate(lengths):
             keys = np.arange(length)
             users[b, table[b, keys // size], keys % size] = True

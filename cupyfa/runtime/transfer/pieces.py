@@ -437,7 +437,7 @@ class Pieces:
         self.plan = plan
         self.plan_of = lru_cache(_MOST_PARTS)(lambda p: plan if p == plan.problem else plan_of(p))
         self.bytes = needed(plan)  # device memory for the problem in one piece
-        self._cut: tuple[Any, Cut] | None = None  # the last cut, with the arguments that it is for
+        self._cut: tuple[Any, Cut] | None = None  # the last cut and its arguments
 
     def cut(self, wanted: int, most: int, starts: Starts = ()) -> Cut:
         """Cuts the problem with ``cut``, or reuses the last cut if it still applies."""
@@ -451,7 +451,10 @@ class Pieces:
 
 
 def _axes_of(plan: Plan) -> dict[str, str]:
-    """Returns the axes of inputs and outputs; captured arrays of a packed batch have sequences."""
+    """Returns the axes of inputs and outputs.
+
+    In a packed batch, the axis "batch" of captured arrays is replaced with "sequences".
+    """
     p, found = plan.problem, plan.operation.axes_of(plan.problem)
     if p.modifiers.is_packed:
         arrays = (x.input for x in p.operands if x.is_array)
