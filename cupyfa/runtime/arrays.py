@@ -130,7 +130,7 @@ def require_form(name: str, given: Any, shape: Sequence[int], dtype: Any) -> Non
 
 
 def require_one_device(backend: Backend, arrays: Arrays) -> None:
-    """Raises if arrays of the backend are on several devices."""
+    """Raises ValueError if arrays of the backend are on different devices."""
     devices = [backend.form(x)[3:] for x in arrays.values() if backend.owns(x)]
     if len(set(devices)) > 1:
         *names, last = arrays

@@ -55,7 +55,7 @@ def _passed(backend: Backend, step: PlannedLaunch, argument: Argument, array: An
 
 
 def _tensor(backend: Backend, array: Any, axes: tuple[int | None, ...]) -> np.ndarray:
-    """Makes a struct Tensor, with the strides along ``axes`` in elements."""
+    """Creates a struct Tensor, with the strides along ``axes`` in elements."""
     size = array.dtype.itemsize
     strides = (0 if axis is None else array.strides[axis] // size for axis in axes)
     return np.array((backend.address(array), *strides), TENSOR)

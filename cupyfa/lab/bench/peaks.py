@@ -56,7 +56,8 @@ class Device(Shown):
     def peak(self, precision: str, *, tensor: bool) -> float:
         """Returns the peak TFLOP/s for operands of a precision.
 
-        CUDA cores compute precisions that tensor cores lack, and 16-bit operands in float32.
+        Without ``tensor``, or if tensor cores do not support the precision, returns the rate of CUDA
+        cores, which multiply 16-bit operands in float32.
         """
         if tensor and precision == "float8_e4m3" and int(self.arch or 0) >= _FLOAT8_SINCE:
             return 2 * self.tensor["float16"]
@@ -71,7 +72,7 @@ class Device(Shown):
 
 
 def _device(row: Mapping[str, str]) -> Device:
-    """Makes a device from a table row; bfloat16 has the rates of float16."""
+    """Creates a device from a table row; bfloat16 has the rates of float16."""
     tensor = {name: row[name] for name in ("float16", "tf32", "float64")}
     tensor["bfloat16"] = row["float16"]
     return Device(

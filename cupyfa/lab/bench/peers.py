@@ -53,7 +53,7 @@ class Peer:
 def peer(
     name: str, backend: Backend, p: Problem, arrays: Mapping[str, Any], operation: str = "forward"
 ) -> Peer:
-    """Makes a peer for arrays of the backend.
+    """Creates a peer for arrays of the backend.
 
     ``arrays`` contains Q, K and V, dO if the operation is "backward", and score-modifying arrays
     under names such as "mods.bias".
@@ -177,7 +177,7 @@ def _torch(
     more: Mapping[str, Any],
     gradient: Any,
 ) -> Peer:
-    """Makes a peer of torch's attention, or of its gradients after a forward pass.
+    """Creates a peer of torch's attention, or of its gradients after a forward pass.
 
     Autograd runs each backward step on the stream of its forward step. To capture gradients in a
     graph, the forward pass is therefore run again on the capturing stream, with new tensors.
@@ -339,7 +339,7 @@ def _torch_stream(torch: Any, backend: Backend) -> Any:
 
 
 def _cudnn_frontend(name: str, backend: Backend, p: Problem, arrays: Sequence[Any]) -> Peer:
-    """Makes a peer of cuDNN's attention graph, built by its Python frontend."""
+    """Creates a peer of cuDNN's attention graph, built by cuDNN's Python frontend."""
     cudnn = import_module("cudnn")
     if backend.stream is None:
         raise Unsupported("it needs a GPU")

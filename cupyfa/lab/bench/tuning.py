@@ -41,7 +41,7 @@ _ROUNDS = {"budget": 1.0, "most": 20}  # seconds and rounds of each timing of th
 _FINALISTS = 8
 _FIRST_SHARE = 2 / 3  # fraction of the budget after which no first timing is started
 _FEWEST = 10  # minimum number of rounds to compare two candidates
-_SURE = 3.0  # number of standard errors beyond which one of two candidates is faster
+_SURE = 3.0  # number of standard errors beyond which a candidate counts as faster
 _COLUMNS = (
     *("state", "first_ms", "ms", "x_own", "spread_%", "TFLOP/s", "rounds", "registers"),
     *("spilled_bytes", "shared_bytes", "blocks_per_sm", "note"),

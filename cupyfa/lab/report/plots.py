@@ -172,7 +172,7 @@ def family(name: str) -> str:
 
 
 def new_figure(height: float) -> Any:
-    """Makes a figure 8 inches wide, with a canvas that can measure text."""
+    """Creates a figure 8 inches wide, with a canvas that can measure text."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -573,7 +573,7 @@ class Fuzz:
     def _smaller(self, p: Problem, values: str) -> Problem:
         """Drops heads, then rows, then keys, until the problem is quick to check.
 
-        Repaired rows and keys take the simulator longest.
+        In the simulator, rows and keys that need repair take the most time.
         """
         most = _MOST_WORK[self.backend.name] // (1 if values in FINITE else 4)
         least = 2 if p.operands else 1  # minimum batch size and number of heads

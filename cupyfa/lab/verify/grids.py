@@ -113,7 +113,7 @@ def _case(
     sequences: str | None = None,
     **sizes: Any,
 ) -> Case:
-    """Makes a case from the chosen values; d may be a (d, dv) pair."""
+    """Creates a case from the chosen values; d may be a (d, dv) pair."""
     M, N = lengths
     d, dv = d if isinstance(d, tuple) else (d, d)
     if operation == "softmax":

@@ -464,7 +464,7 @@ def _unowned(
     device: int,
     owner: Any = None,
 ) -> Any:
-    """Makes an array over memory that ``owner`` keeps alive; strides may be negative."""
+    """Creates an array over memory that ``owner`` keeps alive; strides may be negative."""
     reach = [(n - 1) * step for n, step in zip(shape, strides)] if 0 not in shape else []
     low = sum(x for x in reach if x < 0)
     size = sum(map(abs, reach)) + dtype.itemsize

@@ -342,7 +342,7 @@ class _Cutting:
 
 
 def _unrounded(whole: Plan, part: Problem) -> Problem:
-    """Makes a part over some of the keys return float32, if the kernel supports that.
+    """Requests float32 results for a part with some of the keys, if the kernel supports them.
 
     Results are then rounded only once, when they are merged.
     """
