@@ -3,8 +3,8 @@
 The cache has two levels, which are tried in this order:
 
 1. Same arrays. ``repeat_call`` compares the non-array arguments with those of the function's last
-   call, by identity. If they match, it asks the Prepared of that call for its launches on identical
-   arrays (``Repeats``). A KVCache keeps its own last call, since each call has to write new tokens;
+   call, by identity. If they match, it looks up launches on identical arrays in the Prepared of
+   that call (``Repeats``). A KVCache keeps its own last call, since each call has to write new tokens;
    ``call/decode.py`` compares it in the same way.
 2. Same forms. ``CallCache.find`` looks up a key of all arguments and of the arrays' shapes,
    strides, dtypes and device; the Prepared that it returns runs on the new arrays. A second key

@@ -56,8 +56,8 @@ class Device(Shown):
     def peak(self, precision: str, *, tensor: bool) -> float:
         """Returns the peak TFLOP/s for operands of a precision.
 
-        Without ``tensor``, or if tensor cores do not support the precision, returns the rate of CUDA
-        cores, which multiply 16-bit operands in float32.
+        Without ``tensor``, or if tensor cores do not support the precision, returns the rate of
+        CUDA cores, which multiply 16-bit operands in float32.
         """
         if tensor and precision == "float8_e4m3" and int(self.arch or 0) >= _FLOAT8_SINCE:
             return 2 * self.tensor["float16"]

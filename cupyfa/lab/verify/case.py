@@ -374,7 +374,8 @@ def _drawn(
     elif values == "huge" and name in ("Q", "K", "S"):
         x *= 2500 if name == "S" else 50
     elif values == "scales" and name in ("V", "dO"):
-        most = ml_dtypes.finfo(dtype).maxexp // 3  # largest exponent: keeps products of V and dO finite
+        # The largest exponent for which products of V and dO remain finite.
+        most = ml_dtypes.finfo(dtype).maxexp // 3
         heads_or_rows = (*shape[: 2 if name == "V" else 3], 1, 1)[:4]
         x = np.ldexp(x.astype(np.float64), rng.integers(-most, most + 1, heads_or_rows))
     elif values == "lowest" and name in ("Q", "K") and x.size:
