@@ -4,8 +4,8 @@ The cache has two levels, which are tried in this order:
 
 1. Same arrays. ``repeat_call`` compares the non-array arguments with those of the function's last
    call, by identity. If they match, it looks up launches on identical arrays in the Prepared of
-   that call (``Repeats``). A KVCache keeps its own last call, since each call has to write new tokens;
-   ``call/decode.py`` compares it in the same way.
+   that call (``Repeats``). A KVCache keeps its own last call, since each call has to write new
+   tokens; ``call/decode.py`` compares that call in the same way.
 2. Same forms. ``CallCache.find`` looks up a key of all arguments and of the arrays' shapes,
    strides, dtypes and device; the Prepared that it returns runs on the new arrays. A second key
    omits numbers; a Prepared found by that key is copied with the new numbers and reuses its

@@ -69,8 +69,8 @@ def cases(
 def _takes(p: Problem, options: Choice, arrays: Choice) -> bool:
     """Returns whether a problem can be combined with these options and arrays.
 
-    A ragged batch has no bias, mask or wrt. A problem with an offset must be
-    dense, and its options causal and window cannot be replaced.
+    A ragged batch has no bias, mask or wrt. A problem with an offset must be dense, and its options
+    causal and window cannot be replaced.
     """
     if not can_give(options.get("out_dtype"), p.dtype):
         return False

@@ -448,7 +448,7 @@ def _of_tensor(torch: Any, x: Any, device: int) -> Any:
 
 
 def _bytes_of(array: Any) -> Any:
-    """Views an e4m3 tensor as bytes, since CuPy cannot import e4m3; None for other arrays."""
+    """Views an e4m3 tensor as bytes, which CuPy can import; returns None for other arrays."""
     torch: Any = sys.modules.get("torch")
     theirs = getattr(torch, E4M3.name, None)
     if theirs is None or getattr(array, "dtype", None) is not theirs:
