@@ -75,7 +75,7 @@ def clear(kind: str, *, dry_run: bool = False) -> dict[str, Any]:
 
 
 def folder_of(kind: str) -> Path | None:
-    """Returns the folder that holds a kind of files; None for a user without a home directory."""
+    """Returns the folder that holds a kind of files; None if the user has no home directory."""
     if kind == "cupy":
         return Path(os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache"))
     base = cache_folder.chosen_folder()

@@ -150,7 +150,7 @@ def _package(name: str) -> Finding:
 
 
 def _folder(thing: str, path: Path | None, variable: str) -> Finding:
-    """Reports a cache directory, as a fault if it is not writable."""
+    """Reports a cache directory; it is a fault if the directory is not writable."""
     if path is None or not cache_folder.can_write(path):
         return Finding(thing, FAULT, f"{path} cannot be written; {cache_folder.remedy(variable)}")
     return Finding(thing, OK, f"{path}, {_size(shutil.disk_usage(path).free)} free")
@@ -190,7 +190,7 @@ def _driver(answer: Mapping[str, int] | None, error: str | None) -> Finding:
 
 
 def _gpus(answer: list[dict[str, Any]] | None, error: str | None) -> list[Finding]:
-    """Reports each GPU in ``answer``, as a fault if it failed to compile and run a kernel."""
+    """Reports each GPU in ``answer``; a GPU that failed to run a test kernel is a fault."""
     if answer is None:
         chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
         hidden = "" if chosen is None else f" (CUDA_VISIBLE_DEVICES is {chosen!r})"

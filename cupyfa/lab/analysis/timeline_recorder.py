@@ -2,7 +2,7 @@
 
 The launch is compiled with the headers in kernels/timeline, which log a time-stamped entry where a
 phase begins or ends. On a GPU the time stamps are read from the clocks of the multiprocessor and of
-the device. The simulator has no clock; its times number the entries in the order of execution.
+the device. The simulator has no clock and numbers the entries in the order of execution.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def record(
     """Runs a kernel and records one of its launches.
 
     ``launch`` is an entry point, or the index of a launch as a string, such as "0". The default is
-    the entry point named like the kernel, else the first one whose name begins with the kernel's,
+    the entry point with the kernel's name, else the first entry point whose name begins with it,
     else the launch with the most threads.
     ``block`` is the index of the block to record. None records all blocks, but only their starts,
     ends, epilogues and marks.
@@ -658,7 +658,7 @@ def _of_all_blocks(
 
 
 def _in_steps(entries: Sequence[Entry]) -> list[Entry]:
-    """Replaces times by step numbers, counted per block in the simulator's order."""
+    """Replaces times with step numbers, counted per block in the simulator's order."""
     steps: Counter[int] = Counter()
     numbered = []
     for x in sorted(entries):

@@ -15,8 +15,9 @@ from cupyfa.lab.analysis.timeline_summary import busiest_warps, extents, rows_of
 def trace(timeline: Timeline) -> dict[str, Any]:
     """Returns the trace as JSON-serializable data, which https://ui.perfetto.dev opens.
 
-    The process is one block with its warps as threads, or all blocks with multiprocessors as
-    threads. Times are whole nanoseconds, so that phases neither overlap nor leave gaps.
+    The trace shows one block as a process with its warps as threads, or all blocks as a process
+    with multiprocessors as threads. Times are whole nanoseconds, so that phases neither overlap
+    nor leave gaps.
     """
     place_of = _places(timeline)
     return {

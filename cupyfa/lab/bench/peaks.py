@@ -104,7 +104,7 @@ def named(name: str) -> Device:
 
 
 def known_as(name: str) -> Device | None:
-    """Returns the device that CUDA calls by this name, such as "NVIDIA L4", or None if unlisted."""
+    """Returns the device with this CUDA name, such as "NVIDIA L4", or None if it is not listed."""
     short = name.removeprefix("NVIDIA ")
     return next((device for device in DEVICES.values() if short in device.called), None)
 

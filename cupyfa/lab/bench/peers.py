@@ -101,7 +101,7 @@ def without_cache(
 ) -> tuple[Problem, dict[str, np.ndarray]]:
     """Converts a decoding problem and its inputs to contiguous keys without lengths.
 
-    All sequences get as many keys as the longest. If lengths differ, a mask hides unused keys.
+    All sequences are extended to the longest one. If lengths differ, a mask hides unused keys.
     """
     assert p.cached is not None
     lengths, most = np.array(p.cached.rows), max(p.cached.rows)

@@ -104,7 +104,7 @@ def problems(
 
 
 def _is_several(name: str, value: Any) -> bool:
-    """Returns whether a list or tuple holds several values of a size, rather than being one."""
+    """Returns whether a value is a list or tuple of several values rather than a single value."""
     if name == shape_language.LENGTHS_OF:  # a list of integers is one value
         return isinstance(value, list) and any(isinstance(x, list | tuple | str) for x in value)
     if not isinstance(value, tuple):

@@ -55,8 +55,8 @@ class Candidate(ShownRow):
 
     state: "right", "wrong", "refused" by the compiler or the device, "timed out", or "untried"
         because the budget was spent.
-    factor: speedup over the record's default constants, in the same rounds. Once finalists have
-        been timed, None for all other candidates.
+    factor: speedup over the record's default constants, in the same rounds. After the
+        finalists have been timed, all other candidates have None.
     rounds: number of rounds in which a finalist was timed. Its milliseconds come from these rounds
         and are scaled by the default constants' times, which cancels the device's drift.
     shared_bytes: shared memory per block.

@@ -127,7 +127,7 @@ class KernelName(click.ParamType):
         self._names = [*(x.name for x in ladder_kernels()), *others]
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Returns the name. Raises ValueError for an unknown name without a script's path."""
+        """Returns the name. Raises ValueError if it is unknown and does not name a script."""
         if value not in self._names and ".py" not in value:
             raise unknown_kernel(value, self._others)
         return value
@@ -325,7 +325,7 @@ _FLAGS: Mapping[str, tuple[str, Callable[[str], bool], str]] = {
 
 
 def with_flag_values(arguments: Sequence[str]) -> list[str]:
-    """Appends its implied value to each option that is given without a value.
+    """Appends the implied value to each option that is given without a value.
 
     Otherwise click would read the next argument, such as a kernel's name, as the option's value.
     """
@@ -337,7 +337,7 @@ def with_flag_values(arguments: Sequence[str]) -> list[str]:
 
 
 def misplaced_value(message: str, arguments: Sequence[str]) -> str:
-    """Returns a hint at an option's syntax if a message rejects the argument after the option.
+    """Returns a hint about an option's syntax if a message rejects the argument after the option.
 
     Returns "" for any other message.
     """
@@ -354,7 +354,7 @@ _REMEDY_CAPTURED = re.compile(r'\bin captured=\{"(\w+)": \.\.\.\}')
 
 
 def on_command_line(message: str) -> str:
-    """Replaces Python arguments in a message of the library by command-line options."""
+    """Replaces Python arguments in a message of the library with command-line options."""
     message = _REMEDY_CAPTURED.sub(
         r"by --captured \1=VALUE, a number or a form as f32[heads]", message
     )

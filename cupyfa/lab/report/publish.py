@@ -101,7 +101,10 @@ def title(results: Results, problem: Problem) -> str:
 
 
 def pages_of(folder: Path, backend: str) -> list[Path]:
-    """Returns the pages' paths. Raises ValueError if one is missing, or in the simulator."""
+    """Returns the paths of the pages.
+
+    Raises ValueError if a page is missing or the backend is "simulator".
+    """
     for name in PAGES:
         if not (folder / name).is_file():
             raise ValueError(f"{folder} has no {name}; run this in a checkout of the project")

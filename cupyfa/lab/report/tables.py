@@ -147,7 +147,7 @@ def _judgement(passed: bool) -> str:
 
 
 def measurements(rows: Sequence[Measurement], about: Row) -> str:
-    """Renders a benchmark: the heading ``about``, a table of the columns that differ, and notes."""
+    """Renders a benchmark: the heading ``about``, values that all rows share, a table, and notes."""
     table = [short_row(row.row()) for row in rows]
     for row in table:
         rates = {column: three_digits(x) for column, x in row.items() if column != "ms"}
@@ -275,7 +275,7 @@ def fields(row: Row) -> str:
     """Renders each name and value on a line; omits names with empty values."""
     shown = {printable(name): text(value) for name, value in row.items() if text(value)}
     table = Table.grid(padding=(0, 2))
-    widest = max(map(len, shown), default=0)  # names may have several words
+    widest = max(map(len, shown), default=0)  # do not wrap names of several words
     table.add_column(no_wrap=True, min_width=widest)
     for name, value in shown.items():
         table.add_row(name, Text(value))
@@ -412,7 +412,7 @@ def _widths(content: RenderableType) -> Widths:
 
 
 def _drawn(content: RenderableType) -> str:
-    """Renders with rich at the terminal's width, or wider if the longest words need more."""
+    """Renders content at the terminal's width, or wider if the longest words need more."""
     console = Console(highlight=False)
     if isinstance(content, Table) and _widths(content).minimum > console.width:
         content.collapse_padding = True

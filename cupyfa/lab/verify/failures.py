@@ -135,7 +135,7 @@ class Stored(Shown):
 
     @property
     def inputs(self) -> dict[str, np.ndarray]:
-        """The inputs as contiguous arrays, including the kernel's own."""
+        """The inputs as contiguous arrays, including additional inputs of a custom kernel."""
         arrays = self.outcome.arrays
         return {name: x for name, x in arrays.items() if not name.startswith(_RESULTS)}
 

@@ -417,7 +417,7 @@ class Fuzz:
     def _dim(self, turns: "_Turns", name: str) -> int:
         """Draws a head dimension: small and odd, near a multiple of 16, common in models, or large.
 
-        Groups about pages avoid odd dimensions, whose rows are copied one element at a time.
+        Groups that test pages avoid odd dimensions, whose rows are copied one element at a time.
         """
         kind, pick = turns.choose(name, _DIMS), turns.random(f"{name} itself")
         kind = "usual" if self._kind(turns) == "pages" else kind

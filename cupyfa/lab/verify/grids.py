@@ -124,7 +124,7 @@ def _case(
     return Case(operation, problem, seed, values, layout)
 
 
-# Edges
+# The grid "edges"
 
 _SMALL = {"batch": 1, "heads": 2, "lengths": (5, 7), "d": 8}
 _EMPTY = (

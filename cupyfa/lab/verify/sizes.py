@@ -115,7 +115,7 @@ def crowds_of(p: Problem, tile: Tile, pick: random.Random) -> list[Crowd | None]
 
 
 def with_long_rows(p: Problem) -> Problem:
-    """Replaces the mask with one under which the last row sees all keys; the code is the same."""
+    """Replaces the mask with one that compiles to the same code; its last row sees all keys."""
     left, right = p.window
     causal = "bottom-right" if p.causal else None
     return p.with_options(causal=causal, window=(None if left is None else p.N, right))
