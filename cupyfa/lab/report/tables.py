@@ -147,7 +147,7 @@ def _judgement(passed: bool) -> str:
 
 
 def measurements(rows: Sequence[Measurement], about: Row) -> str:
-    """Renders a benchmark: the heading ``about``, values that all rows share, a table, and notes."""
+    """Renders a benchmark: the heading ``about``, values shared by all rows, a table, and notes."""
     table = [short_row(row.row()) for row in rows]
     for row in table:
         rates = {column: three_digits(x) for column, x in row.items() if column != "ms"}
