@@ -89,8 +89,8 @@ def target(
     """Returns the caller's array for a result if the kernel can write it in place, else None.
 
     ``inputs`` are the call's arrays by name, ``view`` views an array in the kernel's layout. If
-    this returns None, the result is copied into the caller's array at the end. Raises if the array
-    cannot hold the result or overlaps an input.
+    this returns None, the result is copied into the caller's array at the end. Raises TypeError or
+    ValueError if the array cannot hold the result or overlaps an input.
     """
     first = next(iter(inputs.values()))
     on_host = isinstance(first, np.ndarray)

@@ -133,7 +133,7 @@ class Backend(ABC):
             return self.upload(array)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles only the type: another process makes its own backend, without cached calls."""
+        """Pickles only the type: another process creates its own backend, without cached calls."""
         return type(self), ()
 
     def __copy__(self) -> Any:
@@ -165,7 +165,7 @@ class Backend(ABC):
         return array
 
     def adopt_tensors(self, tensors: Sequence[Any]) -> list[Any] | None:
-        """Returns views of torch tensors, or None if they need DLPack."""
+        """Returns views of torch tensors, or None if they must be imported through DLPack."""
         return None
 
     @abstractmethod
@@ -198,7 +198,7 @@ class Backend(ABC):
     ) -> Start:
         """Returns the function that starts a launch.
 
-        ``sizes``: its arguments' sizes in bytes. ``regions``: all memory that it may access.
+        sizes: sizes of the arguments, in bytes. regions: all memory that the launch may access.
         """
 
     @abstractmethod
@@ -218,7 +218,7 @@ class Backend(ABC):
         """
 
     def capture(self, call: Callable[[], Any]) -> Callable[[], Any]:
-        """Returns a function that replays the launches of a call at once, as a CUDA graph."""
+        """Returns a function that replays all launches of a call as one CUDA graph."""
         return call
 
     def current(self) -> tuple[int, int | None]:

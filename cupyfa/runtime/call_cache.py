@@ -102,7 +102,7 @@ def make_room(known: dict[Any, Any], most: int = _MOST_KNOWN) -> None:
 
 
 class _Ref(ref):
-    """A weak reference that this cache created, distinguishable from those of callers."""
+    """A weak reference created by this cache; callers' references have another type."""
 
     __slots__ = ()
 

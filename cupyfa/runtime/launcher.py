@@ -1,6 +1,8 @@
-"""Launches the steps of a plan, with arguments that are laid out once.
+"""Launches the steps of a plan.
 
-A call only writes its arrays' addresses into the arguments; ``replay`` fixes the addresses, too.
+Arguments are laid out once. A call only writes its arrays' addresses into the arguments;
+``replay`` fixes the addresses, too.
+
 Calls, checks and benchmarks run their plans with this module, on CUDA and in the simulator.
 """
 

@@ -373,7 +373,7 @@ class Prepared(OfThisProcess):
         return f"this call takes the arrays {_listed(self._names)}; {', '.join(wrong)}"
 
     def _with_unread_lse(self, arrays: Sequence[Any]) -> list[Any]:
-        """Replaces lse=None by an uninitialised array if the kernel does not read lse."""
+        """Replaces lse=None with an uninitialised array if the kernel does not read lse."""
         given = list(arrays)
         if "lse" in self._names and not self.plan.kernel.reads_lse:
             at = self._names.index("lse")
@@ -384,7 +384,7 @@ class Prepared(OfThisProcess):
         return given
 
     def _are_alike(self, arrays: Sequence[Any]) -> bool:
-        """Returns whether these are arrays of the backend with the prepared forms."""
+        """Returns whether these are backend arrays of the prepared shapes, strides and dtypes."""
         try:
             return tuple(map(self._backend.form, arrays)) == self._forms
         except (AttributeError, ValueError):  # host arrays, or arrays without readable ``data``
@@ -417,7 +417,7 @@ class Prepared(OfThisProcess):
         return by_name | ragged.padded_lengths(seen, p.batch, (p.M, p.N))
 
     def _adopted(self, arrays: Sequence[Any]) -> list[Any]:
-        """Converts arrays to the backend's type; raises ValueError for other shapes or dtypes."""
+        """Converts arrays to the backend's type; raises ValueError if shapes or dtypes differ."""
         _, adopted = adopt(self._backend, **dict(zip(map(name_of, self._names), arrays)))
         forms = self._backend.forms(adopted)
         for name, given, wanted in zip(self._names, forms, self._forms):

@@ -71,7 +71,7 @@ class Workspace:
         return {name: allocate(self._backend, self._plan, name) for name in self._names}
 
     def forget(self) -> None:
-        """Drops the memory of streams and keeps that of graphs."""
+        """Frees the memory of streams; keeps the memory of graphs."""
         self.by_stream.clear()
 
     def at(self, stream: Any, capturing: bool = False) -> Space:

@@ -237,7 +237,7 @@ def bring(
 class Copies:
     """The copies of a piece in one direction, most of which are made by threads.
 
-    ``tasks`` are the copies for threads that are not yet submitted. ``end`` is a mark after the
+    ``tasks`` are copies that are not yet submitted to threads. ``end`` is a mark after the
     last copy, or None if threads make copies.
     """
 
@@ -250,7 +250,7 @@ class Copies:
             self._all.acquire()
 
     def count(self, error: BaseException | None) -> None:
-        """Counts a task of a thread as finished, with the error if it failed."""
+        """Records that a thread has finished a task, and the error if the task failed."""
         with self._lock:
             self._error = self._error or error
             self._left -= 1

@@ -159,8 +159,8 @@ def _of_sequences(
 ) -> list[PieceOfSequences]:
     """Cuts a packed batch into groups of sequences, and into heads if a sequence is too large.
 
-    Rows outside of all sequences belong to the group beside them. Numbers of rows are rounded up,
-    so that a few plans serve calls with other lengths.
+    Padding rows are assigned to the neighbouring group. Numbers of rows are rounded up, so that
+    calls with other lengths can reuse the plans.
     """
     p, (of_row, of_key) = plan.problem, _costs(plan)
     rows, keys = ([0, *x[1:-1].tolist(), total] for x, total in zip(starts, (p.M, p.N)))
@@ -383,7 +383,7 @@ class Cut:
         self._compiled = False
 
     def copies(self, name: str, most: int) -> int:
-        """Returns how many parts of an array the device holds at a time with ``most`` pieces."""
+        """Returns how many parts of an array the device holds if it holds ``most`` pieces."""
         return min(most, self.numbers[-1][name] + 1)
 
     def count(self, most: int, free: int) -> int:
