@@ -35,7 +35,8 @@ _MOST_REPEATS = 32  # maximum number of sets of arrays for which a Prepared keep
 # Maximum number of sets of results that are kept for reuse. One is not enough, since the caller
 # usually still holds the results of the last call.
 _MOST_SPARES = 2
-_MOST_MISSES = 8  # no spares are added after more calls than this that found all spares in use
+# If more calls than this in a row find all spares in use, no more spares are added.
+_MOST_MISSES = 8
 _SMALL = 1 << 20  # bytes; larger results are not kept
 # Functions implemented in C, so that a repeated call enters few Python functions.
 is_none = partial(is_, None)

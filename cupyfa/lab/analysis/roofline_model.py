@@ -418,7 +418,7 @@ def roofs(rows: Sequence[Roof]) -> str:
     Values that are equal in all rows are printed once, above the table.
     """
     table = [{c: _shown(x) for c, x in short_row(row.row()).items()} for row in rows]
-    one_M = len({row["M"] for row in table}) == 1  # shown above the table, with N
+    one_M = len({row["M"] for row in table}) == 1  # if so, M and N are printed above the table
     drop_followers(table, *(["N"] if one_M else []))
     notes = [f"note: {x['note']}" for x in table if x["note"]]
     drop(table, "note", *_DETAILS)

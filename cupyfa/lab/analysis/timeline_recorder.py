@@ -40,8 +40,8 @@ _FEWEST, _MANY = 16, 4096  # minimum and maximum entries per warp when all block
 _MOST_BYTES = 2**28  # maximum size of the log when all blocks are recorded
 _ENTRY_BYTES = 16
 _ENDED = 0x80
-_NANOSECONDS_OF_STEP = 1e3  # length of a simulator step in a trace
-_TIMES = 5  # number of timed runs with recording, and of runs without
+_NANOSECONDS_OF_STEP = 1e3  # nanoseconds per simulator step in a trace
+_TIMES = 5  # number of timed runs with recording, and of timed runs without
 _LISTED = 20  # maximum number of launches listed in a message
 
 
@@ -390,7 +390,8 @@ def _entries(
 
 def _complete(entries: Sequence[Entry], full: Container[tuple[int, int]]) -> Sequence[Entry]:
     """Truncates each block that lost entries: all its warps end at the time of its first loss."""
-    by_warp = _by_warp([x for x in entries if x.kind is not Kind.PLACED])  # PLACED has device time
+    # PLACED entries hold device time, which cannot be compared with the other entries' cycles.
+    by_warp = _by_warp([x for x in entries if x.kind is not Kind.PLACED])
     ends: dict[int, float] = {}
     for (block, warp), own in by_warp.items():
         if (block, warp) in full:

@@ -426,7 +426,7 @@ class _Measuring:
         """
         plan, p = entry.plan, self.case.problem
         assert plan is not None
-        if plan.kernel.reference:  # its results differ from the peer's by definition
+        if plan.kernel.reference:  # it computes another function than the peer
             return
         judge = self.judge(plan)
         roundings = (plan.rounding, "tf32" if p.dtype.name == "float32" else None)

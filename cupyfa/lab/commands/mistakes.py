@@ -10,7 +10,7 @@ from cupyfa.lab.commands.command_options import misplaced_value
 
 ARGUMENTS = "cupyfa.arguments"  # key of the command line's arguments in a command's context
 
-# Options that a command does not have, by (command, option), and what to use instead.
+# Maps (command, option) to a replacement, for options that the command does not have.
 _ELSEWHERE = {
     **{
         ("tune", name): f"`tune` tries the tile sizes of a kernel, and takes no {name}; to measure "

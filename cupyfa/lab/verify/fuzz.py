@@ -119,7 +119,7 @@ class Drawn:
     case: Case
     kernel: Kernel
     constants: Mapping[str, int]
-    multiprocessors: int | None = None  # of the simulator; None for its default
+    multiprocessors: int | None = None  # number for the simulator; None for its default
 
 
 @dataclass(frozen=True)
@@ -507,7 +507,7 @@ class Fuzz:
         is_packed = any("pack_gqa" in x.constants for x in plan.launches)
         how = {"shares": bool(p.operands), "is_packed": is_packed}
         batch, kv_heads, group = self._heads(turns, each, values, are_few, **how)
-        if p.operands or p.options.changed.keys() & {*TEXTS}:  # sizes 0 and 1 change the code
+        if p.operands or p.options.changed.keys() & {*TEXTS}:  # 0 and 1 lead to other code
             M, N = max(M, 2), max(N, 2)
         if crowd:
             (batch, kv_heads, group), M, N = crowd.heads, crowd.M, crowd.N

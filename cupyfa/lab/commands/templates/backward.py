@@ -54,7 +54,7 @@ def sum_of_groups(x, p):
 
 NAME = Kernel(
     name="NAME",
-    adds="gradients of damped scores",  # the kernel's new idea, for tables
+    adds="gradients of damped scores",  # what the kernel adds, for tables
     operation="backward",
     launches=(
         # args= lists the parameters of the entry point in the .cu file, in the same order. A new
@@ -84,7 +84,7 @@ NAME = Kernel(
     # Omit `reference` and `forward` if the kernel computes gradients of plain attention.
     reference=reference,
     forward=forward,
-    # What the kernel supports. Other calls are rejected, such as causal ones without "causal".
+    # What the kernel supports. Without "causal", for example, causal calls would be rejected.
     features=("causal", "window", "gqa", "strides", "dv"),
     folder=Path(__file__).parent,  # the folder of the .cu file
 )
