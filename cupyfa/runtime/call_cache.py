@@ -117,7 +117,7 @@ class Spare(NamedTuple):
     launch: Callable[[], Any]
     memory: Any  # memory of arguments and temporaries, kept alive for the launches
     holders: tuple[Any, ...]  # the objects that keep the results' memory alive
-    references: int  # total reference count of the holders while no caller has the results
+    references: int  # total reference count of ``holders`` while no caller holds the results
 
     def is_free(self) -> bool:
         """Returns whether no caller has a reference to the results or has changed their shapes."""

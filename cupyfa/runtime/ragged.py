@@ -158,7 +158,7 @@ def are_lists(*given: Any) -> bool:
 
 
 def packed(name: str, arrays: Sequence[Any], layout: str) -> tuple[Any, np.ndarray]:
-    """Packs a list of arrays into one [rows, heads, columns]; returns it and the offsets.
+    """Packs a list of arrays into one array [rows, heads, columns]; returns it and the offsets.
 
     Raises ValueError or TypeError for arrays that differ in more than the number of rows.
     """

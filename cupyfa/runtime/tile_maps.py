@@ -107,7 +107,7 @@ def _from_pairs(
     rows: int,
     keys: int,
 ) -> list[int]:
-    """Classifies tiles pair by pair, as partial if rounding decides whether a pair is masked."""
+    """Classifies tiles pair by pair; a tile in which rounding decides a pair's mask is partial."""
     from cupyfa.score.numpy_evaluation import Modifications  # imported here: few calls need it
 
     found = p.modifiers

@@ -485,9 +485,10 @@ def _far(x: np.ndarray) -> np.ndarray:
 
 
 def _packed(arrays: Arrays) -> dict[str, np.ndarray]:
-    """Copies arrays of equal shape, except for heads, into one [batch, rows, all heads, columns].
+    """Copies arrays into one array [batch, rows, all heads, columns] and returns views of it.
 
-    The shape is that of the last 4-D array with the first array's dtype: V in a forward pass.
+    An array is packed if it has the first array's dtype and, except for the number of heads, the
+    shape of the last such 4-D array, which is V in a forward pass.
     """
     dtype = next(iter(arrays.values())).dtype
     like_first = {name: x for name, x in arrays.items() if x.ndim == 4 and x.dtype == dtype}

@@ -1,4 +1,4 @@
-"""The CUDA backend, on CuPy: device arrays, launches, streams and events."""
+"""The CUDA backend, built on CuPy: device arrays, launches, streams and events."""
 
 import ctypes
 import sys
