@@ -77,7 +77,7 @@ _ONE_IS_LOWEST = 7  # one in this many samples has scores near the limits of flo
 TOGETHER = 4  # number of successive samples that share one compilation
 _MOST_WORK = {"simulator": 3 * 2**24, "cuda": 2**29}  # maximum multiply-adds per case
 _MOST_REPAIRED = 512  # maximum rows and keys per case to repair; each takes a whole block
-_ATTEMPTS = 8  # attempts to draw a sample that kernel and backend support
+_ATTEMPTS = 8  # number of attempts to draw a sample that kernel and backend support
 # Kinds of (query, key) lengths; "many" exceeds what the kernel processes at once.
 _LENGTHS = (("below", "edge"), ("edge", "beyond"), ("beyond", "below"), ("many", "many"))
 _PLAIN_LENGTHS = ("beyond", "beyond")

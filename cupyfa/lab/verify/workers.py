@@ -188,7 +188,10 @@ class _Started:
             self.pipe.send(backend)
 
     def next_step(self) -> Any:
-        """Returns the worker's next message. Raises its error, or ConnectionError if it died."""
+        """Returns the worker's next message. Raises the error that the worker sent instead.
+
+        Raises ConnectionError if the worker died.
+        """
         try:
             step = self.pipe.recv()
         except EOFError:

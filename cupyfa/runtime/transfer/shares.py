@@ -81,7 +81,7 @@ def divided(
 
 
 def _rows_of(piece: Piece) -> tuple[range, range, range]:
-    """Returns batch, key heads and rows of a piece, which are equal in pieces that are merged."""
+    """Returns a piece's batch, key heads and rows; pieces that are merged have equal ones."""
     return piece.batch, piece.kv_heads, piece.rows
 
 
