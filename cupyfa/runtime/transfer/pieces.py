@@ -258,7 +258,9 @@ class _Cutting:
         return rows(1 + bisect_left(counts, True, key=lambda x: self._fits(b, h, rows(x), n)))
 
     def _busy_heads(self, b: int, h: int) -> int:
-        """Returns the number of key heads per piece: more than ``h`` if ``h`` heads leave the device idle.
+        """Returns the number of key heads per piece, at least ``h``.
+
+        The number is larger than ``h`` if ``h`` heads would leave the device idle.
 
         The last tiles under a causal mask have the most work, and with one tile per multiprocessor
         the device waits for them. That matters if kernels are not much faster than the copies.
