@@ -38,7 +38,7 @@ class Multiprocessor:
     reserved: int = 1024  # bytes of shared memory per block that the CUDA runtime reserves
 
 
-REGISTERS = 16384  # per sub-partition of a multiprocessor, allocated to warps in units of 256
+REGISTERS = 16384  # number per SM sub-partition; a warp allocates multiples of 256
 # Limits by compute capability, from "Technical Specifications" in the CUDA C++ programming guide.
 MULTIPROCESSORS = {
     "75": Multiprocessor(64, 64, warps=32, blocks=16, reserved=0),

@@ -300,7 +300,8 @@ class Cuda(Backend):
                 "smaller tiles, or add __launch_bounds__(threads) to spill registers",
                 "too many registers per block",
             )
-        # All launches of a kernel share one function, so its limit is never lowered.
+        # All launches of a kernel share one function, so the function's limit of dynamic shared
+        # memory is never lowered.
         granted = max(_STATIC_LIMIT, kernel.attribute("MAX_DYNAMIC_SHARED_SIZE_BYTES"))
         if launch.shared_bytes > granted:
             kernel.set_attribute("MAX_DYNAMIC_SHARED_SIZE_BYTES", launch.shared_bytes)
@@ -489,7 +490,7 @@ def _somewhere(device: int) -> Any:
     return cupy.empty(BOX_ROW_BYTES, np.uint8)
 
 
-# Values of cuda.h.
+# Enumeration values from cuda.h.
 _MAP_DTYPES = {"uint8": 0, "float16": 6, "bfloat16": 9}  # CUtensorMapDataType
 _NOT_INTERLEAVED, _SWIZZLED_128B, _PROMOTED_256B, _FILLED_WITH_ZEROS = 0, 3, 3, 0
 
@@ -598,7 +599,7 @@ def _exchange_of_capture_modes() -> Callable[[Any], object]:
     """Returns the driver's function that exchanges the stream capture mode of this thread."""
     try:
         return _driver().cuThreadExchangeStreamCaptureMode
-    except (OSError, AttributeError):  # a driver without the function cannot capture at all
+    except (OSError, AttributeError):  # drivers without this function do not support captures
         return id
 
 
