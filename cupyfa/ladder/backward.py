@@ -255,7 +255,7 @@ def mma_columns_launch(name: str, outputs: str) -> Launch:
     """Makes a launch of one block of `warps` warps for each K/V tile."""
     return columns_launch(
         *(name, outputs, lambda p, c: WARP * c.warps),
-        # 16-bit K, V, `stages` of Q and dO, P and dS; lse and delta of two tiles.
+        # 16-bit tiles of K, V, P, dS and `stages` tiles of Q and dO; lse and delta of two tiles.
         shared=lambda p, c: (
             2 * ((c.Bc + c.stages * c.Br) * padded_columns(p, 16) + 2 * c.Br * c.Bc) + 16 * c.Br
         ),
@@ -310,7 +310,7 @@ MMA_COLUMNS = Kernel(
 
 
 def mma_f64_sharing(c: SimpleNamespace) -> int:
-    """Returns the warps per 16 x 16 square of scores: more than 1 if there are fewer squares."""
+    """Returns the warps per 16 x 16 square of scores: > 1 if warps outnumber squares."""
     return max(1, 256 * c.warps // (c.Br * c.Bc))
 
 
@@ -396,7 +396,7 @@ MMA_TWO_PASS = rung(
         mma_columns_launch("mma_two_pass_columns", "dK dV"),
         two_pass_rows_launch(
             *("mma_two_pass_rows", f"{INPUTS} dQ"),
-            # 16-bit Q, dO and `Qs` stages of K and V; lse and delta.
+            # 16-bit tiles of Q and dO, and `Qs` tiles of K and V; lse and delta of each row.
             shared=lambda p, c: 2 * (c.Qr + c.Qs * c.Qc) * padded_columns(p, 16) + 8 * c.Qr,
         ),
     ),
@@ -455,8 +455,8 @@ MMA_FP16X2_TWO_PASS = rung(
         *SPLIT_FOR_GRADIENTS,
         fp16x2_columns(
             "mma_fp16x2_two_pass_columns",
-            # hi and lo of K, V and `stages` tiles of Q and dO; row statistics of two tiles; the
-            # largest weights.
+            # Tiles of K and V and `stages` tiles of Q and dO, each as hi and lo; row statistics of
+            # two tiles; the largest weights of each warp.
             shared=lambda p, c: (
                 4 * (c.Bc + c.stages * c.Br) * padded_columns(p, 16) + 32 * c.Br + 8 * 16 * c.warps
             ),
@@ -464,9 +464,9 @@ MMA_FP16X2_TWO_PASS = rung(
         ),
         fp16x2_columns(
             "mma_fp16x2_two_pass_columns_wide",
-            # hi and lo of K, V, Q and dO; row statistics of two tiles; P and dS, which share a
-            # buffer for Br = 16. Each buffer holds, per key, hi and lo, a factor per 16 elements,
-            # and four flags.
+            # Tiles of K, V, Q and dO as hi and lo; row statistics of two tiles; buffers of P and
+            # dS, which share one buffer if Br = 16. For each key, a buffer holds hi and lo, one
+            # factor per 16 elements, and four flags.
             shared=lambda p, c: (
                 4 * (c.Bc + c.Br) * padded_columns(p, 16)
                 + 32 * c.Br
@@ -477,7 +477,7 @@ MMA_FP16X2_TWO_PASS = rung(
         two_pass_rows_launch(
             "mma_fp16x2_two_pass_rows",
             f"{OPERANDS} {GRADIENT} K_exponents.data lse delta {UNITS} dQ",
-            # hi and lo of Q, dO and `Qs` tiles of K and V; row statistics.
+            # Tiles of Q and dO and `Qs` tiles of K and V, each as hi and lo; row statistics.
             shared=lambda p, c: 4 * (c.Qr + c.Qs * c.Qc) * padded_columns(p, 16) + 16 * c.Qr,
         ),
         REPAIR_SPLIT_GRADIENTS,
@@ -564,7 +564,7 @@ MMA_SLICES_BACKWARD = rung(
 LANES_OF_ROW = 8  # threads per row in begin_rows and sum_rows
 # For launches that read sequence lengths but have no argument `sizes`.
 BY_LENGTHS: dict[str, Constant] = {"ragged": lambda p, c: p.is_ragged}
-SHARED_OF_SM_90 = 232448  # maximum bytes of shared memory per block
+SHARED_OF_SM_90 = 232448  # maximum bytes of shared memory per block on sm_90
 WGMMA_RULES = {
     "Br is 64, or 128 up to d = 128": lambda c: c.Br == 64 or (c.Br == 128 and not is_wide(c)),
     "Bc is 128, or 64 above d = 128": lambda c: c.Bc == (64 if is_wide(c) else 128),
@@ -592,7 +592,7 @@ FEWEST_PERSISTENT = 2 * 132  # minimum number of tiles: two per SM of an H100
 
 
 def is_persistent(p: Problem) -> bool:
-    """Returns whether wgmma_columns uses persistent blocks: faster for many short tiles."""
+    """Returns whether wgmma_columns uses persistent blocks, which pay off for many short tiles."""
     hides = p.modifiers.mask or any(x.name in MAPS for x in p.operands)
     if p.is_ragged or p.window != (None, None) or hides:
         return False
@@ -629,7 +629,10 @@ def wgmma_shared(p: Problem, c: SimpleNamespace) -> int:
 
 
 def wgmma_wide_shared(p: Problem, c: SimpleNamespace, dO_stages: int | None = None) -> int:
-    """Returns the shared memory for wide heads, which also store P and may have fewer dO stages."""
+    """Returns the bytes of shared memory for wide heads.
+
+    Unlike in wgmma_shared, P is also stored, and dO may have fewer stages than Q.
+    """
     dO_stages = dO_stages or wgmma_dO_stages(p, c)
     tiles = 2 * (
         (c.Bc + c.stages * c.Br) * round_up(p.d, 64)

@@ -83,7 +83,10 @@ def rung(
 
 
 def batch_first(p: Problem) -> bool:
-    """Returns whether a head's batch elements are scheduled in a row, as they share a bias."""
+    """Returns whether to schedule a head's batch elements one after the other.
+
+    In this order, blocks that run at the same time read the same tiles of a shared bias.
+    """
     held = p.modifiers.held
     return held is not None and p.batch > 1 and held.shape[0] == 1 and held.shape[2] > 1
 

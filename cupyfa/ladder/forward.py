@@ -207,7 +207,7 @@ MMA_PIPELINED_TILES = TileChoice.of(
         128: [(128, 32, 32, 1)],
         256: [(64, 64, 16, 1)],
     },
-    # Larger or smaller tiles, depending on the registers that ptxas needs on an architecture.
+    # Larger or smaller tiles, because ptxas allocates more registers on some architectures.
     on={
         **{arch: {64: [(128, 64, 32, 2)]} for arch in ("80", "86", "89")},
         "90": {64: [(128, 96, 32, 2), (128, 64, 32, 2)], 128: [(128, 64, 32, 2)]},
@@ -235,7 +235,8 @@ SPLIT_KV_TILES = TileChoice.of(
         for Br in (16, 32, 64)
     },
 )
-# Tiles for e4m3 keys and values. Warps convert operands between products, so more warps per SM pay.
+# Tiles for e4m3 keys and values. Warps convert operands between products; more warps per SM hide
+# this latency.
 SPLIT_E4M3_TILES = TileChoice.of(
     "Br Bc Wr stages blocks_per_sm",
     [(*tile, 2, 2) for tile in HALVES],
@@ -257,7 +258,7 @@ FA2_SPLIT_KV_TILES = TileChoice.of(
 MERGE_WARPS = 4
 MOST_SPLITS = 4096
 MOST_PARTS = 4  # num_splits tries up to this many times the waves of a single split
-LONG_WAVES = 20  # with more waves, the tail is at most 5 %, and more splits do not pay
+LONG_WAVES = 20  # with more waves, the tail is at most 5 %, and more splits gain nothing
 FEW_ROWS = 64  # up to this many rows per key head, the kernel is limited by reading keys
 
 
@@ -347,13 +348,14 @@ MANY_COLUMNS = 64 * 256
 def pays_to_split(p: Problem, c: SimpleNamespace) -> bool:
     """Returns whether splitting the keys is faster than wgmma_persistent.
 
-    few_rows_for_many_keys decides on other devices than sm_90, for problems that wgmma_persistent
-    does not support (pages, rounded float32, packed batches), and if at most 64 rows share keys but
-    there are more tiles than SMs.
+    On devices other than sm_90, few_rows_for_many_keys decides. It also decides for problems that
+    wgmma_persistent does not support (pages, rounded float32, packed batches), and if a key head
+    has at most 64 rows although there are more tiles than SMs.
 
     The time of wgmma_persistent is proportional to N as long as all of its 64-row tiles run at
-    once. The time of split blocks is proportional to T * (N + 131,072 / d). T counts 64-row tiles:
-    the mean of the numbers of computed and merged rows, divided by 64, plus 10 % for few rows.
+    once. The time of split blocks is proportional to T * (N + 131,072 / d). T is
+    a number of 64-row tiles: (computed rows + merged rows) / 2 / 64, plus 10 % if a key head has at
+    most 64 rows.
     """
     rows = p.M * p.group
     tiles = cdiv(p.M, 64) * p.heads * p.batch
@@ -478,7 +480,7 @@ def key_warps(p: Problem, c: SimpleNamespace) -> int:
     if p.modifiers.is_e4m3:
         return 1
     depth, width = round_up(p.d, 16), round_up(p.dv, 16)
-    left = 4 * (1 + maxima_of_split(p))  # sum and maxima of each row, from four lanes
+    left = 4 * (1 + maxima_of_split(p))  # one sum and the maxima of each row, held by four lanes
     for warps in (4, 2):
         fits = 4 * warps * c.Br * (width + left) <= 2 * c.stages * c.Bc * (depth + width)
         if warps * c.Br <= 4 * c.Wr and c.Bc % (16 * warps) == 0 and fits:
@@ -608,7 +610,7 @@ MMA_TF32 = rung(
     MMA_PIPELINED,
     "mma_tf32",
     "float32 on tensor cores: operands rounded to tf32 as they are loaded",
-    launch={"shared": lambda p, c: 2 * mma_pipelined_shared(p, c)},  # 32-bit instead of 16-bit
+    launch={"shared": lambda p, c: 2 * mma_pipelined_shared(p, c)},  # 4-byte elements
     tiles=TileChoice.of(
         "Br Bc Wr stages",
         [(*tile, 1) for tile in HALVES],
@@ -629,7 +631,7 @@ MMA_FP16X2 = rung(
     first=SPLIT,
     launch={
         "args": f"{PARTS} O lse sizes heads group scale mods",
-        # 16-bit hi and lo of Q and of `stages` tiles of K and V.
+        # A Q tile and `stages` tiles of K and V, each as 16-bit hi and lo.
         "shared": lambda p, c: (
             4 * (c.Br * round_up(p.d, 16) + c.stages * c.Bc * padded_columns(p, 16))
         ),
@@ -993,7 +995,7 @@ def fp8_launch(q: str, k: str, when: Callable[[Problem], bool]) -> Launch:
 
 
 def of_quantised(formula: Formula) -> Formula:
-    """Wraps the formula for the number of scales that `quantise` writes; 0 for e4m3 inputs."""
+    """Returns a formula that is 0 for e4m3 inputs, which need no `quantise`; else ``formula``."""
     return lambda p, c: 0 if p.dtype == E4M3_INPUTS else formula(p, c)
 
 

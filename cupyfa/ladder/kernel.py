@@ -68,7 +68,7 @@ class _Record:
     """Base class of Launch and Kernel. Records are immutable, so a copy is the record itself."""
 
     def check(self, rules: Rules) -> None:
-        """Raises ValueError for a field that breaks a rule; a rule's text begins with its field."""
+        """Raises ValueError for a field that violates a rule; rules begin with a field name."""
         for rule, holds in rules.items():
             try:
                 kept = holds(self)
@@ -226,7 +226,7 @@ class Kernel(_Record):
         precision or dtype.
     made_for: whether the kernel was made for a problem, ``lambda p, c: bool`` with
         ``c.multiprocessors`` and ``c.arch``, the device's compute capability. ``kernel="auto"``
-        selects the kernel, once it was measured, for these problems only.
+        selects the kernel, if it has a measured speed, for these problems only.
     unordered: outputs that are summed in arbitrary order, for example by atomics, so that their
         last bits differ from run to run.
     persistent: whether tiles are assigned to persistent blocks in advance, so that the launch waits
@@ -314,7 +314,7 @@ class Kernel(_Record):
 
     @property
     def float32_as(self) -> tuple[str, ...]:
-        """The precisions in which the kernel can compute float32 inputs."""
+        """The precisions in which the kernel can process float32 inputs."""
         own = self.rounding if self.rounding in PRECISIONS else "float32"
         return (*((own,) if "float32" in self.dtypes else ()), *self.precisions)
 

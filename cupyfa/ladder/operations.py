@@ -48,8 +48,8 @@ INPUT_KINDS = {
 class Excerpt:
     """A slice of output rows of one head, which indexes arrays [batch, heads, rows, …].
 
-    ``keys`` is a slice of the key head's rows; by default it has as many rows, at the same relative
-    position.
+    ``keys`` is a slice of the keys; by default it is as long as ``rows``, and its relative position
+    among the keys is that of ``rows`` among the queries.
     """
 
     batch: int
@@ -199,7 +199,7 @@ def visible_scores(p: Problem) -> int:
 
 
 def _scores(p: Problem) -> int:
-    """Returns the number of visible pairs per head, summed over batch elements and their caches."""
+    """Returns the number of visible pairs per head, summed over all batch elements."""
     if p.cached is None:
         return p.batch * visible_scores(p)
     return sum(visible_scores(p.sequence(p.M, n)) for n in p.cached.rows)
@@ -414,7 +414,7 @@ def without_pages(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
     table = np.clip(inputs[f"mods.{PAGE_TABLE}"], 0, p.pages - 1)
 
     def rows(array: np.ndarray) -> np.ndarray:
-        found = array[table].swapaxes(1, 2)  # [batch, kv_heads, most, page_size, columns]
+        found = array[table].swapaxes(1, 2)  # [batch, kv_heads, pages, page_size, columns]
         return found.reshape(*found.shape[:2], p.N, array.shape[-1])
 
     dense = {**inputs, "K": rows(inputs["K"]), "V": rows(inputs["V"])}

@@ -26,9 +26,9 @@ RESERVED = (
 )
 # Names of the constants that hold the number of rows, or of keys, per tile.
 TILE_ROWS, TILE_KEYS = ("Br", "Qr"), ("Bc", "Qc", "Bk")
-_MOSTLY_EMPTY = 0.05  # fraction of key slots past the last key
-_MORE, _FAR_MORE = 1.15, 1.5  # ratios of the number of computed scores between two tile sizes
-_FEW = 4  # with at most this many K/V tiles per row, a mask hides much of a tile
+_MOSTLY_EMPTY = 0.05  # fraction of empty key slots that makes a tile a last resort
+_MORE, _FAR_MORE = 1.15, 1.5  # tiles that compute this many times as many scores are avoided
+_FEW = 4  # if tiles hold at most N / _FEW keys, a mask wastes little work
 
 
 def cdiv(count: int, size: int) -> int:
@@ -53,7 +53,7 @@ def named(names: str, *sizes: Sequence[int]) -> tuple[dict[str, int], ...]:
 class TileChoice(Shown):
     """A kernel's tile sizes by head dimension, architecture and number of rows.
 
-    A tile holds every tunable constant of the kernel, such as ``{"Br": 64, "Bc": 32}``. A plan
+    A tile holds every tunable constant of the kernel, such as ``{"Br": 64, "Bc": 32}``. The planner
     selects the first tile that fits the device and the caller's sizes, in this order:
 
     short: smaller tiles for problems with too few blocks to fill the device, that is, if the

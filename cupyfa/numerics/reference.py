@@ -427,6 +427,6 @@ def flat(x: Array) -> Array:
 
 
 def add_to_heads(total: Array, tile: Tile, terms: Array) -> None:
-    """Adds terms [n, keys, ...] to the tile's key heads in `total`; heads may be repeated."""
+    """Adds terms [n, keys, ...] to `total` at the key head of each of the tile's n heads."""
     for head, term in zip(tile.key_heads, terms, strict=True):
         total[head, tile.keys] += term

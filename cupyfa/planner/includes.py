@@ -92,7 +92,7 @@ def _included(text: str) -> list[tuple[str, str]]:
 def _candidates(
     bracketed: str, quoted: str, own: Sequence[str], searched: Sequence[str]
 ) -> Iterable[str]:
-    """Yields the paths to try for an include; for a quoted name, the own folder comes first."""
+    """Yields the paths to try for an include; for a quoted name, ``own`` comes first."""
     folders = [*own, *searched] if quoted else searched
     return (os.path.join(folder, bracketed or quoted) for folder in folders)
 
@@ -104,6 +104,6 @@ def _first_file(candidates: Iterable[str], met: Set[str]) -> tuple[str, bytes | 
             path = str(Path(path).resolve() if "../" in path else Path(path))
         if path in met:
             return path, None
-        with suppress(OSError, ValueError), open(path, "rb") as file:  # not a file, invalid name
+        with suppress(OSError, ValueError), open(path, "rb") as file:  # not a file
             return path, file.read()
     return "", None

@@ -30,7 +30,7 @@ class Tuned:
 
     kernel: str
     folder: str | None  # folder of a user's kernel; None for the ladder
-    dtype: str  # the problem's ``arithmetic``
+    dtype: str  # ``Problem.arithmetic``, such as "float16"
     d: int
     dv: int
     constants: tuple[tuple[str, int], ...]
@@ -39,9 +39,9 @@ class Tuned:
 
 @dataclass(frozen=True)
 class Limits:
-    """What planning needs to know about a device: limits per block, name, tuned constants."""
+    """Properties of a device that planning depends on, and constants tuned for the device."""
 
-    device: str  # name in messages
+    device: str  # the device's name in messages
     shared_bytes: int
     threads: int = 1024
     arch: str | None = None  # compute capability; None for the simulator, which runs any kernel
@@ -104,7 +104,7 @@ class PlannedLaunch(Shown):
         *arguments: Argument,
         **more: Any,
     ) -> Self:
-        """Makes a launch outside the ladder, with a 1-D grid of constants["threads"] per block."""
+        """Makes a launch of a helper kernel, with a 1-D grid of blocks of constants["threads"]."""
         return cls(
             launch=launch,
             path=Path(str(launch.file)),

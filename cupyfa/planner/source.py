@@ -19,7 +19,8 @@ WITH = KERNELS / "with"
 # Matches code in which macros may form names: ## and #include of a macro.
 _MADE = re.compile(r"##|^[ \t]*#[ \t]*include\s+\w", re.MULTILINE)
 _ALIGNED = r"\b(?:alignas|__align__)\s*\((?:[^()]|\([^()]*\))*\)"
-# Matches a type and names, without extents and template arguments. _BESIDE: optional keywords.
+# _DECLARED matches a type and the declared names, after array extents and template arguments have
+# been removed. _BESIDE matches qualifiers and keywords of built-in types.
 _BESIDE = r"(?:(?:const|volatile|typename|unsigned|signed|long|short|int|char|double)[\s*]+)*"
 _DECLARED = re.compile(
     r"(?!(?:struct|class|union|enum|friend|typedef|template|extern)\b)"
@@ -158,7 +159,10 @@ def _is_plain(launch: PlannedLaunch) -> bool:
 
 
 def _recording(launch: PlannedLaunch) -> list[str]:
-    """Returns the lines above a recorded launch's file; they also record waits in __syncthreads."""
+    """Returns the lines above a recorded launch's file.
+
+    The lines also redefine __syncthreads, to record how long warps wait.
+    """
     if launch.recording is None:
         return []
     numbers = {

@@ -73,7 +73,7 @@ class Lengths:
 
     @property
     def short(self) -> str:
-        """The text form; for more than 8 sequences only their number and range of valid rows."""
+        """The lengths as text; more than 8 sequences are summarized, as in "12 of 3-40" (rows)."""
         if len(self.rows) <= _SHOWN:
             return str(self)
         least, most = min(self.counts), max(self.counts)
@@ -105,20 +105,20 @@ class Lengths:
         return replace(self, rows=change(self.rows), used=self.used and change(self.used))
 
     def only(self, numbers: Collection[int]) -> Lengths:
-        """Keeps only the sequences with these indices."""
+        """Returns the lengths of the sequences with these indices only."""
         return self._changed(lambda x: tuple(n for i, n in enumerate(x) if i in numbers))
 
     def with_rows(self, number: int, rows: int) -> Lengths:
-        """Sets the number of rows of one sequence, all of them valid."""
+        """Returns the lengths with sequence ``number`` resized to ``rows`` rows, all valid."""
         return self._changed(lambda x: (*x[:number], rows, *x[number + 1 :]))
 
     @property
     def twice(self) -> Lengths:
-        """All sequences, followed by the same sequences again."""
+        """The lengths repeated once, for two copies of the batch packed one after the other."""
         return self._changed(lambda x: 2 * x)
 
     def first(self, count: int | None) -> Lengths:
-        """Keeps the first ``count`` sequences, or all of them if ``count`` is None."""
+        """Returns the lengths of the first ``count`` sequences; of all if ``count`` is None."""
         return self._changed(lambda x: x[:count])
 
     def limited(self, most: int) -> Lengths:
@@ -161,7 +161,7 @@ DENSE = Rows()
 
 
 def pairs_of(q: Lengths, k: Lengths) -> Iterable[tuple[int, int]]:
-    """Returns the number of valid queries and keys of each sequence."""
+    """Returns (number of valid queries, number of valid keys) for each sequence."""
     return zip(q.counts, k.counts)
 
 

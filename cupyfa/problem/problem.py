@@ -64,11 +64,11 @@ class Problem:
     """One attention problem: q [batch, heads, M, d], k [batch, kv_heads, N, d], v [.., N, dv].
 
     ``options.scale`` is None for the default scale, even if the caller passed its value. ``shift``
-    is added to the position of every query, for parts of a problem. With ``is_softmax`` the problem
-    is a row-wise softmax of scores [batch, heads, M, N], and d is 0. ``operands`` are the arrays
-    and numbers that expressions read. With ``block_mask`` kernels skip the empty tiles of a block
-    mask; its tile maps are computed from the inputs (``blocks.readable``). ``rows`` describes
-    packed sequences and pages; the operands of a paged problem include the page table.
+    is added to every query's position, and is 0 except in sub-problems. With ``is_softmax`` the
+    problem is a row-wise softmax of scores [batch, heads, M, N], and d is 0. ``operands`` are the
+    arrays and numbers that expressions read. With ``block_mask`` kernels skip the empty tiles of a
+    block mask, whose tile maps are computed from the inputs (``blocks.readable``). ``rows``
+    describes packed sequences and pages. A paged problem's operands include the page table.
     """
 
     batch: int
@@ -103,7 +103,7 @@ class Problem:
         _check_out_dtype(self.options.out_dtype, self.dtype)
         if self.options.out_dtype == self.dtype.usual_result:
             object.__setattr__(self, "options", replace(self.options, out_dtype=None))
-        _ = self.modifiers  # raises for expressions and arrays that do not fit
+        _ = self.modifiers  # validates expressions and arrays
         self._check_descales()
         if self.is_ragged:
             self._check_ragged()
@@ -180,7 +180,7 @@ class Problem:
     ) -> Problem:
         """Makes the problem of q, k and v from their shapes and dtypes.
 
-        Raises ValueError for shapes and options that do not match, and TypeError for dtypes.
+        Raises ValueError for inconsistent shapes or options, and TypeError for unsupported dtypes.
         """
         batch, heads, M, d = sizes_of("q", q, layout)
         _, kv_heads, N, k_d = sizes_of("k", k, layout)
@@ -293,13 +293,13 @@ class Problem:
 
     @property
     def reads_position(self) -> bool:
-        """Whether ALiBi or an expression reads query positions, even if S is empty."""
+        """Whether ALiBi or an expression of the caller uses the query's position."""
         has_slopes = any(x.name == ALIBI for x in self.operands)
         return has_slopes or any("position" in x.positions for x in self.expressions)
 
     @property
     def of_scores(self) -> shape_language.Sizes:
-        """Batch (in a packed batch, the number of sequences), heads, M and N, for array forms."""
+        """Sizes that array forms refer to: batch (number of packed sequences), heads, M and N."""
         return self.batch if self.sequences is None else self.sequences, self.heads, self.M, self.N
 
     @property
@@ -313,9 +313,9 @@ class Problem:
 
     @property
     def is_ragged(self) -> bool:
-        """Whether batch elements or sequences have lengths of their own, which kernels read.
+        """Whether kernels read a length for each batch element or packed sequence.
 
-        M and N are then the rows of the arrays.
+        In that case M and N are the row counts of the arrays, not the lengths.
         """
         return self.modifiers.is_ragged
 
@@ -332,7 +332,10 @@ class Problem:
 
     @property
     def reach(self) -> tuple[int, int] | None:
-        """Mask limits of a ragged batch relative to a query's position, (right, -left); or None."""
+        """Mask limits (right, -left) of a ragged batch, relative to each query's position.
+
+        Other problems use causal_offset and window_offset, and their ``reach`` is None.
+        """
         if not self.is_ragged:
             return None
         return min(self.right or 0, MOST), -min(self.left or 0, MOST)
@@ -424,7 +427,7 @@ class Problem:
 
     @property
     def scale(self) -> float:
-        """The factor of the scores: the given one, or 1/sqrt(d)."""
+        """Factor of the scores: ``options.scale``, or 1/sqrt(d) if that is None."""
         scale = self.options.scale
         return _default_scale(self.d) if scale is None else scale
 
@@ -516,12 +519,12 @@ class Problem:
 
     @property
     def arithmetic(self) -> str:
-        """The dtype, plus the precision if it differs; key of the table of measured speeds."""
+        """Key of ``Kernel.tflops``: the dtype, or for example "float32 as tf32"."""
         same = self.precision in (None, "float32")
         return self.dtype.name if same else f"{self.dtype.name} as {self.precision}"
 
     def bytes(self, *, reals: int = 0, scalars: int = 0, align: int = 0) -> int:
-        """Returns the size of a C++ struct of ``reals`` sums followed by ``scalars`` elements."""
+        """Returns the size in bytes of ``reals`` sums and ``scalars`` elements in shared memory."""
         size = self.dtype.sums.itemsize
         align = align or (size if reals else self.itemsize)
         return round_up(reals * size, align) + round_up(scalars * self.itemsize, align)
@@ -581,7 +584,7 @@ def check_page_size(name: str, size: Any, error: type[Exception] = ValueError) -
 
 
 def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """Returns ``value`` as an int. Raises ValueError unless it is whole and within the limits."""
+    """Returns ``value`` as an int. Raises ValueError unless it is an integer within the limits."""
     is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not (is_whole and value >= least and (most is None or value <= most)):
         to = "" if most is None else f" to {most:,}"
@@ -651,7 +654,7 @@ def _check_precision(precision: str | None, dtype: DType) -> None:
 
 
 def can_give(name: str | None, dtype: DType) -> bool:
-    """Returns whether the dtype called ``name`` is supported for results of such inputs."""
+    """Returns whether inputs of ``dtype`` may have results of the dtype called ``name``."""
     if dtype.result:
         return name in (None, "float16", "bfloat16", "float32")
     return name in (None, dtype.name) or (name == "float32" and dtype.itemsize == 2)

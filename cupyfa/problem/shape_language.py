@@ -94,7 +94,7 @@ def operands(given: Mapping[str, Any], sizes: Sequence[int], dtype: str) -> tupl
         array, and offsets of packed sequences are a shape. ``dlse`` and ``return_max`` are flags:
         whether the problem has a gradient of lse, and whether it returns row maxima. ``wrt`` holds
         names, such as "q,bias"; see ``differentiated``. Without a dtype in the form, a bias has the
-        dtype of results, and other floating-point arrays have float32.
+        dtype of results, and other floating-point arrays are float32.
 
     Raises ValueError or TypeError for invalid forms.
     """

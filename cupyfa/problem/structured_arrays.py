@@ -32,7 +32,7 @@ class Packed(Structured):
 
     offsets and used may be lists or NumPy arrays, whose values are checked, or arrays on the same
     device as ``array``. Kernels read device arrays at run time, so that every replay of a CUDA
-    graph may use other lengths. Invalid values never cause accesses outside the arrays.
+    graph may use different lengths. Invalid values never cause accesses outside the arrays.
     """
 
     array: Any
@@ -79,7 +79,7 @@ KINDS: dict[type, str | None] = {
 def unwrap(q: Any, k: Any, v: Any) -> tuple[tuple[Any, Any, Any], dict[str, Any]]:
     """Splits q, k and v into plain arrays and the optional inputs that their structure implies.
 
-    Raises TypeError and ValueError for structures that do not fit together.
+    Raises TypeError or ValueError if q, k and v have incompatible structures.
     """
     found: dict[str, dict[type, Structured]] = {}
     arrays = []

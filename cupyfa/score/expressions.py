@@ -44,7 +44,7 @@ class Captured:
 
 
 # ---------------------------------------------------------------------------------------------
-# Functions as module attributes: they evaluate arrays and record tracers
+# Functions that users import, which accept numbers, NumPy arrays and tracers
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
@@ -56,7 +56,7 @@ def __getattr__(name: str) -> Callable[..., Any]:
 
 
 def _traceable(function: Function) -> Callable[..., Any]:
-    """Wraps a function so that it evaluates NumPy arrays and builds expressions from tracers."""
+    """Wraps a function so that it accepts NumPy arrays, and tracers to build an expression."""
 
     def call(*arguments: Any) -> Any:
         if any(isinstance(x, Tracer) for x in arguments):
@@ -447,7 +447,7 @@ def _no_function(called: ast.expr, name: str | None) -> str:
 
 
 def _with_floor(node: ast.BinOp) -> str:
-    """Rewrites // or % in terms of floor, which also accepts non-integers."""
+    """Rewrites a // b or a % b by means of floor(a / b), for operands that are not integers."""
     left, right = node.left, node.right
     floored: ast.expr = ast.Call(ast.Name("floor"), [ast.BinOp(left, ast.Div(), right)], [])
     if isinstance(node.op, ast.Mod):
@@ -624,7 +624,10 @@ def _is_additive(node: ast.expr) -> bool:
 
 
 def _capped(node: ast.BinOp) -> ast.expr | None:
-    """Returns x of cap * tanh(x / cap), else None; one function halves the instructions."""
+    """Returns x if the node is a softcap, cap * tanh(x / cap); otherwise None.
+
+    A single C++ function for softcaps needs half as many instructions.
+    """
     match node:
         case ast.BinOp(
             left=cap,
@@ -710,7 +713,7 @@ class _Printer:
         return f"({left} {_SIGNS[type(op)]} {right})"
 
     def _is_fused(self, node: ast.BinOp) -> bool:
-        """Returns whether a node adds a product or subtracts it, so that it can be an FMA."""
+        """Returns whether a node adds or subtracts a product of floats and so becomes an FMA."""
         match node:
             case ast.BinOp(other, ast.Add() | ast.Sub(), ast.BinOp(op=ast.Mult()) as product):
                 return {self.rules.kind(x) for x in (other, product)} == {"number"}
@@ -805,7 +808,7 @@ class _Whole:
     most: int
 
     def holding(self, most: int) -> _Whole:
-        """Returns the type for results of magnitude ``most``; at most the next wider type."""
+        """Returns the type for results up to ``most``: the same width, or the next larger width."""
         wider = _WIDER.get(self.bits)
         return _Whole(wider[1] if wider and most >= 2 ** (self.bits - 1) else self.bits, most)
 
@@ -879,7 +882,7 @@ class Tracer:
 
     def __init__(self, node: ast.expr, *parts: Tracer) -> None:
         self.node = node
-        self.size: int = 1 + sum(x.size for x in parts)  # number of nodes, repeated ones included
+        self.size: int = 1 + sum(x.size for x in parts)  # number of nodes, with repetitions
         self.depth: int = 1 + max((x.depth for x in parts), default=0)
         if self.size > _LONGEST:
             raise ValueError(f"the function has more than {_LONGEST:,} operations; use fewer")
@@ -991,7 +994,7 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
 
 
 def _constant(value: float) -> Tracer:
-    """Makes a tracer from a number; like the parser, it turns a minus sign into an operator."""
+    """Makes a tracer from a number; a negative number becomes a negation, as in parsed code."""
     if value < 0 or (value == 0 and math.copysign(1, value) < 0):
         return -_constant(-value)
     return Tracer(ast.Name("nan") if value != value else ast.Constant(value))

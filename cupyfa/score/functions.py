@@ -15,9 +15,10 @@ import numpy as np
 class Function(NamedTuple):
     """A function that expressions may call.
 
-    Errors bound the fast formulas that kernels use, for an exact argument. Their unit is eps, the
-    spacing at 1 of the format that a kernel computes in. Where results are small near 0, errors are
-    relative to the result, because an expression may multiply the result by any number.
+    error and slope_error bound the errors of the kernels' fast approximations for an exact
+    argument, in units of eps, the spacing at 1 of the format that a kernel computes in. Where
+    results are small near 0, these bounds are relative to the result, because an expression may
+    multiply the result by any number.
     """
 
     name: str
@@ -37,7 +38,7 @@ class Function(NamedTuple):
 
 
 _LN2 = math.log(2)
-_TANH_NEAR_0, _SINE_NEAR_0 = 0.54, 0.49  # kernels use polynomials at least up to these |x|
+_TANH_NEAR_0, _SINE_NEAR_0 = 0.54, 0.49  # for smaller |x|, kernels always use polynomials
 
 
 def _exp2(x: Any) -> Any:
@@ -77,7 +78,7 @@ def _relative(count: float) -> Callable[..., Any]:
 def _error_far_from_0(x: Any, y: Any) -> Any:
     """Returns the error bound of tanh(x), which kernels compute as 1 - r with a quotient r.
 
-    It includes the errors of the exponential, the denominator, the reciprocal (shared by the
+    The bound includes the errors of the exponential, the denominator, the reciprocal (shared by the
     softcaps of four scores) and the difference.
     """
     size = np.abs(y)
