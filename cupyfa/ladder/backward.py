@@ -116,7 +116,10 @@ def round_off(name: str) -> Launch:
 
 
 def finish(entry: str, name: str, products: str) -> Launch:
-    """Makes the launch that rounds sums and recomputes NaN sums from the two ``products``."""
+    """Makes the launch that rounds a gradient's sums and recomputes NaN sums.
+
+    products: the two arrays whose matrix product is the gradient.
+    """
     return sums_launch(entry, name, f"{name} {products} lse sizes {{heads}} group scale")
 
 
@@ -582,7 +585,7 @@ FEWEST_FINISHING = 128  # minimum number of key heads: about as many as an H100 
 def finishes(p: Problem) -> bool:
     """Returns whether the last block of each key head computes dQ; see add_dQ.cuh.
 
-    This pays for many key heads with few rows each. Otherwise a separate launch is faster.
+    This pays off for many key heads with few rows each. Otherwise a separate launch is faster.
     """
     are_many = p.batch * p.kv_heads >= FEWEST_FINISHING
     return are_many and p.M * p.group <= 4096 and not p.is_ragged and not is_persistent(p)
@@ -676,7 +679,7 @@ WGMMA_TWO_PASS_COLUMNS = replace(
     WGMMA_COLUMNS_LAUNCH,
     entry="wgmma_two_pass_columns",
     args=WGMMA_COLUMNS_LAUNCH.args.replace("dQ_sum.data counts.data dQ ", ""),
-    # Each stage also has row sums and 4 mbarriers; with d or dv above 128, P and 8 mbarriers.
+    # Each stage also holds row sums and 4 mbarriers.
     shared=lambda p, c: wgmma_two_pass_shared(p, c.Bc, c.stages, c.Br, 8 * c.Br + 32),
 )
 WGMMA_COLUMNS = Kernel(
@@ -765,6 +768,7 @@ WGMMA_TWO_PASS = rung(
         replace(
             WGMMA_TWO_PASS_COLUMNS,
             entry="wgmma_two_pass_columns_wide",
+            # Each stage also holds P, row sums and 8 mbarriers.
             shared=lambda p, c: wgmma_two_pass_shared(
                 p, c.Bc, c.stages, c.Br, (4 * c.Bc + 8) * c.Br + 64
             ),

@@ -168,7 +168,7 @@ class Launch(_Record):
 
 @dataclass(frozen=True)
 class Matmul:
-    """Computes ``out = a b * scale`` for each head by cuBLAS; ``"K.T"`` is K transposed.
+    """Computes ``out = a b * scale`` for each head with cuBLAS; ``"K.T"`` is K transposed.
 
     A group of heads of ``a`` may share a head of ``b``. If a group shares a head of ``out``, its
     products are added up. Inputs may have the problem's dtype while ``out`` has the accumulation
@@ -319,7 +319,7 @@ class Kernel(_Record):
         return (*((own,) if "float32" in self.dtypes else ()), *self.precisions)
 
     def precisions_of(self, dtype: str) -> tuple[str, ...]:
-        """Returns the precisions to choose from for inputs of a dtype; empty without a choice."""
+        """Returns the precisions that a call may request for inputs of a dtype; empty if none."""
         if dtype == "float32":
             return self.float32_as
         is_rounded = self.rounding == FLOAT8 and dtype != E4M3_INPUTS.name

@@ -108,7 +108,7 @@ def _variables_of(script: Path) -> dict[str, Any]:
             x.lineno for x in traceback.extract_tb(error.__traceback__) if x.filename == str(script)
         ]
         place = f"{script}:{lines[-1]}" if lines else str(script)
-        what = " ".join(str(error).split())  # in one line
+        what = " ".join(str(error).split())  # joins the lines of the message
         raise ValueError(f"{place}: {type(error).__name__}: {what}; correct the script") from error
     finally:
         sys.path[:] = path

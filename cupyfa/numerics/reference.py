@@ -364,7 +364,7 @@ def _sum_unmasked(P: Array, values: Array, masked: Array | None) -> Array:
 def _mask(
     rows: slice, N: int, causal_offset: int | None, window_offset: int | None
 ) -> tuple[slice, Array | None]:
-    """Returns the slice of keys that `rows` may see, and the mask [rows, keys] within it."""
+    """Returns the slice of keys that `rows` may see, and the mask [rows, keys] of this slice."""
     if causal_offset is None and window_offset is None:
         return slice(0, N), None
     stop = N if causal_offset is None else min(max(rows.stop + causal_offset, 0), N)

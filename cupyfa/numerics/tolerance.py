@@ -140,8 +140,8 @@ _DEPTH = 32  # number of e4m3 products that tensor cores add at a time
 _SPREAD = 10.0  # six standard deviations of the truncation of 32 products and the previous sum
 _LARGEST_E4M3 = 448.0
 _FEWEST_BETWEEN = 16  # minimum number of elements for require_unrounded
-_SMALL = 0.01  # up to this error of a score, the weight's error is about proportional to it
-_ANY_WEIGHT = 600.0  # score error from which even a vanishing weight may become the largest one
+_SMALL = 0.01  # for score errors below this, the error of exp(score) is about proportional
+_ANY_WEIGHT = 600.0  # with such an error of a score, even a vanishing weight may become the largest
 _DOUBLE_EPS = float(np.finfo(np.float64).eps)
 _BLOCK = 1 << 18  # elements per step, which fit in a core's cache
 

@@ -304,7 +304,7 @@ def _best_unmeasured(general: Sequence[Kernel], problem: Problem, limits: Limits
 
 
 def _measured_here(name: str, problem: Problem, limits: Limits) -> dict[int, float]:
-    """Returns a ladder kernel's TFLOP/s on this device by d, for dv = d or the problem's dv."""
+    """Maps d to a ladder kernel's TFLOP/s on this device, for dv = d or the problem's dv."""
     mine = [t for t in limits.tuned if (t.kernel, t.folder) == (name, None)]
     here = {t.d: t.tflops for t in mine if t.dtype == problem.arithmetic and t.d == t.dv}
     return here | {t.d: t.tflops for t in mine if _is_for(t, problem)}

@@ -71,8 +71,9 @@ def header(p: Problem, *, taped: bool = False, copies: bool = False) -> str:
             ),
             *(["#include <attention/dropout.cuh>"] if found.dropout else []),
             f"struct Mods {{{''.join(f' {x};' for x in _members(p))} }};",
-            _function(p, "score_mod", found.score),  # both are always declared, because compilers
-            _function(p, "mask_mod", found.mask),  # look up names even in discarded branches
+            # Both functions are needed, because compilers look up names in discarded branches, too.
+            _function(p, "score_mod", found.score),
+            _function(p, "mask_mod", found.mask),
             *([_dropout_function(found)] if found.dropout else []),
             *([_held(found.held)] if found.held else []),
             *([_tape(p)] if taped else []),

@@ -1,4 +1,4 @@
-"""Evaluation of a record's formulas: launches, scratch and outputs as plain integers."""
+"""Evaluation of a record's formulas, which turns launches and arrays into plain integers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Includes of a source text: finds, hashes and inlines all included files."""
+"""Processing of #include lines: finds, hashes and inlines the files that a source includes."""
 
 import os
 import re
@@ -58,7 +58,7 @@ def reached(text: str, folders: Sequence[Path]) -> dict[Path, bytes]:
 def inlined(
     texts: Mapping[str, str], folders: Sequence[Path], title_of: Callable[[Path], str]
 ) -> str:
-    """Joins titled texts and replaces the first include of each file by its content.
+    """Joins titled texts and replaces the first include of each file with its content.
 
     Title lines mark where a file begins and where the including file continues. ``#pragma once`` is
     removed, because compilers warn about it in a main file.

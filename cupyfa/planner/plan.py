@@ -199,7 +199,7 @@ class Plan:
 
     @property
     def programs(self) -> tuple[PlannedLaunch, ...]:
-        """The launches to compile; rounds share the first one's program."""
+        """The launches to compile; every round runs the program of the first round."""
         first: dict[int, PlannedLaunch] = {}
         for x in self.launches:
             first.setdefault(id(x.launch), x)

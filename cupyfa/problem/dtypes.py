@@ -12,7 +12,7 @@ from cupyfa.errors import described
 
 @dataclass(frozen=True)
 class DType:
-    """An element type of inputs and outputs, with its accumulation type."""
+    """An element type of arrays, with the type in which its sums accumulate."""
 
     name: str
     numpy: np.dtype
@@ -32,7 +32,7 @@ class DType:
 
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)  # for inputs, and for cached keys and values
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)  # dtype of inputs, and of cached keys and values
 _SINGLE, _DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 DTYPES = {
     row.name: row

@@ -14,7 +14,7 @@ import numpy as np
 from cupyfa.errors import described
 
 MOST_ROWS = 2**31 - 2**16  # limit on the total number of rows
-_SHOWN = 8  # longer lists are abbreviated in output
+_SHOWN = 8  # lists of more sequences are abbreviated in output
 _OF_LENGTHS = (
     "give whole numbers, such as 349,263,0,115; 7/9 for a sequence of 9 rows of which 7 are valid, "
     "_3 at an end for 3 rows outside of sequences, and 5,0:7,3 if queries and keys differ"
@@ -114,7 +114,7 @@ class Lengths:
 
     @property
     def twice(self) -> Lengths:
-        """The lengths repeated once, for two copies of the batch packed one after the other."""
+        """Lengths of a batch in which all sequences occur twice."""
         return self._changed(lambda x: 2 * x)
 
     def first(self, count: int | None) -> Lengths:
@@ -186,6 +186,6 @@ def lengths_of(given: Any) -> Packed:
 
 
 def shown_lengths(lengths: Packed, *, short: bool = False) -> str:
-    """Formats both lengths as text, abbreviated with ``short``."""
+    """Formats the lengths of queries and keys as text; ``short`` abbreviates long lists."""
     q, k = (x.short if short else str(x) for x in lengths)
     return q if lengths[0] == lengths[1] else f"{q}:{k}"

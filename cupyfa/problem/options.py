@@ -451,7 +451,7 @@ class AttentionOptions:
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """Cache key for plans and kernel sources: the options without run-time arguments."""
+        """Cache key of plans and kernel sources: all options except numbers read at run time."""
         softcap = self.softcap is not None, self.has_usual_softcap
         alike = {"softcap": softcap, "dropout": self.dropout > 0}
         alike |= {"dropout_seed": False, "dropout_offset": False}

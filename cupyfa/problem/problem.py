@@ -50,7 +50,7 @@ from cupyfa.problem.resizing import resized
 from cupyfa.score.expressions import Expression
 
 SIZES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv")
-MOST = 2**31 - 2**16  # largest size whose last tile still ends within 32 bits
+MOST = 2**31 - 2**16  # largest size; indices in its last tile fit in 32 bits
 MOST_ELEMENTS = 2**59  # per array, so that its size in bytes fits in 64 bits
 LAYOUTS = ("bhsd", "bshd")
 TEXTS = ("score_mod", "mask_mod")  # options that are expressions
@@ -307,7 +307,7 @@ class Problem:
         """Number of sequences of a packed batch; None for other problems.
 
         In a packed batch, batch is 1, M and N are the rows of the packed arrays, and masks are
-        aligned for each sequence.
+        aligned separately for each sequence.
         """
         return next((x.shape[0] - 1 for x in self.operands if x.name == STARTS[0]), None)
 

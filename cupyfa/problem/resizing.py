@@ -1,4 +1,4 @@
-"""Adaptation of the arrays that expressions read to other problem sizes."""
+"""Resizing of operands, the arrays that expressions read, to other problem sizes."""
 
 from __future__ import annotations
 

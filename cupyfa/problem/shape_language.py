@@ -178,7 +178,7 @@ def _read_lengths(
     return Operand(name, DTYPES[short], (size,))
 
 
-# Readers of forms by name, in operand order.
+# Maps the name of an array to the function that parses its form, in operand order.
 _READERS: dict[str, Callable[..., Operand]] = {
     **dict.fromkeys(OWN_ARRAYS, _read_score_array),
     **dict.fromkeys(

@@ -1015,7 +1015,7 @@ def _traced(option: str, function: Callable[..., Any]) -> str:
         if x.default is not x.empty and x.name not in (SCORE, *POSITIONS):
             if x.kind is x.POSITIONAL_ONLY:
                 ordered.append(x.default)
-            continue  # the default is used as a constant
+            continue  # the default value becomes a constant of the expression
         if x.kind is x.POSITIONAL_ONLY:
             ordered.append(Tracer(ast.Name(x.name)))
         else:

@@ -21,7 +21,7 @@ _LARGEST = 2**62  # exclusive limit for magnitudes
 
 @dataclass(frozen=True)
 class Range:
-    """Integers from low to high. A condition has low = 1 if always true, high = 0 if never true."""
+    """The integers from low to high. A condition has low = 1 if always true, high = 0 if never."""
 
     low: Array
     high: Array

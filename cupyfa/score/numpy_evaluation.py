@@ -276,7 +276,7 @@ class _Walk:
             for axis, (size, x) in enumerate(zip(array.shape, numbers, strict=True))
         )
         found = self._given(array[at] if array.size else np.zeros_like(array, shape=()))
-        if array.dtype == np.uint64 and _are_large(array):  # Python ints for every element
+        if array.dtype == np.uint64 and _are_large(array):  # if any is large, all become ints
             found.value = array[at].astype(object)
         if node is self.seed:
             self.at, found.slope = at, 1.0
@@ -353,7 +353,7 @@ class _Walk:
         )
 
     def _whole(self, function: Callable[..., Any], a: Number, b: Number) -> Number:
-        """Applies an integer operation; exact unless rounding may have changed an operand."""
+        """Applies an integer operation; its result is exact if both operands are exact."""
         error = _sum(a.error, b.error)
         if error is not None:
             error = np.where(error > 0, np.inf, 0.0)
