@@ -62,7 +62,7 @@ def odd_width(width: int, itemsize: int) -> int:
 
 
 def shared_bytes(p: Problem, c: SimpleNamespace, sums: int) -> int:
-    """Returns the shared memory for `sums` accumulators, P, dS, lse, delta and operand tiles."""
+    """Returns the bytes for `sums` accumulators, P, dS, lse, delta and operand tiles."""
     widths = odd_width(p.d, p.itemsize) + odd_width(p.dv, p.itemsize)
     rows = 2 * c.Br * (odd_width(c.Bc, p.dtype.sums.itemsize) + 1)
     return p.bytes(reals=sums + rows, scalars=(c.Br + c.Bc) * widths)
@@ -608,7 +608,7 @@ def is_persistent(p: Problem) -> bool:
 
 
 def wgmma_parts(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the number of blocks that share dQ of a row tile; see query_layout.cuh."""
+    """Returns the number of shares into which dQ of a row tile is divided; see query_layout.cuh."""
     if is_wide(p):
         return cdiv(p.d, 64)
     return 2 if c.Br == 128 or p.d > 64 else 1
@@ -653,7 +653,7 @@ def wgmma_dO_stages(p: Problem, c: SimpleNamespace) -> int:
 
 def wgmma_two_pass_shared(p: Problem, kept: int, stages: int, loaded: int, rest: int) -> int:
     """Returns the bytes of shared memory for tiles of `kept` rows, four mbarriers, and in each
-    stage tiles of `loaded` rows and `rest` more bytes.
+    stage tiles of `loaded` rows and `rest` additional bytes.
     """
     return round_up(2 * (kept + stages * loaded) * padded_columns(p, 64) + stages * rest + 32, 1024)
 
@@ -824,8 +824,10 @@ def shares_keys(sizes: Problem | SimpleNamespace) -> bool:
 
 
 def fp16x2_wgmma_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the bytes of shared memory for hi and lo of K, V and `stages` tiles of Q and dO. Each
-    stage has row statistics and four mbarriers, and, if warpgroups share keys, P and four more.
+    """Returns the bytes of shared memory for hi and lo of K, V and `stages` tiles of Q and dO.
+
+    Each stage also holds row statistics and four mbarriers. If warpgroups share keys, it also holds
+    P and four more mbarriers.
     """
     tiles = 4 * (c.Bc + c.stages * c.Br) * padded_columns(p, 64)
     of_P = 256 * c.Br + 32 if shares_keys(p) else 0

@@ -207,13 +207,13 @@ MMA_PIPELINED_TILES = TileChoice.of(
         128: [(128, 32, 32, 1)],
         256: [(64, 64, 16, 1)],
     },
-    # Larger or smaller tiles, because ptxas allocates more registers on some architectures.
+    # Tile sizes depend on the architecture, because ptxas allocates different numbers of registers.
     on={
         **{arch: {64: [(128, 64, 32, 2)]} for arch in ("80", "86", "89")},
         "90": {64: [(128, 96, 32, 2), (128, 64, 32, 2)], 128: [(128, 64, 32, 2)]},
         **{arch: {64: [(128, 64, 32, 2)], 256: [(64, 48, 16, 1)]} for arch in ("100", "120")},
     },
-    # For fewer blocks than SMs: smaller tiles give more blocks. Measured on an H100.
+    # Smaller tiles make more blocks if there are fewer blocks than SMs. Measured on an H100.
     short={64: [(64, 128, 16, 2), (64, 64, 16, 2)], 128: [(64, 64, 16, 2), (64, 32, 16, 2)]},
     blocks_per_sm=2,
 )
@@ -263,12 +263,12 @@ FEW_ROWS = 64  # up to this many rows per key head, the kernel is limited by rea
 
 
 def mma_shared(p: Problem, c: SimpleNamespace, buffers: int = 1) -> int:
-    """Returns the shared memory for 16-bit Q, K and V tiles, padded to multiples of 16 columns."""
+    """Returns the bytes of shared memory for 16-bit Q, K and V tiles, padded to 16 columns."""
     return 2 * (c.Br * round_up(p.d, 16) + buffers * c.Bc * padded_columns(p, 16))
 
 
 def mma_pipelined_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the shared memory for `stages` K/V tiles and one Q tile, which O overwrites later."""
+    """Returns the bytes of shared memory for `stages` K/V tiles and one tile for Q, later O."""
     depth, width = round_up(p.d, 16), round_up(p.dv, 16)
     return 2 * (c.Br * max(depth, width) + c.stages * c.Bc * (depth + width))
 
@@ -463,7 +463,7 @@ SPLITS = "O_splits.data max_splits.data sum_splits.data"
 
 
 def split_kv_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the shared memory of mma_pipelined, with e4m3 columns padded to multiples of 32."""
+    """Returns mma_pipelined_shared, or for e4m3 K and V the bytes with columns padded to 32."""
     if not p.modifiers.is_e4m3:
         return mma_pipelined_shared(p, c)
     depth, width = round_up(p.d, 32), round_up(p.dv, 32)
@@ -956,7 +956,7 @@ WGMMA_SLICES = rung(
 
 
 def fp8_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the shared memory for Q, K and transposed V in rows of 128 bytes, and mbarriers."""
+    """Returns the bytes of shared memory for Q, K, transposed V (128-byte rows) and mbarriers."""
     keys, depth = round_up(c.Bc, 128), round_up(p.d, 128)
     tiles = c.Br * depth + c.stages * (c.Bc * depth + round_up(p.dv, 16) * keys)
     return round_up(tiles + 16 * (c.Br // 64 + 2 * c.stages) + staged_pairs(p, c), 1024)
@@ -976,7 +976,7 @@ def tiles_of_keys(p: Problem, c: SimpleNamespace) -> int:
 
 
 def fp8_launch(q: str, k: str, when: Callable[[Problem], bool]) -> Launch:
-    """Makes the launch of wgmma_fp8 on e4m3 arrays with these names."""
+    """Makes the launch of wgmma_fp8; ``q`` and ``k`` are the names of its e4m3 arrays."""
     return replace(
         WGMMA_LAUNCH,
         entry="wgmma_fp8",
@@ -995,7 +995,7 @@ def fp8_launch(q: str, k: str, when: Callable[[Problem], bool]) -> Launch:
 
 
 def of_quantised(formula: Formula) -> Formula:
-    """Returns a formula that is 0 for e4m3 inputs, which need no `quantise`; else ``formula``."""
+    """Returns a formula for the number of scales that `quantise` writes; 0 for e4m3 inputs."""
     return lambda p, c: 0 if p.dtype == E4M3_INPUTS else formula(p, c)
 
 
@@ -1106,7 +1106,7 @@ def _in_splits(name: str, splits: int | None, is_e4m3: bool) -> Kernel:
         return with_cleared_rest(rounded_first(made), *REST)
     return replace(
         with_cleared_rest(made, *REST),
-        # Constants that were tuned for 16-bit keys do not suit e4m3, hence another name.
+        # A name of its own, because constants that were tuned for 16-bit keys do not suit e4m3.
         name="mma_split_kv_e4m3",
         tiles=SPLIT_E4M3_TILES,
         features=(*made.features, "e4m3"),

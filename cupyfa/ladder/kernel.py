@@ -552,7 +552,7 @@ def _are_own(names: Iterable[str]) -> bool:
     return all(name.isidentifier() and name not in _TAKEN for name in names)
 
 
-# Rules that the fields of records must meet.
+# Validation rules for the fields of records.
 _LAUNCH_RULES: Rules = {
     "entry is the name of a C function": lambda x: x.entry.isidentifier(),
     "args is one string of names separated by blanks": lambda x: isinstance(x.args, str),

@@ -116,7 +116,7 @@ def _variables_of(script: Path) -> dict[str, Any]:
 
 @lru_cache
 def unpickled(name: str, index: int | None = None) -> Any:
-    """Returns the record with this name, or one of its launches; always the same object."""
+    """Returns the kernel called ``name``, or its launch ``index``; pickle calls this function."""
     return record_named(name) if index is None else unpickled(name).launches[index]
 
 

@@ -176,7 +176,7 @@ class Operation:
         return excerpt.of_keys(p) if self._is_of_keys(output) else excerpt
 
     def excerpt_at(self, output: str, index: Sequence[int], p: Problem) -> Excerpt:
-        """Returns the smallest excerpt that contains this element of an output."""
+        """Returns the smallest excerpt that contains element ``index`` of an output."""
         batch, head, row = index[:3]
         here = slice(row, row + 1)
         if self._is_of_keys(output):
@@ -246,7 +246,7 @@ def modifications(
 
 
 _ALL = slice(None)
-_OF_KEYS = ("K", "V", "dK", "dV")  # arrays with one row per key
+_OF_KEYS = ("K", "V", "dK", "dV")  # names of arrays with one row per key
 
 
 class _Part(NamedTuple):
@@ -386,7 +386,7 @@ def _by_sequences(
 
 
 def _without_scales(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
-    """Multiplies keys and values by their scales; returns dense inputs and their problem."""
+    """Multiplies keys and values by their scales; returns float64 inputs and their problem."""
     scales = [np.asarray(inputs[f"mods.{x}"], np.float64) for x in SCALES]
     made = {**inputs, **{name: inputs[name].astype(np.float64) for name in "KV"}}
     for of_pages in (True, False):
@@ -399,7 +399,7 @@ def _without_scales(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
 
 
 def _without_descales(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
-    """Multiplies queries, keys and values by their descales; returns inputs and their problem."""
+    """Multiplies Q, K and V by their descales; returns float64 inputs and their problem."""
     made = dict(inputs)
     for name, descale in zip("QKV", DESCALES):
         if (given := inputs.get(f"mods.{descale}")) is not None:

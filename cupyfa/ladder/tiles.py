@@ -123,7 +123,7 @@ class TileChoice(Shown):
         return (*sorted(short, key=lambda x: (is_mostly_empty(x), masked_keys(x))), *tiles)
 
 
-# Rules that the field `tiles` of a Kernel must meet.
+# Validation rules for the field `tiles` of a Kernel.
 RULES: Rules = {
     "tiles must hold at least one mapping, which may be empty": lambda x: bool(x.usual),
     "tiles give all the same names a whole number from 1 to 2**31 - 1": lambda x: all(

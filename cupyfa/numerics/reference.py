@@ -393,7 +393,7 @@ def _rounded_to_float16(x: Array) -> Array:
     """Rounds float32 to float16 precision; NumPy casts are several times slower.
 
     float32 numbers from 2**(e + 13) to 2**(e + 14) have the spacing of float16 numbers with
-    exponent e, so adding 1.5 * 2**(e + 13) rounds. The smallest float16 exponent is -14.
+    exponent e, so adding and subtracting 1.5 * 2**(e + 13) rounds x. The smallest e is -14.
     """
     exponent = (x.view(np.uint32) & np.uint32(0x7F800000)).view(np.float32)
     power = np.maximum(exponent, np.float32(2**-14), out=exponent)

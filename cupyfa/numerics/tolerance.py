@@ -442,7 +442,7 @@ class Arithmetic:
         self.result = result or INPUTS[dtype].usual_result
         self.e4m3_inputs = INPUTS[dtype].result is not None
         self.rounds_by_design = rounding is not None and not self.e4m3_inputs
-        is_float8 = self.operands == _FLOAT8  # never a dtype of results
+        is_float8 = self.operands == _FLOAT8  # results are never stored as float8
         given = {name: float(_finfo(name).eps) for name in (dtype, self.operands)}
         self.coarsest = dtype if is_float8 else max(given, key=lambda name: given[name])
         if self.result != dtype:
@@ -455,7 +455,7 @@ class Arithmetic:
         self.output_unit = float(_finfo(self.coarsest).eps) / 2 if self.is_narrow else 0.0
 
     def rounded_product(self, size: Any, count: int) -> Any:
-        """Bounds the error of a dot product of `count` terms caused by rounding by design."""
+        """Bounds the error of a dot product of `count` terms due to rounding operands by design."""
         if not self.rounds_by_design:
             return 0.0
         return self.operand_unit * size * min(2.0, 4.0 / np.sqrt(max(count, 1)))
@@ -529,7 +529,8 @@ class _ModifiedScores:
 
     size [n, rows, keys]: the sum of |scale * q * k| of each pair; infinite for scores that may have
         any value. Their shift is infinite, too, unless the expression ignores the score.
-    shift: absolute error of a modified score. by_design: its change by rounding operands by design.
+    shift: absolute error of a modified score. by_design: its change if operands are rounded by
+        design.
     exponent: error of the exponential. overflows: where the modified score overflows the
         accumulation format.
     slope, slope_error: magnitude and absolute error of the derivative, if `differentiated`.
@@ -611,9 +612,10 @@ def _errors_of_modified(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
 def _bounds_on_tile(
     work: _Work, kernel: Arithmetic, row_max: bool
 ) -> dict[str, tuple[Array, Array]]:
-    """Returns the accumulation bound and the plain computation's errors of each result of a tile.
+    """Returns two arrays per result: accumulation bounds, and errors of the plain computation.
 
-    The keys are "O", "lse" and, if requested, "row_max".
+    The plain computation runs `reference.attend` in the kernel's precision. The keys are "O",
+    "lse" and, if requested, "row_max".
     """
     exact, bounds = work.attend()[:2], _bounds(work, kernel)
     found = {}
@@ -655,9 +657,9 @@ def _bound_of_row_max(work: _Work, kernel: Arithmetic, lost: Array) -> Array:
 
 
 def _plain_errors_of_row_max(work: _Work, kernel: Arithmetic, bound: Array) -> Array:
-    """Returns the plain computation's errors of row maxima.
+    """Returns errors of the row maxima that the reference computes in the kernel's precision.
 
-    Sets ``bound`` to infinity where the plain computation overflows.
+    Sets ``bound`` to infinity where this computation overflows.
     """
     largest = work.row_max()
     if not kernel.rounds_by_design:
@@ -700,7 +702,7 @@ def _bounds(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
     out_bound = out_bound + kernel.output_unit * np.abs(finite(out))
     smallest = max(tiny, float(_finfo(kernel.operands).smallest_subnormal))
     out_bound[_vanished_infinities(tile, P, smallest)] = np.inf
-    own = float(kernel.accumulator.eps)  # eps of sums other than matrix products
+    own = float(kernel.accumulator.eps)  # eps of sums that are not matrix products
     lse_bound = (eps * score + own * 1.2 * total + by_design + of_lse)[..., 0]
     lse_bound = lse_bound + own * 2 * np.abs(finite(lse))
     lost = np.isinf(score + of_lse)[..., 0]

@@ -392,7 +392,7 @@ def _first_fit(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[
     _check_given(kernel, given)
     given = {name: int(value) for name, value in given.items()}
     for constants in _tuned_for(kernel, problem, limits):
-        with suppress(Exception):  # the record may have changed since it was tuned
+        with suppress(Exception):  # the kernel may have changed since it was tuned
             return _made(kernel, problem, limits, {**constants, **given})
     refused: list[Exception] = []  # a list, so that ``pop`` removes the frame's reference
     for tile in kernel.tiles_for(problem, limits.arch, limits.multiprocessors):

@@ -38,9 +38,9 @@ _ELEMENTS = {
 }
 _NUMBERS = {"bool": ("bool", "?"), "int": ("long long", "i8")}  # types in C++ and in NumPy
 _EMPTY = np.zeros((), "V1")  # sizeof of an empty C++ struct is 1
-_FIRST = "first_position"  # name of the member of struct Mods that holds the position of query 0
-_PAGES = "page_count"  # name of the member that holds the number of pages
-_UNIT = "unit"  # name of the member that holds 1 / scale
+_FIRST = "first_position"  # name of the struct member that holds the position of query 0
+_PAGES = "page_count"  # name of the struct member that holds the number of pages
+_UNIT = "unit"  # name of the struct member that holds 1 / scale
 _MOST_INLINE = 100  # maximum number of operations to inline for every pair
 _MOST_SLOPES = 20_000  # maximum number of generated derivatives: operations times array accesses
 # Parameters of every C++ function that evaluates expressions.
@@ -207,7 +207,7 @@ def _members(p: Problem) -> list[str]:
 
 
 def _of_lengths(p: Problem) -> list[str]:
-    """Returns the constants that batch.cuh needs besides offsets and lengths."""
+    """Returns the constants that batch.cuh reads in addition to offsets and lengths."""
     if not p.is_ragged:
         return []
     known = {f"has_{name}": is_given for name, is_given in zip(USED, p.modifiers.used)}

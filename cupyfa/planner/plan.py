@@ -1,4 +1,4 @@
-"""Planning types: device limits, planned launches and plans."""
+"""Types of the planner: device limits, planned launches and plans."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -175,7 +175,7 @@ class Plan:
 
     @property
     def tflops(self) -> tuple[int, float] | None:
-        """The nearest measured d and the kernel's TFLOP/s there on an H100; None if not measured.
+        """The nearest measured d, and the kernel's TFLOP/s for it on an H100; None if unmeasured.
 
         "auto" compares these speeds on devices without measurements of their own.
         """

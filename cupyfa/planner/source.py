@@ -149,9 +149,9 @@ def include_folders(launch: PlannedLaunch) -> tuple[Path, ...]:
 
 
 def _is_plain(launch: PlannedLaunch) -> bool:
-    """Returns whether a launch can do without the headers in WITH.
+    """Returns whether a launch can be compiled without the headers in WITH.
 
-    Scores are then q·k times a positive scale, and keys are neither e4m3 nor paged.
+    This requires scores q·k times a positive scale, and keys that are neither e4m3 nor paged.
     """
     of = launch.constants.get
     is_stored_alike = not (of("page_size") or of("has_e4m3"))

@@ -99,7 +99,7 @@ _SEED: dict[str, Any] = {
     "dtype": "int",
     "shape_rule": "() or (1,)",
 }
-# In the order in which kernel features are checked.
+# The rows are in the order in which kernel features are checked.
 _ROWS = (
     OptionalInput(
         ALIBI,

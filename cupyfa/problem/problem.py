@@ -178,7 +178,7 @@ class Problem:
         operands: tuple[Operand, ...] = (),
         **keywords: Unpack[OptionKeywords],
     ) -> Problem:
-        """Makes the problem of q, k and v from their shapes and dtypes.
+        """Makes the problem of a call from the shapes and dtypes of q, k and v.
 
         Raises ValueError for inconsistent shapes or options, and TypeError for unsupported dtypes.
         """
@@ -256,7 +256,7 @@ class Problem:
         return tuple(x.name for x in self.operands if x.gradient)
 
     def in_pages(self, size: int | None) -> Problem:
-        """Stores keys in pages of ``size`` keys; None removes pages.
+        """Returns the problem with keys in pages of ``size`` keys; None removes pages.
 
         Rounds N up to whole pages and adds a page table and a key length for each batch element.
         """

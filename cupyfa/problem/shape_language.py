@@ -115,7 +115,7 @@ def operands(given: Mapping[str, Any], sizes: Sequence[int], dtype: str) -> tupl
     if not isinstance(captured, Mapping):
         raise TypeError(f'captured is {described(captured)}; give {{"name": form}}')
     more = [_captured(name, form, named) for name, form in captured.items()]
-    every = (*found, *sorted(more, key=lambda x: not x.is_array))  # calls pass numbers last
+    every = (*found, *sorted(more, key=lambda x: not x.is_array))  # arrays first, as in calls
     return differentiated(every, given.get(WRT) or ())
 
 
@@ -194,7 +194,7 @@ _READERS: dict[str, Callable[..., Operand]] = {
     ),
     **dict.fromkeys(SEEDS, _read_seed),
 }
-FORMS = {*KEYWORDS, DLSE, RETURN_MAX, CAPTURED, WRT}  # keyword arguments that are forms
+FORMS = {*KEYWORDS, DLSE, RETURN_MAX, CAPTURED, WRT}  # keyword arguments whose values are forms
 
 
 def _captured(name: str, form: Any, named: Mapping[str, int]) -> Operand:

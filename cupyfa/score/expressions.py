@@ -153,7 +153,7 @@ def _too_deep() -> str:
 
 def _check_depth(tree: ast.expr) -> None:
     level: list[tuple[ast.AST, int]] = [(tree, 1)]  # (node, depth)
-    operations = -2  # the two deepest levels are a name and its context
+    operations = -2  # do not count the two deepest levels, a name and its context
     while level:
         if max(depth for _, depth in level) > _DEEPEST:
             raise _Wrong(0, _too_deep())
@@ -754,7 +754,7 @@ class _Printer:
     def _captured(self, name: str, is_array: bool) -> _Whole:
         found = (self.rules.kinds or {}).get(name)
         most = found.most if found and found.kind == "int" else 2**63
-        if not is_array:  # Python numbers are passed as 64 bits
+        if not is_array:  # kernels receive Python numbers as 64-bit values
             return _Whole(64, 2**63)
         if most <= 2**31:
             return _Whole(32, most)
@@ -1027,7 +1027,7 @@ def _traced(option: str, function: Callable[..., Any]) -> str:
         if isinstance(result, tuple | list):
             raise TypeError("the function returns several values; return one expression")
         return ast.unparse(ast.fix_missing_locations(Tracer.of(result).node))
-    except IndexError as error:  # raised by NumPy where a tracer indexes an array
+    except IndexError as error:  # NumPy raises this if a tracer indexes an array
         if "only integers" not in str(error):
             raise
         raise TypeError(f"{option}: {_NO_ARRAY}") from error

@@ -22,7 +22,7 @@ class Function(NamedTuple):
     """
 
     name: str
-    meaning: str  # description of the value, for documentation
+    meaning: str  # description in the documentation
     value: Callable[..., Any]  # NumPy implementation; complex-valued if it has a derivative
     derivative: Callable[..., Any] | None = None  # None if numpy_evaluation implements it
     error: Callable[..., Any] | None = None  # error bound of f(x) = y, from x and y
@@ -32,7 +32,7 @@ class Function(NamedTuple):
     drawn: str = "{}"  # argument in random expressions; {} stands for any moderate number
     arguments: tuple[str, ...] = ("x",)
     other_names: tuple[str, ...] = ()  # names in other libraries
-    torch: str = ""  # name in torch if different
+    torch: str = ""  # name in PyTorch if different
     cpp: str = ""  # name in C++ if different; std::min and std::max require equal types
     keeps_whole: bool = False  # whether integer arguments give an integer
 

@@ -36,8 +36,8 @@ def read(
 ) -> Range | None:
     """Evaluates a condition on ranges; returns None if ranges do not support its operations.
 
-    places: maps "batch", "head", "query", "key", "position", "queries" and "keys" to ranges, with
-    one element of `low` and `high` per tile (or broadcast). names: captured arrays and numbers.
+    places: maps "batch", "head", "query", "key", "position", "queries" and "keys" to ranges, whose
+    arrays have one element per tile (or broadcast). names: captured arrays and numbers.
     """
     try:
         return _Reader(places, names).visit(expression.tree)

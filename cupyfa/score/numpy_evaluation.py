@@ -276,11 +276,11 @@ class _Walk:
             for axis, (size, x) in enumerate(zip(array.shape, numbers, strict=True))
         )
         found = self._given(array[at] if array.size else np.zeros_like(array, shape=()))
-        if array.dtype == np.uint64 and _are_large(array):  # if any is large, all become ints
+        if array.dtype == np.uint64 and _are_large(array):  # Python ints avoid uint64 overflow
             found.value = array[at].astype(object)
         if node is self.seed:
             self.at, found.slope = at, 1.0
-        if any(x.error is not None for x in numbers):  # rounding may change the index
+        if any(x.error is not None for x in numbers):  # rounding may select another element
             other = np.asarray(_sum(*(x.error for x in numbers)) > 0)
             found.error = other if found.value.dtype.kind == "b" else np.where(other, np.inf, 0.0)
         return found
