@@ -46,7 +46,6 @@ def _threads(p: Problem, c: SimpleNamespace) -> int:
 
 
 def _sinks(p: Problem) -> list[Operand]:
-    """Returns the sink operand in a list if the call returns its gradient, else an empty list."""
     return [x for x in p.modifiers.arrays if x.name == SINK and x.gradient]
 
 

@@ -199,7 +199,6 @@ def visible_scores(p: Problem) -> int:
 
 
 def _scores(p: Problem) -> int:
-    """Returns the number of visible pairs per head, summed over all batch elements."""
     if p.cached is None:
         return p.batch * visible_scores(p)
     return sum(visible_scores(p.sequence(p.M, n)) for n in p.cached.rows)

@@ -152,7 +152,7 @@ def _of_d(p: Problem, sizes: TilesByD) -> Tiles:
 
 
 def _scores(p: Problem, tile: Tile, pack_gqa: int, at_a_time: int) -> float:
-    """Estimates the scores that one block slot computes, with `at_a_time` blocks in parallel.
+    """Estimates the number of scores per block slot, if `at_a_time` blocks run in parallel.
 
     A mask leaves about half of all scores plus the diagonal tiles, but at least one full row tile.
     """

@@ -217,7 +217,6 @@ class _Noisy(np.ndarray):
         return self._result(_plain(found), function not in _PRODUCTS)
 
     def _result(self, x: Any, is_exact: bool) -> Any:
-        """Perturbs a result in place unless the operation is exact."""
         if not isinstance(x, np.ndarray | np.inexact) or x.dtype.kind not in "fc":
             return x
         if isinstance(x, np.inexact):

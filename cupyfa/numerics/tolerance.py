@@ -478,7 +478,7 @@ def _score_errors(size: Array, tile: reference.Tile, kernel: Arithmetic) -> tupl
 
 
 def _cut_off(tile: reference.Tile) -> Array:
-    """Bounds the truncation errors of e4m3 scores by tensor cores, in eps, [n, rows, keys]."""
+    """Bounds the truncation errors of e4m3 scores [n, rows, keys] in tensor cores, in eps."""
     q, k = finite(tile.q), finite(tile.k)
     total, mean, spread = np.zeros((3, *q.shape[:-1], k.shape[-2]))
     for first in range(0, q.shape[-1], _DEPTH):
@@ -571,7 +571,6 @@ class _ModifiedScores:
 
     @staticmethod
     def _distance(here: Any, there: list[Any]) -> Any:
-        """Returns the largest |x - here| of the arrays x in `there`; 0 for equal infinities."""
         apart = [np.where(here == x, 0.0, np.abs(x - here)) for x in there]
         return np.maximum(*apart) if apart else 0.0
 

@@ -394,7 +394,7 @@ def _first_fit(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[
     for constants in _tuned_for(kernel, problem, limits):
         with suppress(Exception):  # the kernel may have changed since it was tuned
             return _made(kernel, problem, limits, {**constants, **given})
-    refused: list[Exception] = []  # a list, so that ``pop`` removes the frame's reference
+    refused: list[Exception] = []  # ``pop`` drops this frame's reference to the error
     for tile in kernel.tiles_for(problem, limits.arch, limits.multiprocessors):
         try:
             return _made(kernel, problem, limits, {**tile, **given})

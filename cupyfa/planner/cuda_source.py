@@ -175,7 +175,7 @@ def _dropout(p: Problem) -> tuple[Any, ...]:
 
 
 def _dropout_function(found: Modifiers) -> str:
-    """Prints the C++ function that returns struct Dropout, with a seed or offset from memory."""
+    """Prints the C++ function that returns struct Dropout; seed and offset may be in memory."""
     read = {
         SEED: f"made.take_seed(*mods.{cpp_name(SEED)}.data);",
         OFFSET: f"made.offset = unsigned(*mods.{cpp_name(OFFSET)}.data);",
@@ -195,7 +195,7 @@ def _dropout_function(found: Modifiers) -> str:
 
 def _members(p: Problem) -> list[str]:
     found = p.modifiers
-    names = dict(zip(PADDED, USED))  # C++ names of the lengths; ragged.cuh reads both kinds
+    names = dict(zip(PADDED, USED))  # ragged.cuh reads padded lengths by these names
     made = [
         f"{_member(x, x is found.held)} {cpp_name(names.get(x.name, x.name))}"
         for x in found.operands

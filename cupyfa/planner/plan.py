@@ -65,7 +65,7 @@ class Argument(Shown):
 
 @dataclass(frozen=True)
 class Recording:
-    """Which blocks and events a launch records; see kernels/timeline/timeline.cuh."""
+    """Selects the blocks and events that a launch records; see kernels/timeline/timeline.cuh."""
 
     first: int  # index of the first recorded block
     blocks: int  # number of recorded blocks

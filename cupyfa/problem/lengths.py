@@ -166,7 +166,7 @@ def pairs_of(q: Lengths, k: Lengths) -> Iterable[tuple[int, int]]:
 
 
 def lengths_of(given: Any) -> Packed:
-    """Reads the lengths of queries and keys: one list for both, a tuple of two, or "5,0:7,3".
+    """Parses lengths of queries and keys: one list for both, a tuple of two lists, or "5,0:7,3".
 
     Raises ValueError for invalid lengths and for different numbers of sequences.
     """

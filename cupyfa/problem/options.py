@@ -154,7 +154,7 @@ def _read_offset(value: Any) -> int | None:
 
 
 def read_size(name: str, size: Any, most: int) -> int:
-    """Returns a size as a Python int, because products of NumPy integers overflow.
+    """Returns a size as a Python int, because products of NumPy integers may overflow.
 
     Raises TypeError unless it is an integer, and ValueError if it is negative or above ``most``.
     """

@@ -241,7 +241,7 @@ class Problem:
         return self if len(kept) == len(self.operands) else replace(self, operands=kept)
 
     def without_maps(self) -> Problem:
-        """Removes a block mask's tile maps, which belong to one kernel."""
+        """Removes a block mask's tile maps, which depend on the kernel's tile sizes."""
         return self.without(*MAPS)
 
     def with_row_max(self, asked: bool = True) -> Problem:

@@ -481,7 +481,7 @@ def _captured_names(tree: ast.expr) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Expression:
-    """A checked expression. Expressions are equal if their option and normal form are.
+    """A checked expression. Expressions compare equal if their options and normal forms are equal.
 
     option: the option that errors mention: "score_mod", "mask_mod", or an option such as "bias"
     that the library rewrites as an expression. text: the normal form, printed by ``ast.unparse``.
@@ -733,7 +733,6 @@ class _Printer:
         return f"{_WIDER[bits][0]}({text})" if self._whole(node).bits > bits else text
 
     def _whole(self, node: ast.expr) -> _Whole:
-        """Returns the C++ width and largest magnitude of an integer node."""
         match node:
             case ast.Constant(int(value)):
                 return _Whole(32 if value <= _MOST else 64, value)
