@@ -679,7 +679,7 @@ WGMMA_TWO_PASS_COLUMNS = replace(
     WGMMA_COLUMNS_LAUNCH,
     entry="wgmma_two_pass_columns",
     args=WGMMA_COLUMNS_LAUNCH.args.replace("dQ_sum.data counts.data dQ ", ""),
-    # Each stage also holds row sums and 4 mbarriers.
+    # In addition to Q and dO, each stage holds row sums and 4 mbarriers.
     shared=lambda p, c: wgmma_two_pass_shared(p, c.Bc, c.stages, c.Br, 8 * c.Br + 32),
 )
 WGMMA_COLUMNS = Kernel(
@@ -768,7 +768,7 @@ WGMMA_TWO_PASS = rung(
         replace(
             WGMMA_TWO_PASS_COLUMNS,
             entry="wgmma_two_pass_columns_wide",
-            # Each stage also holds P, row sums and 8 mbarriers.
+            # In addition to Q and dO, each stage holds P, row sums and 8 mbarriers.
             shared=lambda p, c: wgmma_two_pass_shared(
                 p, c.Bc, c.stages, c.Br, (4 * c.Bc + 8) * c.Br + 64
             ),

@@ -210,13 +210,13 @@ class Kernel(_Record):
         ``N32`` is N rounded up to a multiple of 32. A formula for the number of elements, which may
         use ``c.multiprocessors``, can replace the axes.
     rounds: number of times that launches with ``in_rounds`` are repeated, to limit scratch memory.
-    arch: minimum compute capability, or an architecture-specific target such as "90a", on which
-        alone the kernel then runs.
+    arch: minimum compute capability, or an architecture-specific target such as "90a", to which the
+        kernel is then restricted.
     dtype_arch: minimum compute capability of dtypes that require more, as ``{"bfloat16": "80"}``.
     largest_d: maximum d and dv, if limited by anything other than shared memory.
     rounding: the precision to which operands are rounded by design, if not that of the dtype.
-    parts: the dtype of the hi and lo halves of split float32 operands, ``operand`` in its files;
-        None for kernels that do not split operands.
+    parts: the dtype of the hi and lo halves of split float32 operands, which the kernel's files call
+        ``operand``; None for kernels that do not split operands.
     precisions: precisions to which the kernel can round float32 inputs, even if float32 is not in
         ``dtypes``; launches read it from ``p.precision``, which is None for float32 itself.
     tflops: measured speed on an H100 SXM, as ``{dtype: {d: TFLOP/s}}``, with keys such as
@@ -233,14 +233,14 @@ class Kernel(_Record):
         for blocks that begin late.
     folder: the folder of a user's kernel files. If it contains at least one of the kernel's files,
         missing files are taken from the project.
-    after: the rungs after which its files should be read, because they are small changes of them.
+    after: rungs to read before this one, because its files are small changes of their files.
 
-    For a kernel that computes something else than its operation, or needs additional arrays:
+    For a kernel that computes something other than its operation, or needs additional arrays:
 
     inputs: additional arrays, as ``{"slopes": Input("heads", "real")}``. Callers pass them with
-        ``kernel.bind(slopes=array)``. In a Tensor, ``batch``, ``heads`` and ``kv_heads`` provide
-        the strides of these names, and other axes are rows and columns. If the shape is a formula,
-        the last axis holds the columns.
+        ``kernel.bind(slopes=array)``. In a Tensor, the axes ``batch``, ``heads`` and
+        ``kv_heads`` determine the batch and head strides, and other axes are rows and columns. If
+        the shape is a formula, the last axis holds the columns.
     outputs: additional outputs, as ``{"rowmax": ("batch heads M", "real")}``. Callers request them
         with ``kernel.bind(returns=("rowmax",))``.
     floats: arguments of type ``real``, as ``{"cap": lambda p, c: 30.0}``. Callers can override the

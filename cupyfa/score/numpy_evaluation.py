@@ -242,7 +242,7 @@ class _Walk:
         return self._real(self.visit(node))
 
     def _given(self, value: Any) -> Number:
-        """Returns a constant or captured value, with its rounding error in float32."""
+        """Converts a constant or captured value to a Number, with its error in float32."""
         value = np.asarray(value)
         if value.dtype.kind in "biu":
             return Number(value if value.dtype.kind == "b" else value.astype(np.int64))
@@ -276,7 +276,7 @@ class _Walk:
             for axis, (size, x) in enumerate(zip(array.shape, numbers, strict=True))
         )
         found = self._given(array[at] if array.size else np.zeros_like(array, shape=()))
-        if array.dtype == np.uint64 and _are_large(array):  # Python ints avoid uint64 overflow
+        if array.dtype == np.uint64 and _are_large(array):  # int64 cannot hold all elements
             found.value = array[at].astype(object)
         if node is self.seed:
             self.at, found.slope = at, 1.0
