@@ -215,7 +215,7 @@ class Kernel(_Record):
     dtype_arch: minimum compute capability of dtypes that require more, as ``{"bfloat16": "80"}``.
     largest_d: maximum d and dv, if limited by anything other than shared memory.
     rounding: the precision to which operands are rounded by design, if not that of the dtype.
-    parts: the dtype of the hi and lo halves of split float32 operands, which the kernel's files call
+    parts: the dtype of the hi and lo halves of split float32 operands, which its files call
         ``operand``; None for kernels that do not split operands.
     precisions: precisions to which the kernel can round float32 inputs, even if float32 is not in
         ``dtypes``; launches read it from ``p.precision``, which is None for float32 itself.
