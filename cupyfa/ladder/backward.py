@@ -258,7 +258,8 @@ def mma_columns_launch(name: str, outputs: str) -> Launch:
     """Makes a launch of one block of `warps` warps for each K/V tile."""
     return columns_launch(
         *(name, outputs, lambda p, c: WARP * c.warps),
-        # 16-bit tiles of K, V, P, dS and `stages` tiles of Q and dO; lse and delta of two tiles.
+        # Holds 16-bit tiles of K, V, P and dS, `stages` tiles of Q and dO, and lse and delta of
+        # two tiles.
         shared=lambda p, c: (
             2 * ((c.Bc + c.stages * c.Br) * padded_columns(p, 16) + 2 * c.Br * c.Bc) + 16 * c.Br
         ),
@@ -399,7 +400,7 @@ MMA_TWO_PASS = rung(
         mma_columns_launch("mma_two_pass_columns", "dK dV"),
         two_pass_rows_launch(
             *("mma_two_pass_rows", f"{INPUTS} dQ"),
-            # 16-bit tiles of Q and dO, and `Qs` tiles of K and V; lse and delta of each row.
+            # Holds 16-bit tiles of Q and dO, `Qs` tiles of K and V, and lse and delta.
             shared=lambda p, c: 2 * (c.Qr + c.Qs * c.Qc) * padded_columns(p, 16) + 8 * c.Qr,
         ),
     ),
@@ -458,8 +459,8 @@ MMA_FP16X2_TWO_PASS = rung(
         *SPLIT_FOR_GRADIENTS,
         fp16x2_columns(
             "mma_fp16x2_two_pass_columns",
-            # Tiles of K and V and `stages` tiles of Q and dO, each as hi and lo; row statistics of
-            # two tiles; the largest weights of each warp.
+            # Holds K, V and `stages` tiles of Q and dO, each as hi and lo, row statistics of two
+            # tiles, and the largest weights of each warp.
             shared=lambda p, c: (
                 4 * (c.Bc + c.stages * c.Br) * padded_columns(p, 16) + 32 * c.Br + 8 * 16 * c.warps
             ),
@@ -467,7 +468,7 @@ MMA_FP16X2_TWO_PASS = rung(
         ),
         fp16x2_columns(
             "mma_fp16x2_two_pass_columns_wide",
-            # Tiles of K, V, Q and dO as hi and lo; row statistics of two tiles; buffers of P and
+            # Holds K, V, Q and dO as hi and lo, row statistics of two tiles, and buffers of P and
             # dS, which share one buffer if Br = 16. For each key, a buffer holds hi and lo, one
             # factor per 16 elements, and four flags.
             shared=lambda p, c: (
@@ -480,7 +481,7 @@ MMA_FP16X2_TWO_PASS = rung(
         two_pass_rows_launch(
             "mma_fp16x2_two_pass_rows",
             f"{OPERANDS} {GRADIENT} K_exponents.data lse delta {UNITS} dQ",
-            # Tiles of Q and dO and `Qs` tiles of K and V, each as hi and lo; row statistics.
+            # Holds Q, dO and `Qs` tiles of K and V, each as hi and lo, and row statistics.
             shared=lambda p, c: 4 * (c.Qr + c.Qs * c.Qc) * padded_columns(p, 16) + 16 * c.Qr,
         ),
         REPAIR_SPLIT_GRADIENTS,
@@ -565,7 +566,7 @@ MMA_SLICES_BACKWARD = rung(
 # Hopper kernels (wgmma and TMA)
 
 LANES_OF_ROW = 8  # threads per row in begin_rows and sum_rows
-# For launches that read sequence lengths but have no argument `sizes`.
+# Constants of launches that read sequence lengths but have no argument `sizes`.
 BY_LENGTHS: dict[str, Constant] = {"ragged": lambda p, c: p.is_ragged}
 SHARED_OF_SM_90 = 232448  # maximum bytes of shared memory per block on sm_90
 WGMMA_RULES = {

@@ -25,9 +25,9 @@ def row_tiles(p: Problem, c: SimpleNamespace) -> int:
     return tiles_of(p, p.M, c.Br) * p.heads * p.batch
 
 
-# For launches whose blocks loop over the K/V tiles of a Q tile and skip tiles by a block mask.
+# Field `walks` of launches whose blocks loop over K/V tiles and skip those a block mask hides.
 ALONG_KEYS: dict[str, Walk] = {KEY_TILES: lambda p, c: (c.Br, c.Bc)}
-# For launches whose blocks loop over the Q tiles of a K/V tile and skip tiles by a block mask.
+# Field `walks` of launches whose blocks loop over Q tiles and skip those a block mask hides.
 DOWN_ROWS: dict[str, Walk] = {ROW_TILES: lambda p, c: (c.Br, c.Bc)}
 
 

@@ -480,7 +480,7 @@ def key_warps(p: Problem, c: SimpleNamespace) -> int:
     if p.modifiers.is_e4m3:
         return 1
     depth, width = round_up(p.d, 16), round_up(p.dv, 16)
-    left = 4 * (1 + maxima_of_split(p))  # one sum and the maxima of each row, held by four lanes
+    left = 4 * (1 + maxima_of_split(p))  # for each of the four lanes of a row: a sum and the maxima
     for warps in (4, 2):
         fits = 4 * warps * c.Br * (width + left) <= 2 * c.stages * c.Bc * (depth + width)
         if warps * c.Br <= 4 * c.Wr and c.Bc % (16 * warps) == 0 and fits:
@@ -631,7 +631,7 @@ MMA_FP16X2 = rung(
     first=SPLIT,
     launch={
         "args": f"{PARTS} O lse sizes heads group scale mods",
-        # A Q tile and `stages` tiles of K and V, each as 16-bit hi and lo.
+        # Holds a Q tile and `stages` tiles of K and V, each as 16-bit hi and lo.
         "shared": lambda p, c: (
             4 * (c.Br * round_up(p.d, 16) + c.stages * c.Bc * padded_columns(p, 16))
         ),

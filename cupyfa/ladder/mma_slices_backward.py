@@ -127,7 +127,7 @@ def _key_tiles(p: Problem, c: SimpleNamespace) -> int:
 
 SCORES = launch(
     *("scores", "Q K V dO lse delta P.data dS.data", _score_tiles),
-    # The ring buffer of slices, a P tile in float32, and lse and delta of each row.
+    # Holds the ring buffer of slices, a P tile in float32, and lse and delta of each row.
     shared=lambda p, c: slices_shared(p, c) + 4 * c.Br * c.Bc + 8 * c.Br,
 )
 COLUMNS = launch("columns", "Q dO lse P.data dS.data dK dV", _key_tiles, slices_shared)

@@ -16,7 +16,7 @@ _THREADS = 256
 _ROWS = 128  # rows per block of split_operands
 _REPAIRED = 32  # rows per block of repair_split_output
 _REPAIRED_GRADIENTS = 256  # rows or keys per block of repair_split_gradients
-_REPAIRING = 512  # threads per block; all of them repair the same row or key
+_REPAIRING = 512  # threads per block, which jointly repair one row or key at a time
 
 
 def pays_for_splitting(p: Problem, c: SimpleNamespace) -> bool:

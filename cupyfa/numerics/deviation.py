@@ -169,7 +169,7 @@ def _changed(
 
 
 def _rounded(x: Array, precision: str) -> Array:
-    if x.ndim < 2:  # rounding to float8 needs a matrix
+    if x.ndim < 2:  # rounding to float8 requires two axes
         return reference.rounded(x[None], precision)[0].astype(np.float64)
     return reference.rounded(x, precision).astype(np.float64)
 

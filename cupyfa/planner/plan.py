@@ -91,7 +91,7 @@ class PlannedLaunch(Shown):
     mods: str = NO_MODS  # C++ source of struct Mods and of the expressions
     target: str | None = None  # architecture to compile for, such as "90a"; None for the device's
     recording: Recording | None = None
-    begins_early: bool = False  # whether it uses programmatic dependent launch
+    begins_early: bool = False  # whether the launch uses programmatic dependent launch
     keeps: frozenset[str] = frozenset()  # arrays that the next launch may read without waiting
 
     @classmethod

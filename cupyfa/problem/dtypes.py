@@ -55,7 +55,7 @@ DTypeLike = str | np.dtype | type  # for example "float16" or np.float16
 def name_of(dtype: object) -> Any:
     """Returns the name of a NumPy dtype or scalar type, and any other object unchanged."""
     if isinstance(dtype, np.dtype | type):
-        with suppress(TypeError):  # raised for types that are not scalar types
+        with suppress(TypeError):  # raised if ``dtype`` is not a scalar type
             found = np.dtype(dtype)
             return found.name if found.isnative else str(found)
     return dtype

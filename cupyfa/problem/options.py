@@ -16,7 +16,7 @@ from cupyfa.score.dropout import Dropout
 from cupyfa.score.expressions import POSITIONS, Expression
 
 FLOAT8 = "float8_e4m3"
-PRECISIONS = ("float32", "tf32", "float16", "bfloat16", FLOAT8)  # formats to round inputs to
+PRECISIONS = ("float32", "tf32", "float16", "bfloat16", FLOAT8)  # formats of rounded inputs
 Precision = Literal["float32", "tf32", "float16", "bfloat16", "float8_e4m3"]
 Causal = Literal["bottom-right", "top-left"]
 OutDtype = Literal["float16", "bfloat16", "float32", "float64"] | np.dtype | type

@@ -27,7 +27,7 @@ from cupyfa.score.functions import FUNCTIONS, Function
 Kind = Literal["number", "whole", "bool"]
 SCORE = "score"
 POSITIONS = ("batch", "head", "query", "key", "position", "queries", "keys")
-MASKS = ("mask_mod", "mask")  # options whose expressions are conditions instead of numbers
+MASKS = ("mask_mod", "mask")  # options whose expressions return a condition, not a number
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class Function(NamedTuple):
     other_names: tuple[str, ...] = ()  # names in other libraries
     torch: str = ""  # name in PyTorch if different
     cpp: str = ""  # name in C++ if different; std::min and std::max require equal types
-    keeps_whole: bool = False  # whether integer arguments give an integer
+    keeps_whole: bool = False  # whether f of integers is an integer
 
 
 _LN2 = math.log(2)
