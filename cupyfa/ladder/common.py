@@ -47,7 +47,7 @@ def padded_columns(sizes: Problem | SimpleNamespace, multiple: int) -> int:
 
 
 def even_width(columns: int, most: int, step: int) -> int:
-    """Returns the width of equal tiles for the columns: about `most`, and a multiple of `step`."""
+    """Returns the width, a multiple of `step` near `most`, of equal tiles that cover `columns`."""
     return cdiv(columns, cdiv(columns, most) * step) * step
 
 

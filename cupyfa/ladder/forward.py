@@ -263,12 +263,15 @@ FEW_ROWS = 64  # up to this many rows per key head, the kernel is limited by rea
 
 
 def mma_shared(p: Problem, c: SimpleNamespace, buffers: int = 1) -> int:
-    """Returns the bytes of shared memory for 16-bit Q, K and V tiles, padded to 16 columns."""
+    """Returns the bytes of shared memory for 16-bit Q, K and V tiles.
+
+    Columns are padded to multiples of 16.
+    """
     return 2 * (c.Br * round_up(p.d, 16) + buffers * c.Bc * padded_columns(p, 16))
 
 
 def mma_pipelined_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the bytes of shared memory for `stages` K/V tiles and one tile for Q, later O."""
+    """Returns the bytes of shared memory for `stages` K/V tiles and one Q tile, reused for O."""
     depth, width = round_up(p.d, 16), round_up(p.dv, 16)
     return 2 * (c.Br * max(depth, width) + c.stages * c.Bc * (depth + width))
 
@@ -463,7 +466,10 @@ SPLITS = "O_splits.data max_splits.data sum_splits.data"
 
 
 def split_kv_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Returns mma_pipelined_shared, or for e4m3 K and V the bytes with columns padded to 32."""
+    """Returns the bytes of shared memory for Q, K and V tiles, as mma_pipelined_shared does.
+
+    Columns of e4m3 keys and values are padded to multiples of 32.
+    """
     if not p.modifiers.is_e4m3:
         return mma_pipelined_shared(p, c)
     depth, width = round_up(p.d, 32), round_up(p.dv, 32)
@@ -489,7 +495,7 @@ def key_warps(p: Problem, c: SimpleNamespace) -> int:
 
 
 def maxima_of_split(p: Problem) -> int:
-    """Returns the maxima that a split stores per row: one, plus row_max if the call returns it."""
+    """Returns the number of maxima that a split stores per row: 2 if the call returns row_max."""
     return 2 if p.modifiers.has_row_max else 1
 
 
@@ -722,7 +728,7 @@ def sliced_shared(p: Problem, c: SimpleNamespace) -> int:
 
 
 def sliced_sums(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the size of O_sum in whole tiles; 0 if one span covers all keys."""
+    """Returns the number of elements of O_sum, in whole tiles; 0 if one span covers all keys."""
     width = even_width(p.dv, c.Bc, c.Bc // c.Wc * 16)
     return row_tiles(p, c) * c.Br * round_up(p.dv, width) if c.span < p.N else 0
 
@@ -926,7 +932,7 @@ def wgmma_sliced_keys(p: Problem, c: SimpleNamespace) -> int:
 
 
 def wgmma_sliced_sums(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the size of O_sum in whole tiles; 0 if one span covers all keys."""
+    """Returns the number of elements of O_sum, in whole tiles; 0 if one span covers all keys."""
     columns = cdiv(p.dv, 256) * even_width(p.dv, 256, 16)
     return row_tiles(p, c) * c.Br * columns if c.span < p.N else 0
 

@@ -1,4 +1,4 @@
-"""Records, which describe kernels to planning, launching and reports.
+"""Kernel records: descriptions of kernels that planning, launching and reports use.
 
 A record describes each launch: its arguments, and one-line formulas of the problem ``p`` and the
 constants ``c`` for grid, threads and shared memory. Users write records for their own kernels.
@@ -168,7 +168,7 @@ class Launch(_Record):
 
 @dataclass(frozen=True)
 class Matmul:
-    """Computes ``out = a b * scale`` for each head with cuBLAS; ``"K.T"`` is K transposed.
+    """A cuBLAS product per head, ``out = a b * scale``; ``"K.T"`` is K transposed.
 
     A group of heads of ``a`` may share a head of ``b``. If a group shares a head of ``out``, its
     products are added up. Inputs may have the problem's dtype while ``out`` has the accumulation

@@ -80,7 +80,7 @@ def scores(p: Problem, c: SimpleNamespace) -> int:
 
 
 def sums(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the size of dQ_sum in whole tiles; 0 if one round covers all keys of a head."""
+    """Returns the number of elements of dQ_sum, in whole tiles; 0 if one round covers all keys."""
     if rounds_of_keys(p, c) == 1:
         return 0
     rows = round_heads(p, c) * p.group * cdiv(p.M, c.Br) * c.Br

@@ -58,7 +58,7 @@ class Excerpt:
     keys: slice | None = None
 
     def of_keys(self, p: Problem) -> Excerpt:
-        """Returns the corresponding excerpt of keys, in the key head that this head reads."""
+        """Returns the corresponding excerpt of keys in the key head that ``head`` reads."""
         if self.keys is not None:
             return Excerpt(self.batch, self.head // p.group, self.keys)
         count = min(self.rows.stop - self.rows.start, p.N)

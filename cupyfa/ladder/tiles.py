@@ -1,4 +1,4 @@
-"""Tile sizes of kernels, and the order in which planning tries them."""
+"""Tile sizes of kernels, and the order in which the planner tries them."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class TileChoice(Shown):
     def ordered(
         self, p: Problem, arch: str | None, multiprocessors: int, pack_gqa: Callable[[Tile], int]
     ) -> tuple[Tile, ...]:
-        """Returns the tiles to try, best first; ``pack_gqa`` counts the query heads per tile."""
+        """Returns the tiles to try, best first; ``pack_gqa`` maps a tile to its query heads."""
 
         def scores(tile: Tile) -> float:
             return _scores(p, tile, pack_gqa(tile), multiprocessors * self.blocks_per_sm)

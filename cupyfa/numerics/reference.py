@@ -247,7 +247,7 @@ def largest_scores(tile: Tile, **how: Any) -> Array:
 
 @dataclass(frozen=True)
 class Gradients:
-    """One tile's contributions to the gradients, with intermediate results; float64.
+    """One tile's contributions to the gradients, with intermediate results, all in float64.
 
     scores, P, dP_delta, dS [n, rows, keys]: the modified scores, P before dropout, dP - D, and dS;
     all are 0 for pairs that `left_out` excludes.

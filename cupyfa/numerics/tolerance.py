@@ -893,7 +893,7 @@ def _sink_bounds(work: _BackwardWork, kernel: Arithmetic) -> Array | None:
 
 
 def add_rounding_of_results(value: Array, bound: Array, kernel: Arithmetic, name: str) -> None:
-    """Adds the error of rounding results to the dtype called ``name``, except to bounds of 0."""
+    """Adds to ``bound`` the error of rounding to the dtype ``name``; bounds of 0 stay 0."""
     dtype = _finfo(name)
     narrow = float(dtype.eps) > float(kernel.accumulator.eps)
     unit = 2 * float(kernel.accumulator.eps) + (float(dtype.eps) / 2 if narrow else 0.0)
@@ -962,7 +962,7 @@ def _two_roundings(value: Array, size: Array, precision: str) -> Array:
 
 
 def _keep_larger(of_heads: Array, tile: reference.Tile, found: Array) -> None:
-    """Updates maxima of heads with a tile's finite numbers, [n, rows] or [n, rows, dv]."""
+    """Updates the maximum of each head with a tile's finite numbers, [n, rows] or [n, rows, dv]."""
     some = of_heads[tile.where[0]]
     largest = found.max(tuple(range(1, found.ndim)), initial=0.0, where=np.isfinite(found))
     np.maximum(some, largest, out=some)

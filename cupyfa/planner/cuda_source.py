@@ -224,7 +224,7 @@ def _member(x: Operand, is_held: bool = False) -> str:
 
 
 def _held(x: Operand) -> str:
-    """Prints the C++ function that returns a row of the array whose tiles kernels may copy."""
+    """Prints the C++ function that returns a row of the bias or mask that kernels may copy."""
     return (
         "__device__ __forceinline__ auto held_row(const Mods& mods, [[maybe_unused]] int batch,\n"
         "    [[maybe_unused]] int head, [[maybe_unused]] Index query) {\n"

@@ -75,7 +75,7 @@ class Recording:
 
 @dataclass(frozen=True, repr=False)
 class PlannedLaunch(Shown):
-    """A launch with all numbers computed; file, constants and dtypes determine its source text."""
+    """A launch with evaluated formulas; file, constants and dtypes determine its source text."""
 
     launch: Launch
     path: Path

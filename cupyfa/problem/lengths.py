@@ -118,7 +118,7 @@ class Lengths:
         return self._changed(lambda x: 2 * x)
 
     def first(self, count: int | None) -> Lengths:
-        """Returns the lengths of the first ``count`` sequences; of all if ``count`` is None."""
+        """Returns the lengths of the first ``count`` sequences; None keeps all sequences."""
         return self._changed(lambda x: x[:count])
 
     def limited(self, most: int) -> Lengths:

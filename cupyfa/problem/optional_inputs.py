@@ -31,7 +31,7 @@ OF_BLOCKS = "block_mask_"  # name prefix of a block mask's arrays and numbers
 
 @dataclass(frozen=True)
 class OptionalInput:
-    """An optional array of a problem besides Q, K and V; docs/options.md explains how to add one.
+    """An array that problems may read besides Q, K and V; docs/options.md explains how to add one.
 
     group: the group of arrays that are passed and read together.
     axes: the names of the problem sizes that its trailing axes must match; "-" for other sizes.
@@ -477,7 +477,7 @@ NONE = Modifiers()
 def modifiers(
     options: AttentionOptions, operands: tuple[Operand, ...], sizes: tuple[int, int, int, int]
 ) -> Modifiers:
-    """Builds and checks the expressions of options and arrays; sizes are batch, heads, M and N.
+    """Builds expressions from options and arrays and checks them; sizes: batch, heads, M and N.
 
     Raises ValueError for arrays of wrong shape, unknown names in expressions, and arrays that no
     expression reads.

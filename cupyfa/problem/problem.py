@@ -456,7 +456,7 @@ class Problem:
 
     @property
     def causal_offset(self) -> int:
-        """With a right limit, query i sees keys j <= i + causal_offset; clipped to -M ... N - 1."""
+        """Right mask limit: query i sees keys j <= i + causal_offset; clipped to -M ... N - 1."""
         if self.right is None:
             return 0
         offset = max(min(self.first_position + self.right, max(self.N - 1, 0)), -self.M)
@@ -464,7 +464,7 @@ class Problem:
 
     @property
     def window_offset(self) -> int:
-        """With a left limit, query i sees keys j >= i + window_offset; clipped to -M ... N."""
+        """Left mask limit: query i sees keys j >= i + window_offset; clipped to -M ... N."""
         return (
             0 if self.left is None else min(max(self.first_position - self.left, -self.M), self.N)
         )
@@ -598,7 +598,7 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def sizes_of(name: str, array: Any, layout: str) -> tuple[int, int, int, int]:
-    """Returns batch, heads, rows and columns of an array; missing axes are 1."""
+    """Returns batch, heads, rows and columns of an array; missing axes have size 1."""
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"layout is {described(layout)}; use one of {', '.join(LAYOUTS)}")
     if array.ndim < 2:

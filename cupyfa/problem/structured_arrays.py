@@ -127,7 +127,7 @@ def wrap(q: Any, k: Any, v: Any, inputs: Mapping[str, Any]) -> tuple[Any, Any, A
 
 
 def _require_one_form(found: Mapping[str, Mapping[type, Structured]]) -> None:
-    """Raises if some arrays are packed and others are not, or if k and v differ."""
+    """Raises if some arrays are packed and others are not, or if k and v differ in structure."""
     are_packed = {name: Packed in layers for name, layers in found.items()}
     if len({*are_packed.values()}) > 1:
         one = next(name for name, packed in are_packed.items() if packed)

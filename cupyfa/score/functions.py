@@ -71,7 +71,7 @@ def _from_math(f: Callable[[float], float], derivative: Callable[..., Any]) -> C
 
 
 def _relative(count: float) -> Callable[..., Any]:
-    """Returns an error bound of ``count`` eps, relative to its last argument."""
+    """Returns an error function that multiplies |its last argument| by ``count``."""
     return lambda *known: count * np.abs(known[-1])
 
 

@@ -464,7 +464,7 @@ class _Walk:
         return Number(value, error=unsure if unsure.any() else None)
 
     def _either(self, parts: Sequence[Number], is_and: bool) -> Number:
-        """Combines conditions by `and` or `or`; marks results that rounding may change."""
+        """Combines conditions with `and` or `or`; marks results that rounding may change."""
         join = np.logical_and if is_and else np.logical_or
         value = reduce(join, [x.value for x in parts])
         if all(x.error is None for x in parts):
