@@ -469,7 +469,7 @@ def _expected_attention(
 def _expected_gradients(
     inputs: Arrays, p: Problem, roundings: Roundings, excerpt: Excerpt | None = None
 ) -> ExpectedOfEach:
-    """Computes the expected gradients; for an excerpt, dQ of its rows and dK and dV of its keys.
+    """Computes expected gradients; for an excerpt, only dQ of its rows and dK, dV of its keys.
 
     An excerpt has no gradient of the sink, which sums over all rows.
     """

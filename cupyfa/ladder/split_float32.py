@@ -29,8 +29,8 @@ def pays_for_splitting(p: Problem, c: SimpleNamespace) -> bool:
 def pays_for_few_rows(p: Problem, c: SimpleNamespace) -> bool:
     """Returns whether splitting pays off in the forward pass, either per head or for many heads.
 
-    The second condition compares costs per multiprocessor: a tile takes as long as 12 rows without
-    tensor cores, even if the tile is not full.
+    In the time of one tile on tensor cores, even of a partly filled one, a multiprocessor computes
+    12 rows without tensor cores.
     """
     every = 0 if p.sequences is not None else p.batch * p.heads * p.M
     return pays_for_splitting(p, c) or (p.M >= 32 and every >= 12 * c.multiprocessors)

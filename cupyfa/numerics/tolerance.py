@@ -717,7 +717,7 @@ def _error_of_weights(score: Any) -> Any:
 
 
 def _error_of_probabilities(P: Array, scores: Array, lse: Array, error: Array) -> Array:
-    """Bounds the change of P = exp(scores - lse) by the absolute errors of scores.
+    """Bounds the error of P = exp(scores - lse) if scores have the absolute error ``error``.
 
     If the error of a score is large, P may be 1 where it is 0 in float64. For a huge lse, kernels
     clamp P to 1; otherwise P grows with the error and may overflow.

@@ -58,7 +58,7 @@ def reached(text: str, folders: Sequence[Path]) -> dict[Path, bytes]:
 def inlined(
     texts: Mapping[str, str], folders: Sequence[Path], title_of: Callable[[Path], str]
 ) -> str:
-    """Joins titled texts and replaces the first include of each file with its content.
+    """Concatenates texts below title lines, and replaces the first include of a file with the file.
 
     Title lines mark where a file begins and where the including file continues. ``#pragma once`` is
     removed, because compilers warn about it in a main file.

@@ -299,7 +299,7 @@ class Problem:
 
     @property
     def of_scores(self) -> shape_language.Sizes:
-        """Sizes that array forms refer to: batch (number of packed sequences), heads, M and N."""
+        """Sizes that array forms refer to: batch (or packed sequences), heads, M and N."""
         return self.batch if self.sequences is None else self.sequences, self.heads, self.M, self.N
 
     @property

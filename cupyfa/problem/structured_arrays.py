@@ -59,9 +59,9 @@ class Scaled(Structured):
     """A float8_e4m3fn array and the scales by which its elements are multiplied.
 
     array: float8_e4m3fn (ml_dtypes).
-    scale: float32. In ``attention`` [batch, kv_heads], where batch is the product of all batch axes
-        and query heads that share a key head share its scale. In a ``KVCache`` [kv_heads],
-        [batch, kv_heads] or, if paged, [pages, kv_heads].
+    scale: float32. For ``attention`` its shape is [batch, kv_heads], where batch is the product of
+        all batch axes; query heads that share a key head share a scale. For a ``KVCache`` its shape
+        is [kv_heads], [batch, kv_heads] or, if paged, [pages, kv_heads].
     """
 
     array: Any
