@@ -46,7 +46,7 @@ class Limits:
     threads: int = 1024
     arch: str | None = None  # compute capability; None for the simulator, which runs any kernel
     no_matmul: str | None = None  # why cuBLAS products are unavailable; None if they are available
-    multiprocessors: int = 132  # an H100 SXM has 132
+    multiprocessors: int = 132  # number of SMs; by default that of an H100 SXM
     clock: float | None = None  # maximum clock in GHz, if known
     tuned: tuple[Tuned, ...] = field(default=(), hash=False, repr=False)
 

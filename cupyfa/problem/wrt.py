@@ -10,7 +10,7 @@ from cupyfa.problem.optional_inputs import DLSE, OWN_ARRAYS, ROW_MAX, Operand
 
 WRT = "wrt"
 _OTHERS = (DLSE, ROW_MAX)  # arrays that wrt must not name
-QKV = ("q", "k", "v")  # in ``wrt``, always the inputs, even if captured arrays share a name
+QKV = ("q", "k", "v")  # in ``wrt``, these always mean the inputs, never captured arrays
 
 
 def differentiated(found: Iterable[Operand], wrt: str | Sequence[str]) -> tuple[Operand, ...]:
