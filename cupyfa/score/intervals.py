@@ -37,7 +37,7 @@ def read(
     """Evaluates a condition on ranges; returns None if ranges do not support its operations.
 
     places: maps "batch", "head", "query", "key", "position", "queries" and "keys" to ranges, whose
-    arrays have one element per tile (or broadcast). names: captured arrays and numbers.
+    arrays broadcast to one element per tile. names: captured arrays and numbers.
     """
     try:
         return _Reader(places, names).visit(expression.tree)
