@@ -242,7 +242,7 @@ class _Walk:
         return self._real(self.visit(node))
 
     def _given(self, value: Any) -> Number:
-        """Converts a constant or captured value to a Number with its error of rounding to float32."""
+        """Converts a constant or captured value to a Number with its float32 rounding error."""
         value = np.asarray(value)
         if value.dtype.kind in "biu":
             return Number(value if value.dtype.kind == "b" else value.astype(np.int64))
