@@ -62,7 +62,7 @@ def odd_width(width: int, itemsize: int) -> int:
 
 
 def shared_bytes(p: Problem, c: SimpleNamespace, sums: int) -> int:
-    """Returns the shared memory for `sums` accumulators, P, dS, lse, delta and operand tiles."""
+    """Returns the bytes for `sums` accumulators, P, dS, lse, delta and operand tiles."""
     widths = odd_width(p.d, p.itemsize) + odd_width(p.dv, p.itemsize)
     rows = 2 * c.Br * (odd_width(c.Bc, p.dtype.sums.itemsize) + 1)
     return p.bytes(reals=sums + rows, scalars=(c.Br + c.Bc) * widths)
@@ -116,7 +116,10 @@ def round_off(name: str) -> Launch:
 
 
 def finish(entry: str, name: str, products: str) -> Launch:
-    """Makes the launch that rounds sums and recomputes NaN sums from the two ``products``."""
+    """Makes the launch that rounds a gradient's sums and recomputes NaN sums.
+
+    products: the two arrays whose matrix product is the gradient.
+    """
     return sums_launch(entry, name, f"{name} {products} lse sizes {{heads}} group scale")
 
 
@@ -255,7 +258,8 @@ def mma_columns_launch(name: str, outputs: str) -> Launch:
     """Makes a launch of one block of `warps` warps for each K/V tile."""
     return columns_launch(
         *(name, outputs, lambda p, c: WARP * c.warps),
-        # 16-bit K, V, `stages` of Q and dO, P and dS; lse and delta of two tiles.
+        # Holds 16-bit tiles of K, V, P and dS, `stages` tiles of Q and dO, and lse and delta of
+        # two tiles.
         shared=lambda p, c: (
             2 * ((c.Bc + c.stages * c.Br) * padded_columns(p, 16) + 2 * c.Br * c.Bc) + 16 * c.Br
         ),
@@ -310,7 +314,7 @@ MMA_COLUMNS = Kernel(
 
 
 def mma_f64_sharing(c: SimpleNamespace) -> int:
-    """Returns the warps per 16 x 16 square of scores: more than 1 if there are fewer squares."""
+    """Returns the warps per 16 x 16 square of scores: > 1 if warps outnumber squares."""
     return max(1, 256 * c.warps // (c.Br * c.Bc))
 
 
@@ -396,7 +400,7 @@ MMA_TWO_PASS = rung(
         mma_columns_launch("mma_two_pass_columns", "dK dV"),
         two_pass_rows_launch(
             *("mma_two_pass_rows", f"{INPUTS} dQ"),
-            # 16-bit Q, dO and `Qs` stages of K and V; lse and delta.
+            # Holds 16-bit tiles of Q and dO, `Qs` tiles of K and V, and lse and delta.
             shared=lambda p, c: 2 * (c.Qr + c.Qs * c.Qc) * padded_columns(p, 16) + 8 * c.Qr,
         ),
     ),
@@ -455,8 +459,8 @@ MMA_FP16X2_TWO_PASS = rung(
         *SPLIT_FOR_GRADIENTS,
         fp16x2_columns(
             "mma_fp16x2_two_pass_columns",
-            # hi and lo of K, V and `stages` tiles of Q and dO; row statistics of two tiles; the
-            # largest weights.
+            # Holds K, V and `stages` tiles of Q and dO, each as hi and lo, row statistics of two
+            # tiles, and the largest weights of each warp.
             shared=lambda p, c: (
                 4 * (c.Bc + c.stages * c.Br) * padded_columns(p, 16) + 32 * c.Br + 8 * 16 * c.warps
             ),
@@ -464,9 +468,9 @@ MMA_FP16X2_TWO_PASS = rung(
         ),
         fp16x2_columns(
             "mma_fp16x2_two_pass_columns_wide",
-            # hi and lo of K, V, Q and dO; row statistics of two tiles; P and dS, which share a
-            # buffer for Br = 16. Each buffer holds, per key, hi and lo, a factor per 16 elements,
-            # and four flags.
+            # Holds K, V, Q and dO as hi and lo, row statistics of two tiles, and buffers of P and
+            # dS, which share one buffer if Br = 16. For each key, a buffer holds hi and lo, one
+            # factor per 16 elements, and four flags.
             shared=lambda p, c: (
                 4 * (c.Bc + c.Br) * padded_columns(p, 16)
                 + 32 * c.Br
@@ -477,7 +481,7 @@ MMA_FP16X2_TWO_PASS = rung(
         two_pass_rows_launch(
             "mma_fp16x2_two_pass_rows",
             f"{OPERANDS} {GRADIENT} K_exponents.data lse delta {UNITS} dQ",
-            # hi and lo of Q, dO and `Qs` tiles of K and V; row statistics.
+            # Holds Q, dO and `Qs` tiles of K and V, each as hi and lo, and row statistics.
             shared=lambda p, c: 4 * (c.Qr + c.Qs * c.Qc) * padded_columns(p, 16) + 16 * c.Qr,
         ),
         REPAIR_SPLIT_GRADIENTS,
@@ -562,9 +566,9 @@ MMA_SLICES_BACKWARD = rung(
 # Hopper kernels (wgmma and TMA)
 
 LANES_OF_ROW = 8  # threads per row in begin_rows and sum_rows
-# For launches that read sequence lengths but have no argument `sizes`.
+# Constants of launches that read sequence lengths but have no argument `sizes`.
 BY_LENGTHS: dict[str, Constant] = {"ragged": lambda p, c: p.is_ragged}
-SHARED_OF_SM_90 = 232448  # maximum bytes of shared memory per block
+SHARED_OF_SM_90 = 232448  # maximum bytes of shared memory per block on sm_90
 WGMMA_RULES = {
     "Br is 64, or 128 up to d = 128": lambda c: c.Br == 64 or (c.Br == 128 and not is_wide(c)),
     "Bc is 128, or 64 above d = 128": lambda c: c.Bc == (64 if is_wide(c) else 128),
@@ -582,7 +586,7 @@ FEWEST_FINISHING = 128  # minimum number of key heads: about as many as an H100 
 def finishes(p: Problem) -> bool:
     """Returns whether the last block of each key head computes dQ; see add_dQ.cuh.
 
-    This pays for many key heads with few rows each. Otherwise a separate launch is faster.
+    This pays off for many key heads with few rows each. Otherwise a separate launch is faster.
     """
     are_many = p.batch * p.kv_heads >= FEWEST_FINISHING
     return are_many and p.M * p.group <= 4096 and not p.is_ragged and not is_persistent(p)
@@ -592,7 +596,7 @@ FEWEST_PERSISTENT = 2 * 132  # minimum number of tiles: two per SM of an H100
 
 
 def is_persistent(p: Problem) -> bool:
-    """Returns whether wgmma_columns uses persistent blocks: faster for many short tiles."""
+    """Returns whether wgmma_columns uses persistent blocks, which pay off for many short tiles."""
     hides = p.modifiers.mask or any(x.name in MAPS for x in p.operands)
     if p.is_ragged or p.window != (None, None) or hides:
         return False
@@ -605,7 +609,7 @@ def is_persistent(p: Problem) -> bool:
 
 
 def wgmma_parts(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the number of blocks that share dQ of a row tile; see query_layout.cuh."""
+    """Returns the number of shares into which dQ of a row tile is divided; see query_layout.cuh."""
     if is_wide(p):
         return cdiv(p.d, 64)
     return 2 if c.Br == 128 or p.d > 64 else 1
@@ -629,7 +633,10 @@ def wgmma_shared(p: Problem, c: SimpleNamespace) -> int:
 
 
 def wgmma_wide_shared(p: Problem, c: SimpleNamespace, dO_stages: int | None = None) -> int:
-    """Returns the shared memory for wide heads, which also store P and may have fewer dO stages."""
+    """Returns the bytes of shared memory for wide heads.
+
+    Unlike in wgmma_shared, P is also stored, and dO may have fewer stages than Q.
+    """
     dO_stages = dO_stages or wgmma_dO_stages(p, c)
     tiles = 2 * (
         (c.Bc + c.stages * c.Br) * round_up(p.d, 64)
@@ -647,7 +654,7 @@ def wgmma_dO_stages(p: Problem, c: SimpleNamespace) -> int:
 
 def wgmma_two_pass_shared(p: Problem, kept: int, stages: int, loaded: int, rest: int) -> int:
     """Returns the bytes of shared memory for tiles of `kept` rows, four mbarriers, and in each
-    stage tiles of `loaded` rows and `rest` more bytes.
+    stage tiles of `loaded` rows and `rest` additional bytes.
     """
     return round_up(2 * (kept + stages * loaded) * padded_columns(p, 64) + stages * rest + 32, 1024)
 
@@ -673,7 +680,7 @@ WGMMA_TWO_PASS_COLUMNS = replace(
     WGMMA_COLUMNS_LAUNCH,
     entry="wgmma_two_pass_columns",
     args=WGMMA_COLUMNS_LAUNCH.args.replace("dQ_sum.data counts.data dQ ", ""),
-    # Each stage also has row sums and 4 mbarriers; with d or dv above 128, P and 8 mbarriers.
+    # In addition to Q and dO, each stage holds row sums and 4 mbarriers.
     shared=lambda p, c: wgmma_two_pass_shared(p, c.Bc, c.stages, c.Br, 8 * c.Br + 32),
 )
 WGMMA_COLUMNS = Kernel(
@@ -762,6 +769,7 @@ WGMMA_TWO_PASS = rung(
         replace(
             WGMMA_TWO_PASS_COLUMNS,
             entry="wgmma_two_pass_columns_wide",
+            # In addition to Q and dO, each stage holds P, row sums and 8 mbarriers.
             shared=lambda p, c: wgmma_two_pass_shared(
                 p, c.Bc, c.stages, c.Br, (4 * c.Bc + 8) * c.Br + 64
             ),
@@ -817,8 +825,10 @@ def shares_keys(sizes: Problem | SimpleNamespace) -> bool:
 
 
 def fp16x2_wgmma_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the bytes of shared memory for hi and lo of K, V and `stages` tiles of Q and dO. Each
-    stage has row statistics and four mbarriers, and, if warpgroups share keys, P and four more.
+    """Returns the bytes of shared memory for hi and lo of K, V and `stages` tiles of Q and dO.
+
+    Each stage also holds row statistics and four mbarriers. If warpgroups share keys, it also holds
+    P and four more mbarriers.
     """
     tiles = 4 * (c.Bc + c.stages * c.Br) * padded_columns(p, 64)
     of_P = 256 * c.Br + 32 if shares_keys(p) else 0

@@ -25,9 +25,9 @@ def row_tiles(p: Problem, c: SimpleNamespace) -> int:
     return tiles_of(p, p.M, c.Br) * p.heads * p.batch
 
 
-# For launches whose blocks loop over the K/V tiles of a Q tile and skip tiles by a block mask.
+# Field `walks` of launches whose blocks loop over K/V tiles and skip those a block mask hides.
 ALONG_KEYS: dict[str, Walk] = {KEY_TILES: lambda p, c: (c.Br, c.Bc)}
-# For launches whose blocks loop over the Q tiles of a K/V tile and skip tiles by a block mask.
+# Field `walks` of launches whose blocks loop over Q tiles and skip those a block mask hides.
 DOWN_ROWS: dict[str, Walk] = {ROW_TILES: lambda p, c: (c.Br, c.Bc)}
 
 
@@ -47,7 +47,7 @@ def padded_columns(sizes: Problem | SimpleNamespace, multiple: int) -> int:
 
 
 def even_width(columns: int, most: int, step: int) -> int:
-    """Returns the width of equal tiles for the columns: about `most`, and a multiple of `step`."""
+    """Returns the width, a multiple of `step` near `most`, of equal tiles that cover `columns`."""
     return cdiv(columns, cdiv(columns, most) * step) * step
 
 
@@ -83,7 +83,10 @@ def rung(
 
 
 def batch_first(p: Problem) -> bool:
-    """Returns whether a head's batch elements are scheduled in a row, as they share a bias."""
+    """Returns whether to schedule a head's batch elements one after the other.
+
+    In this order, blocks that run at the same time read the same tiles of a shared bias.
+    """
     held = p.modifiers.held
     return held is not None and p.batch > 1 and held.shape[0] == 1 and held.shape[2] > 1
 

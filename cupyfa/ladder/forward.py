@@ -207,13 +207,13 @@ MMA_PIPELINED_TILES = TileChoice.of(
         128: [(128, 32, 32, 1)],
         256: [(64, 64, 16, 1)],
     },
-    # Larger or smaller tiles, depending on the registers that ptxas needs on an architecture.
+    # Tile sizes depend on the architecture, because ptxas allocates different numbers of registers.
     on={
         **{arch: {64: [(128, 64, 32, 2)]} for arch in ("80", "86", "89")},
         "90": {64: [(128, 96, 32, 2), (128, 64, 32, 2)], 128: [(128, 64, 32, 2)]},
         **{arch: {64: [(128, 64, 32, 2)], 256: [(64, 48, 16, 1)]} for arch in ("100", "120")},
     },
-    # For fewer blocks than SMs: smaller tiles give more blocks. Measured on an H100.
+    # Smaller tiles make more blocks if there are fewer blocks than SMs. Measured on an H100.
     short={64: [(64, 128, 16, 2), (64, 64, 16, 2)], 128: [(64, 64, 16, 2), (64, 32, 16, 2)]},
     blocks_per_sm=2,
 )
@@ -235,7 +235,8 @@ SPLIT_KV_TILES = TileChoice.of(
         for Br in (16, 32, 64)
     },
 )
-# Tiles for e4m3 keys and values. Warps convert operands between products, so more warps per SM pay.
+# Tiles for e4m3 keys and values. Warps convert operands between products; more warps per SM hide
+# this latency.
 SPLIT_E4M3_TILES = TileChoice.of(
     "Br Bc Wr stages blocks_per_sm",
     [(*tile, 2, 2) for tile in HALVES],
@@ -257,17 +258,20 @@ FA2_SPLIT_KV_TILES = TileChoice.of(
 MERGE_WARPS = 4
 MOST_SPLITS = 4096
 MOST_PARTS = 4  # num_splits tries up to this many times the waves of a single split
-LONG_WAVES = 20  # with more waves, the tail is at most 5 %, and more splits do not pay
+LONG_WAVES = 20  # with more waves, the tail is at most 5 %, and more splits gain nothing
 FEW_ROWS = 64  # up to this many rows per key head, the kernel is limited by reading keys
 
 
 def mma_shared(p: Problem, c: SimpleNamespace, buffers: int = 1) -> int:
-    """Returns the shared memory for 16-bit Q, K and V tiles, padded to multiples of 16 columns."""
+    """Returns the bytes of shared memory for 16-bit Q, K and V tiles.
+
+    Columns are padded to multiples of 16.
+    """
     return 2 * (c.Br * round_up(p.d, 16) + buffers * c.Bc * padded_columns(p, 16))
 
 
 def mma_pipelined_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the shared memory for `stages` K/V tiles and one Q tile, which O overwrites later."""
+    """Returns the bytes of shared memory for `stages` K/V tiles and one Q tile, reused for O."""
     depth, width = round_up(p.d, 16), round_up(p.dv, 16)
     return 2 * (c.Br * max(depth, width) + c.stages * c.Bc * (depth + width))
 
@@ -347,13 +351,14 @@ MANY_COLUMNS = 64 * 256
 def pays_to_split(p: Problem, c: SimpleNamespace) -> bool:
     """Returns whether splitting the keys is faster than wgmma_persistent.
 
-    few_rows_for_many_keys decides on other devices than sm_90, for problems that wgmma_persistent
-    does not support (pages, rounded float32, packed batches), and if at most 64 rows share keys but
-    there are more tiles than SMs.
+    On devices other than sm_90, few_rows_for_many_keys decides. It also decides for problems that
+    wgmma_persistent does not support (pages, rounded float32, packed batches), and if a key head
+    has at most 64 rows although there are more tiles than SMs.
 
     The time of wgmma_persistent is proportional to N as long as all of its 64-row tiles run at
-    once. The time of split blocks is proportional to T * (N + 131,072 / d). T counts 64-row tiles:
-    the mean of the numbers of computed and merged rows, divided by 64, plus 10 % for few rows.
+    once. The time of split blocks is proportional to T * (N + 131,072 / d). T is
+    a number of 64-row tiles: (computed rows + merged rows) / 2 / 64, plus 10 % if a key head has at
+    most 64 rows.
     """
     rows = p.M * p.group
     tiles = cdiv(p.M, 64) * p.heads * p.batch
@@ -461,7 +466,10 @@ SPLITS = "O_splits.data max_splits.data sum_splits.data"
 
 
 def split_kv_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the shared memory of mma_pipelined, with e4m3 columns padded to multiples of 32."""
+    """Returns the bytes of shared memory for Q, K and V tiles, as mma_pipelined_shared does.
+
+    Columns of e4m3 keys and values are padded to multiples of 32.
+    """
     if not p.modifiers.is_e4m3:
         return mma_pipelined_shared(p, c)
     depth, width = round_up(p.d, 32), round_up(p.dv, 32)
@@ -478,7 +486,7 @@ def key_warps(p: Problem, c: SimpleNamespace) -> int:
     if p.modifiers.is_e4m3:
         return 1
     depth, width = round_up(p.d, 16), round_up(p.dv, 16)
-    left = 4 * (1 + maxima_of_split(p))  # sum and maxima of each row, from four lanes
+    left = 4 * (1 + maxima_of_split(p))  # for each of the four lanes of a row: a sum and the maxima
     for warps in (4, 2):
         fits = 4 * warps * c.Br * (width + left) <= 2 * c.stages * c.Bc * (depth + width)
         if warps * c.Br <= 4 * c.Wr and c.Bc % (16 * warps) == 0 and fits:
@@ -487,7 +495,7 @@ def key_warps(p: Problem, c: SimpleNamespace) -> int:
 
 
 def maxima_of_split(p: Problem) -> int:
-    """Returns the maxima that a split stores per row: one, plus row_max if the call returns it."""
+    """Returns the number of maxima that a split stores per row: 2 if the call returns row_max."""
     return 2 if p.modifiers.has_row_max else 1
 
 
@@ -608,7 +616,7 @@ MMA_TF32 = rung(
     MMA_PIPELINED,
     "mma_tf32",
     "float32 on tensor cores: operands rounded to tf32 as they are loaded",
-    launch={"shared": lambda p, c: 2 * mma_pipelined_shared(p, c)},  # 32-bit instead of 16-bit
+    launch={"shared": lambda p, c: 2 * mma_pipelined_shared(p, c)},  # 4-byte elements
     tiles=TileChoice.of(
         "Br Bc Wr stages",
         [(*tile, 1) for tile in HALVES],
@@ -629,7 +637,7 @@ MMA_FP16X2 = rung(
     first=SPLIT,
     launch={
         "args": f"{PARTS} O lse sizes heads group scale mods",
-        # 16-bit hi and lo of Q and of `stages` tiles of K and V.
+        # Holds a Q tile and `stages` tiles of K and V, each as 16-bit hi and lo.
         "shared": lambda p, c: (
             4 * (c.Br * round_up(p.d, 16) + c.stages * c.Bc * padded_columns(p, 16))
         ),
@@ -720,7 +728,7 @@ def sliced_shared(p: Problem, c: SimpleNamespace) -> int:
 
 
 def sliced_sums(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the size of O_sum in whole tiles; 0 if one span covers all keys."""
+    """Returns the number of elements of O_sum, in whole tiles; 0 if one span covers all keys."""
     width = even_width(p.dv, c.Bc, c.Bc // c.Wc * 16)
     return row_tiles(p, c) * c.Br * round_up(p.dv, width) if c.span < p.N else 0
 
@@ -924,7 +932,7 @@ def wgmma_sliced_keys(p: Problem, c: SimpleNamespace) -> int:
 
 
 def wgmma_sliced_sums(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the size of O_sum in whole tiles; 0 if one span covers all keys."""
+    """Returns the number of elements of O_sum, in whole tiles; 0 if one span covers all keys."""
     columns = cdiv(p.dv, 256) * even_width(p.dv, 256, 16)
     return row_tiles(p, c) * c.Br * columns if c.span < p.N else 0
 
@@ -954,7 +962,7 @@ WGMMA_SLICES = rung(
 
 
 def fp8_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the shared memory for Q, K and transposed V in rows of 128 bytes, and mbarriers."""
+    """Returns the bytes of shared memory for Q, K, transposed V (128-byte rows) and mbarriers."""
     keys, depth = round_up(c.Bc, 128), round_up(p.d, 128)
     tiles = c.Br * depth + c.stages * (c.Bc * depth + round_up(p.dv, 16) * keys)
     return round_up(tiles + 16 * (c.Br // 64 + 2 * c.stages) + staged_pairs(p, c), 1024)
@@ -974,7 +982,7 @@ def tiles_of_keys(p: Problem, c: SimpleNamespace) -> int:
 
 
 def fp8_launch(q: str, k: str, when: Callable[[Problem], bool]) -> Launch:
-    """Makes the launch of wgmma_fp8 on e4m3 arrays with these names."""
+    """Makes the launch of wgmma_fp8; ``q`` and ``k`` are the names of its e4m3 arrays."""
     return replace(
         WGMMA_LAUNCH,
         entry="wgmma_fp8",
@@ -993,7 +1001,7 @@ def fp8_launch(q: str, k: str, when: Callable[[Problem], bool]) -> Launch:
 
 
 def of_quantised(formula: Formula) -> Formula:
-    """Wraps the formula for the number of scales that `quantise` writes; 0 for e4m3 inputs."""
+    """Returns a formula for the number of scales that `quantise` writes; 0 for e4m3 inputs."""
     return lambda p, c: 0 if p.dtype == E4M3_INPUTS else formula(p, c)
 
 
@@ -1104,7 +1112,7 @@ def _in_splits(name: str, splits: int | None, is_e4m3: bool) -> Kernel:
         return with_cleared_rest(rounded_first(made), *REST)
     return replace(
         with_cleared_rest(made, *REST),
-        # Constants that were tuned for 16-bit keys do not suit e4m3, hence another name.
+        # A name of its own, because constants that were tuned for 16-bit keys do not suit e4m3.
         name="mma_split_kv_e4m3",
         tiles=SPLIT_E4M3_TILES,
         features=(*made.features, "e4m3"),

@@ -1,4 +1,4 @@
-"""Records, which describe kernels to planning, launching and reports.
+"""Kernel records: descriptions of kernels that planning, launching and reports use.
 
 A record describes each launch: its arguments, and one-line formulas of the problem ``p`` and the
 constants ``c`` for grid, threads and shared memory. Users write records for their own kernels.
@@ -68,7 +68,7 @@ class _Record:
     """Base class of Launch and Kernel. Records are immutable, so a copy is the record itself."""
 
     def check(self, rules: Rules) -> None:
-        """Raises ValueError for a field that breaks a rule; a rule's text begins with its field."""
+        """Raises ValueError for a field that violates a rule; rules begin with a field name."""
         for rule, holds in rules.items():
             try:
                 kept = holds(self)
@@ -168,7 +168,7 @@ class Launch(_Record):
 
 @dataclass(frozen=True)
 class Matmul:
-    """Computes ``out = a b * scale`` for each head by cuBLAS; ``"K.T"`` is K transposed.
+    """A cuBLAS product per head, ``out = a b * scale``; ``"K.T"`` is K transposed.
 
     A group of heads of ``a`` may share a head of ``b``. If a group shares a head of ``out``, its
     products are added up. Inputs may have the problem's dtype while ``out`` has the accumulation
@@ -210,13 +210,13 @@ class Kernel(_Record):
         ``N32`` is N rounded up to a multiple of 32. A formula for the number of elements, which may
         use ``c.multiprocessors``, can replace the axes.
     rounds: number of times that launches with ``in_rounds`` are repeated, to limit scratch memory.
-    arch: minimum compute capability, or an architecture-specific target such as "90a", on which
-        alone the kernel then runs.
+    arch: minimum compute capability, or an architecture-specific target such as "90a", to which the
+        kernel is then restricted.
     dtype_arch: minimum compute capability of dtypes that require more, as ``{"bfloat16": "80"}``.
     largest_d: maximum d and dv, if limited by anything other than shared memory.
     rounding: the precision to which operands are rounded by design, if not that of the dtype.
-    parts: the dtype of the hi and lo halves of split float32 operands, ``operand`` in its files;
-        None for kernels that do not split operands.
+    parts: the dtype of the hi and lo halves of split float32 operands, which its files call
+        ``operand``; None for kernels that do not split operands.
     precisions: precisions to which the kernel can round float32 inputs, even if float32 is not in
         ``dtypes``; launches read it from ``p.precision``, which is None for float32 itself.
     tflops: measured speed on an H100 SXM, as ``{dtype: {d: TFLOP/s}}``, with keys such as
@@ -226,21 +226,21 @@ class Kernel(_Record):
         precision or dtype.
     made_for: whether the kernel was made for a problem, ``lambda p, c: bool`` with
         ``c.multiprocessors`` and ``c.arch``, the device's compute capability. ``kernel="auto"``
-        selects the kernel, once it was measured, for these problems only.
+        selects the kernel, if it has a measured speed, for these problems only.
     unordered: outputs that are summed in arbitrary order, for example by atomics, so that their
         last bits differ from run to run.
     persistent: whether tiles are assigned to persistent blocks in advance, so that the launch waits
         for blocks that begin late.
     folder: the folder of a user's kernel files. If it contains at least one of the kernel's files,
         missing files are taken from the project.
-    after: the rungs after which its files should be read, because they are small changes of them.
+    after: rungs to read before this one, because its files are small changes of their files.
 
-    For a kernel that computes something else than its operation, or needs additional arrays:
+    For a kernel that computes something other than its operation, or needs additional arrays:
 
     inputs: additional arrays, as ``{"slopes": Input("heads", "real")}``. Callers pass them with
-        ``kernel.bind(slopes=array)``. In a Tensor, ``batch``, ``heads`` and ``kv_heads`` provide
-        the strides of these names, and other axes are rows and columns. If the shape is a formula,
-        the last axis holds the columns.
+        ``kernel.bind(slopes=array)``. In a Tensor, the axes ``batch``, ``heads`` and
+        ``kv_heads`` determine the batch and head strides, and other axes are rows and columns. If
+        the shape is a formula, the last axis holds the columns.
     outputs: additional outputs, as ``{"rowmax": ("batch heads M", "real")}``. Callers request them
         with ``kernel.bind(returns=("rowmax",))``.
     floats: arguments of type ``real``, as ``{"cap": lambda p, c: 30.0}``. Callers can override the
@@ -314,12 +314,12 @@ class Kernel(_Record):
 
     @property
     def float32_as(self) -> tuple[str, ...]:
-        """The precisions in which the kernel can compute float32 inputs."""
+        """The precisions in which the kernel can process float32 inputs."""
         own = self.rounding if self.rounding in PRECISIONS else "float32"
         return (*((own,) if "float32" in self.dtypes else ()), *self.precisions)
 
     def precisions_of(self, dtype: str) -> tuple[str, ...]:
-        """Returns the precisions to choose from for inputs of a dtype; empty without a choice."""
+        """Returns the precisions that a call may request for inputs of a dtype; empty if none."""
         if dtype == "float32":
             return self.float32_as
         is_rounded = self.rounding == FLOAT8 and dtype != E4M3_INPUTS.name
@@ -552,7 +552,7 @@ def _are_own(names: Iterable[str]) -> bool:
     return all(name.isidentifier() and name not in _TAKEN for name in names)
 
 
-# Rules that the fields of records must meet.
+# Validation rules for the fields of records.
 _LAUNCH_RULES: Rules = {
     "entry is the name of a C function": lambda x: x.entry.isidentifier(),
     "args is one string of names separated by blanks": lambda x: isinstance(x.args, str),

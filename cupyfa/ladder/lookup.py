@@ -1,4 +1,4 @@
-"""Lookup of kernels by name. Pickles hold names, too, because records contain functions."""
+"""Lookup of kernels by name. Records contain functions, so they are pickled by name, too."""
 
 import copyreg
 import sys
@@ -108,7 +108,7 @@ def _variables_of(script: Path) -> dict[str, Any]:
             x.lineno for x in traceback.extract_tb(error.__traceback__) if x.filename == str(script)
         ]
         place = f"{script}:{lines[-1]}" if lines else str(script)
-        what = " ".join(str(error).split())  # joins lines
+        what = " ".join(str(error).split())  # joins the lines of the message
         raise ValueError(f"{place}: {type(error).__name__}: {what}; correct the script") from error
     finally:
         sys.path[:] = path
@@ -116,7 +116,7 @@ def _variables_of(script: Path) -> dict[str, Any]:
 
 @lru_cache
 def unpickled(name: str, index: int | None = None) -> Any:
-    """Returns the record with this name, or one of its launches; always the same object."""
+    """Returns the kernel called ``name``, or its launch ``index``; pickle calls this function."""
     return record_named(name) if index is None else unpickled(name).launches[index]
 
 

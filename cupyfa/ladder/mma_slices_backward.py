@@ -80,7 +80,7 @@ def scores(p: Problem, c: SimpleNamespace) -> int:
 
 
 def sums(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the size of dQ_sum in whole tiles; 0 if one round covers all keys of a head."""
+    """Returns the number of elements of dQ_sum, in whole tiles; 0 if one round covers all keys."""
     if rounds_of_keys(p, c) == 1:
         return 0
     rows = round_heads(p, c) * p.group * cdiv(p.M, c.Br) * c.Br
@@ -127,7 +127,7 @@ def _key_tiles(p: Problem, c: SimpleNamespace) -> int:
 
 SCORES = launch(
     *("scores", "Q K V dO lse delta P.data dS.data", _score_tiles),
-    # The ring of slices, a P tile in float32, lse and delta.
+    # Holds the ring buffer of slices, a P tile in float32, and lse and delta of each row.
     shared=lambda p, c: slices_shared(p, c) + 4 * c.Br * c.Bc + 8 * c.Br,
 )
 COLUMNS = launch("columns", "Q dO lse P.data dS.data dK dV", _key_tiles, slices_shared)

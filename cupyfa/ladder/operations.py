@@ -48,8 +48,8 @@ INPUT_KINDS = {
 class Excerpt:
     """A slice of output rows of one head, which indexes arrays [batch, heads, rows, …].
 
-    ``keys`` is a slice of the key head's rows; by default it has as many rows, at the same relative
-    position.
+    ``keys`` is a slice of the keys; by default it is as long as ``rows``, and its relative position
+    among the keys is that of ``rows`` among the queries.
     """
 
     batch: int
@@ -58,7 +58,7 @@ class Excerpt:
     keys: slice | None = None
 
     def of_keys(self, p: Problem) -> Excerpt:
-        """Returns the corresponding excerpt of keys, in the key head that this head reads."""
+        """Returns the corresponding excerpt of keys in the key head that ``head`` reads."""
         if self.keys is not None:
             return Excerpt(self.batch, self.head // p.group, self.keys)
         count = min(self.rows.stop - self.rows.start, p.N)
@@ -176,7 +176,7 @@ class Operation:
         return excerpt.of_keys(p) if self._is_of_keys(output) else excerpt
 
     def excerpt_at(self, output: str, index: Sequence[int], p: Problem) -> Excerpt:
-        """Returns the smallest excerpt that contains this element of an output."""
+        """Returns the smallest excerpt that contains element ``index`` of an output."""
         batch, head, row = index[:3]
         here = slice(row, row + 1)
         if self._is_of_keys(output):
@@ -199,7 +199,6 @@ def visible_scores(p: Problem) -> int:
 
 
 def _scores(p: Problem) -> int:
-    """Returns the number of visible pairs per head, summed over batch elements and their caches."""
     if p.cached is None:
         return p.batch * visible_scores(p)
     return sum(visible_scores(p.sequence(p.M, n)) for n in p.cached.rows)
@@ -246,7 +245,7 @@ def modifications(
 
 
 _ALL = slice(None)
-_OF_KEYS = ("K", "V", "dK", "dV")  # arrays with one row per key
+_OF_KEYS = ("K", "V", "dK", "dV")  # names of arrays with one row per key
 
 
 class _Part(NamedTuple):
@@ -386,7 +385,7 @@ def _by_sequences(
 
 
 def _without_scales(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
-    """Multiplies keys and values by their scales; returns dense inputs and their problem."""
+    """Multiplies keys and values by their scales; returns float64 inputs and their problem."""
     scales = [np.asarray(inputs[f"mods.{x}"], np.float64) for x in SCALES]
     made = {**inputs, **{name: inputs[name].astype(np.float64) for name in "KV"}}
     for of_pages in (True, False):
@@ -399,7 +398,7 @@ def _without_scales(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
 
 
 def _without_descales(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
-    """Multiplies queries, keys and values by their descales; returns inputs and their problem."""
+    """Multiplies Q, K and V by their descales; returns float64 inputs and their problem."""
     made = dict(inputs)
     for name, descale in zip("QKV", DESCALES):
         if (given := inputs.get(f"mods.{descale}")) is not None:
@@ -414,7 +413,7 @@ def without_pages(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
     table = np.clip(inputs[f"mods.{PAGE_TABLE}"], 0, p.pages - 1)
 
     def rows(array: np.ndarray) -> np.ndarray:
-        found = array[table].swapaxes(1, 2)  # [batch, kv_heads, most, page_size, columns]
+        found = array[table].swapaxes(1, 2)  # [batch, kv_heads, pages, page_size, columns]
         return found.reshape(*found.shape[:2], p.N, array.shape[-1])
 
     dense = {**inputs, "K": rows(inputs["K"]), "V": rows(inputs["V"])}
@@ -470,7 +469,7 @@ def _expected_attention(
 def _expected_gradients(
     inputs: Arrays, p: Problem, roundings: Roundings, excerpt: Excerpt | None = None
 ) -> ExpectedOfEach:
-    """Computes the expected gradients; for an excerpt, dQ of its rows and dK and dV of its keys.
+    """Computes expected gradients; for an excerpt, only dQ of its rows and dK, dV of its keys.
 
     An excerpt has no gradient of the sink, which sums over all rows.
     """

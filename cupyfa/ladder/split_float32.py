@@ -13,10 +13,10 @@ PARTS = f"{OPERANDS} V_exponents.data scale2 flags"
 GRADIENT = "dO_high dO_low"
 UNITS = "scale2 dO_units flags"
 _THREADS = 256
-_ROWS = 128  # rows per block of split_operands; every block reads the table of maxima
+_ROWS = 128  # rows per block of split_operands
 _REPAIRED = 32  # rows per block of repair_split_output
 _REPAIRED_GRADIENTS = 256  # rows or keys per block of repair_split_gradients
-_REPAIRING = 512  # threads per block, which share the keys of a row, or the rows of a key
+_REPAIRING = 512  # threads per block, which jointly repair one row or key at a time
 
 
 def pays_for_splitting(p: Problem, c: SimpleNamespace) -> bool:
@@ -27,10 +27,10 @@ def pays_for_splitting(p: Problem, c: SimpleNamespace) -> bool:
 
 
 def pays_for_few_rows(p: Problem, c: SimpleNamespace) -> bool:
-    """Returns whether splitting pays in the forward pass, where it also pays for many heads.
+    """Returns whether splitting pays off in the forward pass, either per head or for many heads.
 
-    On one multiprocessor, a tile takes as long as 12 rows without tensor cores, however few rows it
-    has.
+    In the time of one tile on tensor cores, even of a partly filled one, a multiprocessor computes
+    12 rows without tensor cores.
     """
     every = 0 if p.sequences is not None else p.batch * p.heads * p.M
     return pays_for_splitting(p, c) or (p.M >= 32 and every >= 12 * c.multiprocessors)
@@ -42,12 +42,15 @@ def _elements(p: Problem) -> int:
 
 
 def _slabs(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the number of slabs of a head's keys: few values, because each compiles a kernel."""
+    """Returns the number of slabs into which a head's keys are divided.
+
+    Only few values are used, because the kernel is compiled for each of them.
+    """
     return 32 if p.N > 512 else 4
 
 
 def row_slabs(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the number of slabs of a head's rows; see _slabs."""
+    """Returns the number of slabs into which a head's rows are divided."""
     return 32 if p.M > 512 else 4
 
 

@@ -1,4 +1,4 @@
-"""Tile sizes of kernels, and the order in which planning tries them."""
+"""Tile sizes of kernels, and the order in which the planner tries them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ RESERVED = (
 )
 # Names of the constants that hold the number of rows, or of keys, per tile.
 TILE_ROWS, TILE_KEYS = ("Br", "Qr"), ("Bc", "Qc", "Bk")
-_MOSTLY_EMPTY = 0.05  # fraction of key slots past the last key
-_MORE, _FAR_MORE = 1.15, 1.5  # ratios of the number of computed scores between two tile sizes
-_FEW = 4  # with at most this many K/V tiles per row, a mask hides much of a tile
+_MOSTLY_EMPTY = 0.05  # fraction of empty key slots that makes a tile a last resort
+_MORE, _FAR_MORE = 1.15, 1.5  # tiles that compute this many times as many scores are avoided
+_FEW = 4  # if tiles hold at most N / _FEW keys, a mask wastes little work
 
 
 def cdiv(count: int, size: int) -> int:
@@ -53,7 +53,7 @@ def named(names: str, *sizes: Sequence[int]) -> tuple[dict[str, int], ...]:
 class TileChoice(Shown):
     """A kernel's tile sizes by head dimension, architecture and number of rows.
 
-    A tile holds every tunable constant of the kernel, such as ``{"Br": 64, "Bc": 32}``. A plan
+    A tile holds every tunable constant of the kernel, such as ``{"Br": 64, "Bc": 32}``. The planner
     selects the first tile that fits the device and the caller's sizes, in this order:
 
     short: smaller tiles for problems with too few blocks to fill the device, that is, if the
@@ -101,7 +101,7 @@ class TileChoice(Shown):
     def ordered(
         self, p: Problem, arch: str | None, multiprocessors: int, pack_gqa: Callable[[Tile], int]
     ) -> tuple[Tile, ...]:
-        """Returns the tiles to try, best first; ``pack_gqa`` counts the query heads per tile."""
+        """Returns the tiles to try, best first; ``pack_gqa`` maps a tile to its query heads."""
 
         def scores(tile: Tile) -> float:
             return _scores(p, tile, pack_gqa(tile), multiprocessors * self.blocks_per_sm)
@@ -123,7 +123,7 @@ class TileChoice(Shown):
         return (*sorted(short, key=lambda x: (is_mostly_empty(x), masked_keys(x))), *tiles)
 
 
-# Rules that the field `tiles` of a Kernel must meet.
+# Validation rules for the field `tiles` of a Kernel.
 RULES: Rules = {
     "tiles must hold at least one mapping, which may be empty": lambda x: bool(x.usual),
     "tiles give all the same names a whole number from 1 to 2**31 - 1": lambda x: all(
@@ -152,7 +152,7 @@ def _of_d(p: Problem, sizes: TilesByD) -> Tiles:
 
 
 def _scores(p: Problem, tile: Tile, pack_gqa: int, at_a_time: int) -> float:
-    """Estimates the scores that one block slot computes, with `at_a_time` blocks in parallel.
+    """Estimates the number of scores per block slot, if `at_a_time` blocks run in parallel.
 
     A mask leaves about half of all scores plus the diagonal tiles, but at least one full row tile.
     """

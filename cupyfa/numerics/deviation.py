@@ -9,13 +9,13 @@ that are perturbed by rounding errors, and each element x of a result gets the b
 
 D is the largest change in the row of x (along the last axis) over all evaluations; X is the largest
 |x| in that row. ``unit`` is the relative rounding error of an operand: eps, the spacing at 1 of the
-accumulation format, or half the eps of a narrow format if the arrays have one or the kernel rounds
-to one. A kernel that rounds an intermediate result, such as the weights P, has an error comparable
-to D; the factor 4 allows for four such roundings. ``growth`` is twice the growth of a sum of
-``terms`` terms in the worst order (see tolerance.py), for nested sums. ``equal`` is the growth for
-equal terms, whose errors add up. ``terms`` is the number of terms in the problem's longest sum. The
-last two terms round x to its dtype and allow flushing subnormal numbers to zero:
-floor = tiny * (terms + 2).
+accumulation format, or half the eps of a narrow format, if the arrays are stored in such a format
+or the kernel rounds them to it. A kernel that rounds an intermediate result, such as the weights P,
+has an error comparable to D; the factor 4 allows for four such roundings. ``growth`` is twice the
+growth of a sum of ``terms`` terms in the worst order (see tolerance.py), for nested sums. ``equal``
+is the growth for equal terms, whose errors add up. ``terms`` is the number of terms in the
+problem's longest sum. The last two terms of the bound account for rounding x to its dtype and for
+flushing subnormal numbers to zero: floor = tiny * (terms + 2).
 
 R is the largest change in the row over four evaluations that keep the operands and perturb the
 result of every operation by eps, up or down (Monte Carlo arithmetic: Parker 1997). It detects
@@ -23,14 +23,15 @@ cancellation of intermediate results, as in 1 - t * t for t = tanh(x) near 1, to
 insensitive. The factor 4 allows for functions that are less accurate than NumPy's.
 
 D and R must not be small by chance. Every number is perturbed by its unit, up or down. For D, eight
-evaluations choose the sign for each element, two for each row, because errors of terms with equal
-signs add up, and two for each column. The largest change is taken over a row. For a kernel that
-rounds by design, one more evaluation rounds the operands to the kernel's precision.
+evaluations draw a sign for each element, two evaluations draw one sign per row, and two evaluations
+draw one sign per column, because errors of equal sign add up. The largest change is taken over a
+row. For a kernel that rounds by design, one more evaluation rounds the operands to the kernel's
+precision.
 
 Integers, such as the index of a maximum, may differ by D only.
 
 Infinity and NaN must match the reference, with four exceptions, where any result passes: where a
-perturbed operand gives infinity or NaN, where an infinity changes in any evaluation, where x
+perturbed operand produces infinity or NaN, where an infinity changes in any evaluation, where x
 exceeds its dtype's largest number, and where x is NaN and an input contains NaN or infinity.
 """
 
@@ -50,7 +51,7 @@ Arrays = Mapping[str, Array]
 Floats = Mapping[str, float]
 Function = Callable[[Arrays, Floats], Mapping[str, Any]]
 
-# The axis along which perturbations share a sign, for each evaluation with perturbed operands.
+# One entry per evaluation: the axis along which all perturbations have the same sign, or None.
 _EVALUATIONS: tuple[int | None, ...] = (*[None] * 8, -1, -1, -2, -2)
 _EVALUATIONS_OF_STEPS: tuple[int | None, ...] = (None, None, -1, -2)
 # Ufuncs without rounding errors.
@@ -168,7 +169,7 @@ def _changed(
 
 
 def _rounded(x: Array, precision: str) -> Array:
-    if x.ndim < 2:  # rounding to float8 needs a matrix
+    if x.ndim < 2:  # rounding to float8 requires two axes
         return reference.rounded(x[None], precision)[0].astype(np.float64)
     return reference.rounded(x, precision).astype(np.float64)
 
@@ -216,7 +217,6 @@ class _Noisy(np.ndarray):
         return self._result(_plain(found), function not in _PRODUCTS)
 
     def _result(self, x: Any, is_exact: bool) -> Any:
-        """Perturbs a result in place unless the operation is exact."""
         if not isinstance(x, np.ndarray | np.inexact) or x.dtype.kind not in "fc":
             return x
         if isinstance(x, np.inexact):
@@ -231,7 +231,7 @@ def _plain(x: Any) -> Any:
 
 
 def _noisy(arrays: Arrays, floats: Floats, kernel: Arithmetic) -> Iterator[tuple[Arrays, Floats]]:
-    """Yields the operands of each evaluation, as arrays whose results are perturbed by eps."""
+    """Yields the unchanged operands as _Noisy arrays, which perturb every result by eps."""
     rng, eps = np.random.default_rng(0), float(kernel.accumulator.eps)
     for shared in _EVALUATIONS_OF_STEPS:
 

@@ -18,7 +18,7 @@ last place:
 n additions of weights and n additions of outputs round by half an eps each. The bounds leave room
 for errors of the reference, and for sums that one launch passes to the next. `floor` allows
 flushing subnormal numbers to zero. Results are rounded like other outputs and gradients. A part
-with lse = -inf contributes nothing; if all parts of a row have it, out is exactly 0 and lse -inf.
+with lse = -inf contributes nothing; if this applies to all parts, out is exactly 0 and lse is -inf.
 
 **Gradients.** out and lse are inputs and count as exact. D_i = sum(dout * (out_i - out)) + dlse:
 

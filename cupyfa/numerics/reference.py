@@ -238,7 +238,7 @@ def masked_scores(
 def largest_scores(tile: Tile, **how: Any) -> Array:
     """Computes a tile's row maxima [n, rows]; the arguments are those of `attend`.
 
-    A row whose keys are all masked has -inf, with or without a sink. Maxima are NaN where lse is.
+    A row whose keys are all masked has -inf, with or without a sink. A maximum is NaN where lse is.
     """
     largest = masked_scores(tile, **how).max(-1, initial=-np.inf)
     _, lse, _ = attend(tile, **how)
@@ -247,7 +247,7 @@ def largest_scores(tile: Tile, **how: Any) -> Array:
 
 @dataclass(frozen=True)
 class Gradients:
-    """One tile's contributions to the gradients, with intermediate results; float64.
+    """One tile's contributions to the gradients, with intermediate results, all in float64.
 
     scores, P, dP_delta, dS [n, rows, keys]: the modified scores, P before dropout, dP - D, and dS;
     all are 0 for pairs that `left_out` excludes.
@@ -364,7 +364,7 @@ def _sum_unmasked(P: Array, values: Array, masked: Array | None) -> Array:
 def _mask(
     rows: slice, N: int, causal_offset: int | None, window_offset: int | None
 ) -> tuple[slice, Array | None]:
-    """Returns the slice of keys that `rows` may see, and the mask [rows, keys] within it."""
+    """Returns the slice of keys that `rows` may see, and the mask [rows, keys] of this slice."""
     if causal_offset is None and window_offset is None:
         return slice(0, N), None
     stop = N if causal_offset is None else min(max(rows.stop + causal_offset, 0), N)
@@ -393,7 +393,7 @@ def _rounded_to_float16(x: Array) -> Array:
     """Rounds float32 to float16 precision; NumPy casts are several times slower.
 
     float32 numbers from 2**(e + 13) to 2**(e + 14) have the spacing of float16 numbers with
-    exponent e, so adding 1.5 * 2**(e + 13) rounds. The smallest float16 exponent is -14.
+    exponent e, so adding and subtracting 1.5 * 2**(e + 13) rounds x. The smallest e is -14.
     """
     exponent = (x.view(np.uint32) & np.uint32(0x7F800000)).view(np.float32)
     power = np.maximum(exponent, np.float32(2**-14), out=exponent)
@@ -427,6 +427,6 @@ def flat(x: Array) -> Array:
 
 
 def add_to_heads(total: Array, tile: Tile, terms: Array) -> None:
-    """Adds terms [n, keys, ...] to the tile's key heads in `total`; heads may be repeated."""
+    """Adds terms [n, keys, ...] to `total` at the key head of each of the tile's n heads."""
     for head, term in zip(tile.key_heads, terms, strict=True):
         total[head, tile.keys] += term

@@ -35,9 +35,9 @@ adds |x|. Because e differs from key to key, it replaces `score` weighted by P: 
     eps * 0.6 * min(max(e) * (P @ |V|), (P * e) @ |V| + (P @ e) * (P @ |V|))
 
 and the bound of lse has eps * min(max(e), P @ e). Where eps * e exceeds 0.01, for example because
-rounding may flip a comparison in the expression, exp(eps * e) - 1 replaces 0.6 * eps * e. If
-rounding may flip a mask, its row has no bounds. Rounding by design is evaluated by moving the
-scaled score.
+rounding may flip a comparison in the expression, exp(eps * e) - 1 replaces 0.6 * eps * e. A row in
+which rounding may flip a mask has no bounds. The effect of rounding operands by design is found by
+evaluating the expressions on scaled scores that are shifted by their rounding error.
 
 **Sinks** add a term to the sums: n + 1 replaces n, and the error of the sink's weight is
 exp(sink - lse) * eps * (1.5 * |sink| + 3).
@@ -46,24 +46,24 @@ exp(sink - lse) * eps * (1.5 * |sink| + 3).
 Therefore r * Z * P replaces P in the errors of O and dV, and |dO| @ |V|.T in g is multiplied by
 r * Z; lse, and errors that all weights of a row share, still use P.
 
-**Row maxima** have the error of a score, eps * score or the largest change that e causes, plus
-2 * eps of their own size, plus eps for the unit. They are not rounded to narrow formats.
+**Row maxima** have the error of a score, which is eps * score or the largest change that e causes,
+plus eps * (2 * |maximum| + 1). They are not rounded to narrow formats.
 
-**Narrow formats.** A kernel on float16 or bfloat16 rounds P and O by half of their eps each; O in
-float32 (out_dtype) is not rounded, neither by the kernel nor in the plain computation. As in the
-tests of FlashAttention, each head may also have an error of 2 * e + a. e is the head's largest
-error in a plain computation in that format (`reference.attention`, with scaled K and with scaled
-S). a = 2 * max|((reference + s) - s) - reference|, evaluated in the format, allows two roundings of
-numbers of the head's size, s = 0.3 * max(P @ |V|), so that 2 * e + a is not 0 by chance. lse stays
-in float32 and may have an error of 2 * e. For a kernel that rounds its operands by design, such as
-to float16 for tensor cores, the bounds are those of that format, and for O those of the coarser
-format. Rounding q and k also adds r to the error of lse, and exp(r) - 1 to the relative error of
-each weight, where r = eps / 2 * size * min(2, 4 / sqrt(d)).
+**Narrow formats.** A kernel on float16 or bfloat16 rounds P and O by half of their eps each. With
+out_dtype="float32", neither the kernel nor the plain computation rounds O. As in the tests of
+FlashAttention, each head may also have an error of 2 * e + a. e is the head's largest error in a
+plain computation in that format (`reference.attention`, with scaled K and with scaled S). a = 2 *
+max|((reference + s) - s) - reference|, evaluated in the format, allows two roundings of numbers of
+the head's size, s = 0.3 * max(P @ |V|), so that 2 * e + a is not 0 by chance. lse stays in float32
+and may have an error of 2 * e. For a kernel that rounds its operands by design, such as to float16
+for tensor cores, the bounds are those of that format, and for O those of the coarser format.
+Rounding q and k also adds r to the error of lse, and exp(r) - 1 to the relative error of each
+weight, where r = eps / 2 * size * min(2, 4 / sqrt(d)).
 
 For float8_e4m3, eps / 2 is 2**-4. The plain computation rounds Q, K, V and P, each matrix scaled so
 that its largest number is in the last binade; scores and O stay float32, and O is only rounded to
 the dtype of results. Tensor cores keep about 14 bits of a sum of such products, so eps of sums is
-2**-13. Elements that NaN reaches in the plain computation have no bounds, because the format has no
+2**-13. Elements that are NaN in the plain computation have no bounds, because the format has no
 infinity. Inputs in float8_e4m3 times their descales are exact: r is 0, and the plain computation
 only rounds P. `score` is then the truncation error of tensor cores. They truncate 32 products and
 the previous sum, step by step, and the new sum, each time towards 0 by half a unit on average; six
@@ -73,8 +73,8 @@ signs of products:
     score = |scale| * (sum of (|s| / 2 + 1) * top + 10 * sqrt(sum of top**2)) over the steps,
     top = max(max|q| * max|k|, |sum before|, |sum after|)
 
-Sums of O are truncated in the same way: n values of one sign lose a fraction n * 2**-15, for which
-`total` of O grows by n / 4.
+Sums of O are truncated in the same way: n values of one sign lose a fraction n * 2**-15, which adds
+n / 4 to `total` in the bound of O.
 
 Infinity and NaN must match the reference; fully masked rows are exactly 0 and -inf, or 0 and about
 the sink. If a partial sum of q * k may overflow the accumulation format, with the scale or without,
@@ -82,7 +82,8 @@ the order of summation decides whether the score is finite, infinite or NaN. Whe
 finite, rows that see such a score have no bounds, and neither do the gradients of its key.
 
 **Gradients.** The same eps, roots and constants apply to each (query, key) pair; O and lse are
-inputs and count as exact. P has a relative error; dS has the errors of P and of dP - delta:
+inputs and count as exact. P has the relative error p, and dS the error F, caused by the errors of
+P and of dP - delta:
 
     p  = exp(eps * (sqrt(d + 3) * size + |S| + |lse| + 2)) - 1         size = |scale| * |q| @ |k|.T
     g  = eps * sqrt(dv + 3) * (|dO| @ |V|.T + rowsum(|dO| * |O|))
@@ -136,11 +137,11 @@ _NARROW = ("float16", "bfloat16", "tf32", "float8_e4m3")
 _FLOAT8 = "float8_e4m3"
 _FLOAT8_SUMS = 2.0**-13
 _DEPTH = 32  # number of e4m3 products that tensor cores add at a time
-_SPREAD = 10.0  # six standard deviations of the truncation of 32 products and the previous sum
+_SPREAD = 10.0  # six standard deviations of the error of truncating 32 products and a sum
 _LARGEST_E4M3 = 448.0
-_FEWEST_BETWEEN = 16  # minimum number of elements for detecting rounded results
-_SMALL = 0.01  # up to this error of a score, the weight's error is about proportional to it
-_ANY_WEIGHT = 600.0  # score error from which even a vanishing weight may become the largest one
+_FEWEST_BETWEEN = 16  # minimum number of elements for require_unrounded
+_SMALL = 0.01  # up to this score error, the error of exp(score) is about proportional to it
+_ANY_WEIGHT = 600.0  # with such an error of a score, even a vanishing weight may become the largest
 _DOUBLE_EPS = float(np.finfo(np.float64).eps)
 _BLOCK = 1 << 18  # elements per step, which fit in a core's cache
 
@@ -151,7 +152,7 @@ class Verdict:
 
     error: the largest absolute error; infinite for a wrong NaN or infinity.
     ratio: the largest error / bound of any element; at most 1 in a correct result. index, bound,
-        actual and expected describe this element.
+        actual and expected describe the element with this ratio.
     unwritten: number of wrong NaNs, often elements that the kernel never wrote.
     """
 
@@ -258,8 +259,8 @@ def expected_attention(
     q, k, v and `score` (scale, masks, mods, sink): see `reference.attention`.
     dtype: the dtype of the inputs. out_dtype: the dtype of O; None for the default of `dtype`.
     roundings: for each kernel, the precision from `reference.PRECISIONS` to which it rounds
-        operands by design, or None. Kernels share most of the work. Elements have no bounds where
-        this rounding overflows in the plain computation.
+        operands by design, or None. Elements have no bounds where this rounding overflows in the
+        plain computation.
     row_max: whether to include the row maxima, "row_max".
     """
     kernels = {rounding: Arithmetic(dtype, rounding, out_dtype) for rounding in roundings}
@@ -361,8 +362,8 @@ def expected_gradients(
 def expected_softmax(x: Array, *, dtype: str) -> dict[str, Expected]:
     """Computes the softmax "P" of x [..., N] and its "lse", with a bound for each element.
 
-    In 2**(x * log2(e) - max * log2(e)) the exponent has an error of half an eps of each number in
-    it, and the power an error of 2 eps. The sum has an error of 1.2 eps * (sqrt(N) + 4), as in
+    In 2**(x * log2(e) - max * log2(e)), each number in the exponent is rounded by half an eps, and
+    the power has an error of 2 eps. The sum has an error of 1.2 eps * (sqrt(N) + 4), as in
     attention. A narrow dtype rounds P once or twice; `tiny` and the smallest number of the dtype
     allow flushing to zero and underflow.
     """
@@ -441,7 +442,7 @@ class Arithmetic:
         self.result = result or INPUTS[dtype].usual_result
         self.e4m3_inputs = INPUTS[dtype].result is not None
         self.rounds_by_design = rounding is not None and not self.e4m3_inputs
-        is_float8 = self.operands == _FLOAT8  # never a dtype of results
+        is_float8 = self.operands == _FLOAT8  # results are never stored as float8
         given = {name: float(_finfo(name).eps) for name in (dtype, self.operands)}
         self.coarsest = dtype if is_float8 else max(given, key=lambda name: given[name])
         if self.result != dtype:
@@ -454,19 +455,22 @@ class Arithmetic:
         self.output_unit = float(_finfo(self.coarsest).eps) / 2 if self.is_narrow else 0.0
 
     def rounded_product(self, size: Any, count: int) -> Any:
-        """Bounds the error of a dot product of `count` terms caused by rounding by design."""
+        """Bounds the error of a dot product of `count` terms due to rounding operands by design."""
         if not self.rounds_by_design:
             return 0.0
         return self.operand_unit * size * min(2.0, 4.0 / np.sqrt(max(count, 1)))
 
 
 def _score_errors(size: Array, tile: reference.Tile, kernel: Arithmetic) -> tuple[Array, Array]:
-    """Bounds errors of scores whose terms add up to `size`: accumulation, in eps; by design."""
+    """Returns two error bounds of scores: from accumulation, in eps, and from rounding by design.
+
+    size: the sum of |scale * q * k| of each score.
+    """
     d = tile.q.shape[-1]
     by_design = kernel.rounded_product(size, d)
     if kernel.e4m3_inputs:
         cut = _cut_off(tile)
-        if size.shape != cut.shape:  # one size per row
+        if size.shape != cut.shape:  # `size` has one column per row, `cut` one per key
             cut = np.where(False if tile.masked is None else tile.masked, 0.0, cut)
             cut = cut.max(-1, keepdims=True, initial=0.0)
         return np.where(np.isinf(size), np.inf, cut), by_design
@@ -474,7 +478,7 @@ def _score_errors(size: Array, tile: reference.Tile, kernel: Arithmetic) -> tupl
 
 
 def _cut_off(tile: reference.Tile) -> Array:
-    """Bounds the truncation errors of e4m3 scores by tensor cores, in eps, [n, rows, keys]."""
+    """Bounds the truncation errors of e4m3 scores [n, rows, keys] in tensor cores, in eps."""
     q, k = finite(tile.q), finite(tile.k)
     total, mean, spread = np.zeros((3, *q.shape[:-1], k.shape[-2]))
     for first in range(0, q.shape[-1], _DEPTH):
@@ -525,7 +529,8 @@ class _ModifiedScores:
 
     size [n, rows, keys]: the sum of |scale * q * k| of each pair; infinite for scores that may have
         any value. Their shift is infinite, too, unless the expression ignores the score.
-    shift: absolute error of a modified score. by_design: its change by rounding operands by design.
+    shift: absolute error of a modified score. by_design: its change if operands are rounded by
+        design.
     exponent: error of the exponential. overflows: where the modified score overflows the
         accumulation format.
     slope, slope_error: magnitude and absolute error of the derivative, if `differentiated`.
@@ -566,7 +571,6 @@ class _ModifiedScores:
 
     @staticmethod
     def _distance(here: Any, there: list[Any]) -> Any:
-        """Returns the largest distance from `here` to `there`; 0 for equal infinities."""
         apart = [np.where(here == x, 0.0, np.abs(x - here)) for x in there]
         return np.maximum(*apart) if apart else 0.0
 
@@ -581,7 +585,7 @@ def _error_of_softcap(mods: Modifications, kernel: Arithmetic) -> float:
 
 
 def _errors_of_modified(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
-    """Returns what modified scores add to the bounds of out [n, rows, dv] and lse [n, rows, 1]."""
+    """Returns the errors of out [n, rows, dv] and lse [n, rows, 1] due to modified scores."""
     errors = _ModifiedScores(work.tile, kernel, work.pair_sizes(kernel.accumulator.dtype))
     P, magnitude = work.attend()[2], work.magnitude(np.float64)
     lost = (errors.overflows & (P > 0)).any(-1, keepdims=True)
@@ -607,9 +611,10 @@ def _errors_of_modified(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
 def _bounds_on_tile(
     work: _Work, kernel: Arithmetic, row_max: bool
 ) -> dict[str, tuple[Array, Array]]:
-    """Returns the accumulation bound and the plain computation's errors of each result of a tile.
+    """Returns two arrays per result: accumulation bounds, and errors of the plain computation.
 
-    The keys are "O", "lse" and, if requested, "row_max".
+    The plain computation runs `reference.attend` in the kernel's precision. The keys are "O",
+    "lse" and, if requested, "row_max".
     """
     exact, bounds = work.attend()[:2], _bounds(work, kernel)
     found = {}
@@ -635,7 +640,7 @@ def _bounds_on_tile(
 
 
 def _bound_of_row_max(work: _Work, kernel: Arithmetic, lost: Array) -> Array:
-    """Bounds accumulation errors of row maxima [n, rows]; infinite for ``lost`` rows."""
+    """Bounds accumulation errors of row maxima [n, rows]; rows in ``lost`` have no bounds."""
     tile, largest, own = work.tile, work.row_max(), float(kernel.accumulator.eps)
     if tile.mods.score_steps:
         errors = _ModifiedScores(tile, kernel, work.pair_sizes(kernel.accumulator.dtype))
@@ -651,7 +656,10 @@ def _bound_of_row_max(work: _Work, kernel: Arithmetic, lost: Array) -> Array:
 
 
 def _plain_errors_of_row_max(work: _Work, kernel: Arithmetic, bound: Array) -> Array:
-    """Returns the plain computation's errors of row maxima; its overflows make bounds infinite."""
+    """Returns errors of the row maxima that the reference computes in the kernel's precision.
+
+    Sets ``bound`` to infinity where this computation overflows.
+    """
     largest = work.row_max()
     if not kernel.rounds_by_design:
         return np.zeros_like(largest)
@@ -693,7 +701,7 @@ def _bounds(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
     out_bound = out_bound + kernel.output_unit * np.abs(finite(out))
     smallest = max(tiny, float(_finfo(kernel.operands).smallest_subnormal))
     out_bound[_vanished_infinities(tile, P, smallest)] = np.inf
-    own = float(kernel.accumulator.eps)  # eps of sums other than matrix products
+    own = float(kernel.accumulator.eps)  # eps of sums that are not matrix products
     lse_bound = (eps * score + own * 1.2 * total + by_design + of_lse)[..., 0]
     lse_bound = lse_bound + own * 2 * np.abs(finite(lse))
     lost = np.isinf(score + of_lse)[..., 0]
@@ -709,7 +717,7 @@ def _error_of_weights(score: Any) -> Any:
 
 
 def _error_of_probabilities(P: Array, scores: Array, lse: Array, error: Array) -> Array:
-    """Bounds the change of P = exp(scores - lse) by the absolute errors of scores.
+    """Bounds the error of P = exp(scores - lse) if scores have the absolute error ``error``.
 
     If the error of a score is large, P may be 1 where it is 0 in float64. For a huge lse, kernels
     clamp P to 1; otherwise P grows with the error and may overflow.
@@ -885,7 +893,7 @@ def _sink_bounds(work: _BackwardWork, kernel: Arithmetic) -> Array | None:
 
 
 def add_rounding_of_results(value: Array, bound: Array, kernel: Arithmetic, name: str) -> None:
-    """Adds the error of rounding results to the dtype called ``name``, except to bounds of 0."""
+    """Adds to ``bound`` the error of rounding to the dtype ``name``; bounds of 0 stay 0."""
     dtype = _finfo(name)
     narrow = float(dtype.eps) > float(kernel.accumulator.eps)
     unit = 2 * float(kernel.accumulator.eps) + (float(dtype.eps) / 2 if narrow else 0.0)
@@ -940,7 +948,7 @@ def _score_size(tile: reference.Tile, dtype: Any) -> Array:
 def _two_roundings(value: Array, size: Array, precision: str) -> Array:
     """Computes 2 * max|((x + s) - s) - x| for each head in `precision`, over finite x.
 
-    value: x [heads, rows, dv]. size [heads]: s is 0.3 of it.
+    value: x [heads, rows, dv]. size [heads]: s is 0.3 * size.
     """
     found = np.zeros(len(value))
     some_rows = max(1, _BLOCK // max(value.shape[-1], 1))
@@ -954,7 +962,7 @@ def _two_roundings(value: Array, size: Array, precision: str) -> Array:
 
 
 def _keep_larger(of_heads: Array, tile: reference.Tile, found: Array) -> None:
-    """Updates maxima of heads with a tile's finite numbers, [n, rows] or [n, rows, dv]."""
+    """Updates the maximum of each head with a tile's finite numbers, [n, rows] or [n, rows, dv]."""
     some = of_heads[tile.where[0]]
     largest = found.max(tuple(range(1, found.ndim)), initial=0.0, where=np.isfinite(found))
     np.maximum(some, largest, out=some)
@@ -1012,7 +1020,7 @@ def _errors(actual: Array, value: Array, bound: Array) -> tuple[Array, Array, in
 
 
 def _finfo(precision: str) -> Any:
-    """Returns the finfo of a precision; for tf32 that of float16, with as many mantissa bits."""
+    """Returns the finfo of a precision; tf32 uses that of float16, with equal mantissa bits."""
     names = {"tf32": "float16", "float8_e4m3": "float8_e4m3fn"}
     return ml_dtypes.finfo(names.get(precision, precision))
 

@@ -23,8 +23,8 @@ from cupyfa.problem.problem import Problem
 from cupyfa.score.expressions import Expression
 
 _ALIKE = 0.98  # speeds with a ratio above this count as equal, within the noise of measurements
-# "auto" selects a baseline only up to this much scratch memory, and from this number of scores on,
-# below which launch overhead dominates.
+# "auto" selects a baseline only if it needs at most _MOST_SCRATCH bytes, and if the problem has at
+# least _LEAST_SCORES scores, because launch overhead dominates for smaller problems.
 _MOST_SCRATCH, _LEAST_SCORES = 1 << 30, 1 << 23
 
 
@@ -83,7 +83,7 @@ def _given(kernel: str | Kernel, operation: str) -> Kernel:
 
 
 def check_named(kernel: str | Kernel, operation: str, given: Mapping[str, int]) -> None:
-    """Raises TypeError or ValueError for an unknown kernel, and for tile sizes that it lacks."""
+    """Raises TypeError or ValueError for an unknown kernel or constants that it does not have."""
     if kernel != "auto":
         _check_given(_given(kernel, operation), given)
 
@@ -92,7 +92,7 @@ def plan(kernel: Kernel, problem: Problem, limits: Limits, **given: int) -> Plan
     """Makes the plan of a kernel for a problem on a device; the caller may fix constants.
 
     Plans zero columns as one column of zeros. Raises ValueError for constants that the kernel does
-    not have or that break its rules, and Unsupported if the kernel or device does not support the
+    not have or that violate its rules, and Unsupported if the kernel or device does not support the
     problem.
     """
     _check_arrays(kernel)
@@ -114,7 +114,7 @@ def with_maps(made: Plan, limits: Limits, expressions: Iterable[Expression]) -> 
 
 
 def can(kernel: Kernel, problem: Problem, limits: Limits) -> bool:
-    """Returns whether the kernel supports the problem on the device with any constants."""
+    """Returns whether the kernel supports the problem on the device, for some choice of tiles."""
     return _refusal(kernel, problem, limits) is None
 
 
@@ -127,7 +127,7 @@ def _refusal(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
 
 
 def candidates(kernel: Kernel, problem: Problem, limits: Limits) -> list[Plan]:
-    """Returns the plans to measure: the default plan, then all others that fit, similar ones first.
+    """Returns the plans to measure: the default plan, then all others, most similar first.
 
     Raises Unsupported if the kernel does not support the problem.
     """
@@ -152,12 +152,12 @@ def largest_d(kernel: Kernel, dtype: str, limits: Limits) -> int | None:
     def too_large(d: int) -> bool:
         return not can(kernel, Problem.of_sizes(M=1, d=d, dtype=dtype), limits)
 
-    unbounded = limits.shared_bytes + 1  # a d that exceeds shared memory at one byte per column
+    unbounded = limits.shared_bytes + 1  # even one row of 1-byte elements would not fit
     return bisect_left(range(1, unbounded), True, key=too_large) if too_large(unbounded) else None
 
 
 def passed_over(chosen: Kernel, problem: Problem, limits: Limits) -> dict[str, str]:
-    """Maps kernels that were measured faster than the chosen one to why "auto" skipped them."""
+    """Maps kernels that were measured faster than ``chosen`` to the reason "auto" skips them."""
     problem = _accurate(problem)
     suiting = _suiting(LADDER[chosen.operation].values(), problem)
     able = [k for k in suiting if not _other_device(k, problem.dtype.name, limits)]
@@ -184,7 +184,7 @@ def _fastest(kernels: Sequence[Kernel], problem: Problem, limits: Limits) -> Ker
     """Returns the kernel that "auto" selects.
 
     Prefers a kernel made for such problems, then the fastest measured kernel, then the best
-    unmeasured one. Plans only kernels whose records allow the problem, mostly one or two.
+    unmeasured one. Only kernels whose records allow the problem are planned, to save time.
     """
     problem = _accurate(problem)
     general = [k for k in _suiting(kernels, problem) if k.made_for is None]
@@ -218,7 +218,7 @@ def _is_made_for(kernel: Kernel, problem: Problem, limits: Limits) -> bool:
     p = kernel.resolved(_with_columns(kernel, problem))
     tiles = kernel.tiles_for(p, limits.arch, limits.multiprocessors)
     if not suits(p, next(chain(_tuned_for(kernel, p, limits), tiles))):
-        return False  # smaller tiles, which the plan might need, would make even more blocks
+        return False  # if the plan used smaller tiles, there would be even more blocks
     try:
         its = plan(kernel, problem, limits)
     except Unsupported:
@@ -227,10 +227,12 @@ def _is_made_for(kernel: Kernel, problem: Problem, limits: Limits) -> bool:
 
 
 def _fastest_measured(general: Sequence[Kernel], problem: Problem, limits: Limits) -> Kernel | None:
-    """Returns the fastest measured kernel for the problem; of equally fast ones, the ladder's last.
+    """Returns the fastest measured kernel for the problem, or None.
+
+    Among kernels whose speeds differ by less than noise, returns the last one in the ladder.
 
     Speeds measured on this device take precedence. Speeds measured on an H100 are scaled by the
-    ratio of the two devices, where kernels were measured on both.
+    mean speed ratio of kernels that were measured on both devices.
     """
     speeds = _speeds(general, problem, limits)
     left = [k for k in general if k.name in speeds and not _lack(k, problem, limits)]
@@ -281,12 +283,12 @@ def _drawback(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
 def _best_unmeasured(general: Sequence[Kernel], problem: Problem, limits: Limits) -> Kernel | None:
     """Selects a kernel for a problem that no measured kernel supports.
 
-    For a precision, it is the fastest kernel for inputs of that dtype, else the ladder's last. For
-    a dtype without measurements, it is the ladder's last deterministic kernel.
+    If a precision is requested, selects the kernel that is fastest for inputs stored in it, or the
+    last one in the ladder. For a dtype without measurements, selects the last deterministic kernel.
     """
 
     def speed(kernel: Kernel) -> float:
-        """Returns TFLOP/s for inputs that already have the precision; 0 if not measured."""
+        """Returns TFLOP/s for inputs stored in the requested precision; 0 if not measured."""
         speeds = kernel.tflops.get(problem.precision or "")
         return _nearest(speeds, problem.d) if speeds else 0.0
 
@@ -302,7 +304,7 @@ def _best_unmeasured(general: Sequence[Kernel], problem: Problem, limits: Limits
 
 
 def _measured_here(name: str, problem: Problem, limits: Limits) -> dict[int, float]:
-    """Returns a ladder kernel's TFLOP/s on this device by d, for dv = d or the problem's dv."""
+    """Maps d to a ladder kernel's TFLOP/s on this device, for dv = d or the problem's dv."""
     mine = [t for t in limits.tuned if (t.kernel, t.folder) == (name, None)]
     here = {t.d: t.tflops for t in mine if t.dtype == problem.arithmetic and t.d == t.dv}
     return here | {t.d: t.tflops for t in mine if _is_for(t, problem)}
@@ -367,7 +369,7 @@ def _suiting(kernels: Iterable[Kernel], problem: Problem) -> list[Kernel]:
 
 
 def _accurate(problem: Problem) -> Problem:
-    """Returns the problem for "auto", which rounds float32 only if a precision is given."""
+    """Requests precision "float32" for float32 inputs if the caller requests no precision."""
     if problem.dtype.name != "float32" or problem.precision or not problem.d:
         return problem
     return problem.with_options(precision="float32")
@@ -383,16 +385,16 @@ def _with_columns(kernel: Kernel, problem: Problem) -> Problem:
 
 
 def _first_fit(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[str, int]) -> Plan:
-    """Returns the plan with tuned constants, or else with the first tile that fits."""
+    """Returns the plan with tuned constants, or otherwise with the first tile that fits."""
     if reason := _lack(kernel, problem, limits):
         raise Unsupported(f"{kernel.name} cannot do {problem}: {reason}", reason)
     problem = kernel.resolved(problem)
     _check_given(kernel, given)
     given = {name: int(value) for name, value in given.items()}
     for constants in _tuned_for(kernel, problem, limits):
-        with suppress(Exception):  # the record may have changed since it was tuned
+        with suppress(Exception):  # the kernel may have changed since it was tuned
             return _made(kernel, problem, limits, {**constants, **given})
-    refused: list[Exception] = []  # last error; ``pop`` leaves no reference to it in this frame
+    refused: list[Exception] = []  # ``pop`` drops this frame's reference to the error
     for tile in kernel.tiles_for(problem, limits.arch, limits.multiprocessors):
         try:
             return _made(kernel, problem, limits, {**tile, **given})
@@ -431,7 +433,7 @@ _MEANING = {
 
 
 def _lack(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
-    """Returns why no constants make the kernel support the problem; None if some may."""
+    """Returns why the kernel cannot support the problem, whatever its constants; else None."""
     problem = _with_columns(kernel, problem)
     needed = [
         *dict.fromkeys((*problem.options.features, *problem.modifiers.features)),

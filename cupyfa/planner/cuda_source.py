@@ -38,18 +38,18 @@ _ELEMENTS = {
 }
 _NUMBERS = {"bool": ("bool", "?"), "int": ("long long", "i8")}  # types in C++ and in NumPy
 _EMPTY = np.zeros((), "V1")  # sizeof of an empty C++ struct is 1
-_FIRST = "first_position"  # member: position of query 0
-_PAGES = "page_count"  # member: number of pages
-_UNIT = "unit"  # member: 1 / scale
+_FIRST = "first_position"  # name of the struct member that holds the position of query 0
+_PAGES = "page_count"  # name of the struct member that holds the number of pages
+_UNIT = "unit"  # name of the struct member that holds 1 / scale
 _MOST_INLINE = 100  # maximum number of operations to inline for every pair
-_MOST_SLOPES = 20_000  # maximum number of derivatives with respect to elements of captured arrays
+_MOST_SLOPES = 20_000  # maximum number of generated derivatives: operations times array accesses
 # Parameters of every C++ function that evaluates expressions.
 _PLACE = "int batch, int head, Index query, Key key, int queries, int keys"
 
 
 @lru_cache(maxsize=64)
 def header(p: Problem, *, taped: bool = False, copies: bool = False) -> str:
-    """Returns the declarations above a kernel's file for a problem's expressions.
+    """Returns the C++ declarations of a problem's expressions, to be placed above a kernel's file.
 
     taped: whether to declare the function that records derivatives of a modified score with respect
     to array elements. copies: whether to declare the function that kernels use for copying tiles of
@@ -71,8 +71,9 @@ def header(p: Problem, *, taped: bool = False, copies: bool = False) -> str:
             ),
             *(["#include <attention/dropout.cuh>"] if found.dropout else []),
             f"struct Mods {{{''.join(f' {x};' for x in _members(p))} }};",
-            _function(p, "score_mod", found.score),  # both are always declared, because compilers
-            _function(p, "mask_mod", found.mask),  # look up names even in discarded branches
+            # Both functions are needed, because compilers look up names in discarded branches, too.
+            _function(p, "score_mod", found.score),
+            _function(p, "mask_mod", found.mask),
             *([_dropout_function(found)] if found.dropout else []),
             *([_held(found.held)] if found.held else []),
             *([_tape(p)] if taped else []),
@@ -146,10 +147,10 @@ def _stored(x: Operand, sums: np.dtype) -> tuple[Any, Any]:
 
 
 def of_products(p: Problem) -> bool:
-    """Returns whether expressions map q·k to score / scale: only for ALiBi, with slopes / scale.
+    """Returns whether expressions modify q·k before it is scaled, which only ALiBi supports.
 
-    score / scale may overflow to -infinity where the score is finite, which kernels can detect only
-    if no mask expression hides pairs.
+    ALiBi slopes are then divided by the scale. A modified q·k may overflow to -infinity where the
+    score is finite; kernels can detect this only if no mask expression hides pairs.
     """
     expressions = p.modifiers.score
     is_alibi = [x.option for x in expressions] == [ALIBI] and not p.modifiers.mask
@@ -174,7 +175,7 @@ def _dropout(p: Problem) -> tuple[Any, ...]:
 
 
 def _dropout_function(found: Modifiers) -> str:
-    """Prints the C++ function that returns struct Dropout, with a seed or offset from memory."""
+    """Prints the C++ function that returns struct Dropout; seed and offset may be in memory."""
     read = {
         SEED: f"made.take_seed(*mods.{cpp_name(SEED)}.data);",
         OFFSET: f"made.offset = unsigned(*mods.{cpp_name(OFFSET)}.data);",
@@ -194,7 +195,7 @@ def _dropout_function(found: Modifiers) -> str:
 
 def _members(p: Problem) -> list[str]:
     found = p.modifiers
-    names = dict(zip(PADDED, USED))  # ragged.cuh uses the same names for both kinds of lengths
+    names = dict(zip(PADDED, USED))  # ragged.cuh reads padded lengths by these names
     made = [
         f"{_member(x, x is found.held)} {cpp_name(names.get(x.name, x.name))}"
         for x in found.operands
@@ -206,7 +207,7 @@ def _members(p: Problem) -> list[str]:
 
 
 def _of_lengths(p: Problem) -> list[str]:
-    """Returns the constants that batch.cuh needs besides offsets and lengths."""
+    """Returns the constants that batch.cuh reads in addition to offsets and lengths."""
     if not p.is_ragged:
         return []
     known = {f"has_{name}": is_given for name, is_given in zip(USED, p.modifiers.used)}
@@ -223,7 +224,7 @@ def _member(x: Operand, is_held: bool = False) -> str:
 
 
 def _held(x: Operand) -> str:
-    """Prints the C++ function that returns a row of the array whose tiles kernels may copy."""
+    """Prints the C++ function that returns a row of the bias or mask that kernels may copy."""
     return (
         "__device__ __forceinline__ auto held_row(const Mods& mods, [[maybe_unused]] int batch,\n"
         "    [[maybe_unused]] int head, [[maybe_unused]] Index query) {\n"
@@ -332,7 +333,7 @@ def _inlining(expressions: tuple[Expression, ...], p: Problem) -> str:
 
 
 def _farthest(p: Problem) -> int:
-    """Bounds the magnitude of positions, mostly by the same number, so that sources are reused."""
+    """Returns an upper bound of positions; usually 2**24, so that problems share compiled code."""
     first = p.N if p.is_ragged else abs(p.first_position)
     return max(2**24, first + p.M, p.N, p.batch, p.heads)
 

@@ -1,4 +1,4 @@
-"""Evaluation of a record's formulas: launches, scratch and outputs as plain integers."""
+"""Evaluation of a record's formulas, which turns launches and arrays into plain integers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -31,7 +31,8 @@ from cupyfa.problem.problem import MOST_ELEMENTS, Problem
 _LARGEST_GRID = (2**31 - 1, 65535, 65535)
 # NumPy dtype of struct Sizes in extent.cuh.
 SIZES = np.dtype([(name, "i4") for name in ("M", "N", "causal_offset", "window_offset")])
-_BYTES = {"": "V32", "data": "V8", "map": "V128"}  # dtypes of array arguments, by form
+# Opaque NumPy dtypes with the sizes of struct Tensor, of a pointer and of struct TensorMap.
+_BYTES = {"": "V32", "data": "V8", "map": "V128"}
 _FIRST_WITH_EARLY_LAUNCHES = 90  # first compute capability with programmatic dependent launch
 _MOST_ROUNDS = 65536  # every launch of every round is planned separately
 
@@ -39,7 +40,7 @@ _MOST_ROUNDS = 65536  # every launch of every round is planned separately
 def plan_of(kernel: Kernel, problem: Problem, limits: Limits, constants: Mapping[str, int]) -> Plan:
     """Makes the plan with exactly these constants.
 
-    Raises ValueError for constants that break a rule and for formulas with invalid results, and
+    Raises ValueError for constants that violate a rule and for formulas with invalid results, and
     Unsupported for launches that are too large for the device.
     """
     c = SimpleNamespace(**constants, d=problem.d, dv=problem.dv)
@@ -53,7 +54,7 @@ def plan_of(kernel: Kernel, problem: Problem, limits: Limits, constants: Mapping
 
 
 def with_numbers(plan: Plan, problem: Problem) -> Plan:
-    """Adapts a plan to a problem of the same ``form`` with other captured or dropout numbers.
+    """Adapts a plan to a problem that differs only in captured numbers, softcap or dropout.
 
     Only struct Mods holds these numbers; no formula of the ladder depends on them.
     """
@@ -69,7 +70,7 @@ def with_numbers(plan: Plan, problem: Problem) -> Plan:
 
 
 def source_path(kernel: Kernel, launch: Launch) -> Path:
-    """Returns the path of a launch's file, relative to kernels/ unless a user's kernel has it.
+    """Returns the path of a launch's file: relative to kernels/, or absolute in a user's folder.
 
     If a user's folder holds at least one file of the kernel, missing files come from the project.
     """
@@ -208,7 +209,7 @@ class _Planner:
         )
 
     def softcap(self) -> dict[str, bool]:
-        """Returns constants: whether kernels apply a softcap to tiles, and may approximate it."""
+        """Returns constants: whether to softcap whole tiles, and whether to approximate tanh."""
         caps = self.modifiers.has_softcap and self.problem.dtype.sums == np.float32
         is_narrow = self.problem.dtype.itemsize < 4
         roughly = caps and is_narrow and self.problem.options.has_usual_softcap
@@ -216,7 +217,7 @@ class _Planner:
         return {"caps_tiles": caps, "approximates_softcap": roughly}
 
     def maps(self, launch: Launch) -> dict[str, bool]:
-        """Returns constants: whether a launch reads each tile map of a block mask."""
+        """Returns one constant per tile map of a block mask: whether the launch reads the map."""
         given = self.modifiers.constants
         return {
             f"has_{name}": given[f"has_{name}"]
@@ -264,7 +265,7 @@ class _Planner:
         return self.problem.is_ragged and bool({"sizes", "ragged"} & set(named))
 
     def is_packed(self, launch: Launch) -> bool:
-        """Returns whether a launch distinguishes packed sequences, rather than one long one."""
+        """Returns whether a launch reads the offsets of packed sequences."""
         return self.modifiers.is_packed and self.is_ragged(launch)
 
     def starts(self, name: str) -> tuple[tuple[str, int], ...]:
@@ -343,7 +344,7 @@ class _Planner:
         return int(number)
 
     def constant(self, what: str, formula: Constant) -> int | float:
-        """Evaluates a constant of a kernel's source: a bool, an int, or a float of float32."""
+        """Evaluates a constant of a kernel's source: a bool, an int, or a rounded float32."""
         value = self.kernel.evaluated(what, formula, self.problem, self.on_device())
         if isinstance(value, bool | np.bool_):
             return bool(value)

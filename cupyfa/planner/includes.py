@@ -1,4 +1,4 @@
-"""Includes of a source text: finds, hashes and inlines all included files."""
+"""Processing of #include lines: finds, hashes and inlines the files that a source includes."""
 
 import os
 import re
@@ -58,7 +58,7 @@ def reached(text: str, folders: Sequence[Path]) -> dict[Path, bytes]:
 def inlined(
     texts: Mapping[str, str], folders: Sequence[Path], title_of: Callable[[Path], str]
 ) -> str:
-    """Joins titled texts and replaces the first include of each file by its content.
+    """Concatenates texts below title lines, and replaces the first include of a file with the file.
 
     Title lines mark where a file begins and where the including file continues. ``#pragma once`` is
     removed, because compilers warn about it in a main file.
@@ -92,7 +92,7 @@ def _included(text: str) -> list[tuple[str, str]]:
 def _candidates(
     bracketed: str, quoted: str, own: Sequence[str], searched: Sequence[str]
 ) -> Iterable[str]:
-    """Yields the paths to try for an include; for a quoted name, the own folder comes first."""
+    """Yields the paths to try for an include; for a quoted name, ``own`` comes first."""
     folders = [*own, *searched] if quoted else searched
     return (os.path.join(folder, bracketed or quoted) for folder in folders)
 
@@ -104,6 +104,6 @@ def _first_file(candidates: Iterable[str], met: Set[str]) -> tuple[str, bytes | 
             path = str(Path(path).resolve() if "../" in path else Path(path))
         if path in met:
             return path, None
-        with suppress(OSError, ValueError), open(path, "rb") as file:  # not a file, invalid name
+        with suppress(OSError, ValueError), open(path, "rb") as file:  # not a file
             return path, file.read()
     return "", None

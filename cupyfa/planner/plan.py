@@ -1,4 +1,4 @@
-"""Planning types: device limits, planned launches and plans."""
+"""Types of the planner: device limits, planned launches and plans."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ class Tuned:
 
     kernel: str
     folder: str | None  # folder of a user's kernel; None for the ladder
-    dtype: str  # the problem's ``arithmetic``
+    dtype: str  # ``Problem.arithmetic``, such as "float16"
     d: int
     dv: int
     constants: tuple[tuple[str, int], ...]
@@ -39,14 +39,14 @@ class Tuned:
 
 @dataclass(frozen=True)
 class Limits:
-    """What planning needs to know about a device: limits per block, name, tuned constants."""
+    """Properties of a device that planning depends on, and constants tuned for the device."""
 
-    device: str  # name in messages
+    device: str  # the device's name in messages
     shared_bytes: int
     threads: int = 1024
     arch: str | None = None  # compute capability; None for the simulator, which runs any kernel
     no_matmul: str | None = None  # why cuBLAS products are unavailable; None if they are available
-    multiprocessors: int = 132  # an H100 SXM has 132
+    multiprocessors: int = 132  # number of SMs; by default that of an H100 SXM
     clock: float | None = None  # maximum clock in GHz, if known
     tuned: tuple[Tuned, ...] = field(default=(), hash=False, repr=False)
 
@@ -65,7 +65,7 @@ class Argument(Shown):
 
 @dataclass(frozen=True)
 class Recording:
-    """Which blocks and events a launch records; see kernels/timeline/timeline.cuh."""
+    """Selects the blocks and events that a launch records; see kernels/timeline/timeline.cuh."""
 
     first: int  # index of the first recorded block
     blocks: int  # number of recorded blocks
@@ -75,7 +75,7 @@ class Recording:
 
 @dataclass(frozen=True, repr=False)
 class PlannedLaunch(Shown):
-    """A launch with all numbers computed; file, constants and dtypes determine its source text."""
+    """A launch with evaluated formulas; file, constants and dtypes determine its source text."""
 
     launch: Launch
     path: Path
@@ -91,7 +91,7 @@ class PlannedLaunch(Shown):
     mods: str = NO_MODS  # C++ source of struct Mods and of the expressions
     target: str | None = None  # architecture to compile for, such as "90a"; None for the device's
     recording: Recording | None = None
-    begins_early: bool = False  # whether it uses programmatic dependent launch
+    begins_early: bool = False  # whether the launch uses programmatic dependent launch
     keeps: frozenset[str] = frozenset()  # arrays that the next launch may read without waiting
 
     @classmethod
@@ -104,7 +104,7 @@ class PlannedLaunch(Shown):
         *arguments: Argument,
         **more: Any,
     ) -> Self:
-        """Makes a launch outside the ladder, with a 1-D grid of constants["threads"] per block."""
+        """Makes a launch of a helper kernel, with a 1-D grid of blocks of constants["threads"]."""
         return cls(
             launch=launch,
             path=Path(str(launch.file)),
@@ -175,7 +175,7 @@ class Plan:
 
     @property
     def tflops(self) -> tuple[int, float] | None:
-        """The nearest measured d and the kernel's TFLOP/s there on an H100; None if not measured.
+        """The nearest measured d, and the kernel's TFLOP/s for it on an H100; None if unmeasured.
 
         "auto" compares these speeds on devices without measurements of their own.
         """
@@ -199,7 +199,7 @@ class Plan:
 
     @property
     def programs(self) -> tuple[PlannedLaunch, ...]:
-        """The launches to compile; rounds share the first one's program."""
+        """The launches to compile; every round runs the program of the first round."""
         first: dict[int, PlannedLaunch] = {}
         for x in self.launches:
             first.setdefault(id(x.launch), x)

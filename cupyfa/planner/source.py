@@ -19,7 +19,8 @@ WITH = KERNELS / "with"
 # Matches code in which macros may form names: ## and #include of a macro.
 _MADE = re.compile(r"##|^[ \t]*#[ \t]*include\s+\w", re.MULTILINE)
 _ALIGNED = r"\b(?:alignas|__align__)\s*\((?:[^()]|\([^()]*\))*\)"
-# Matches a type and names, without extents and template arguments. _BESIDE: optional keywords.
+# _DECLARED matches a type and the declared names, after array extents and template arguments have
+# been removed. _BESIDE matches qualifiers and keywords of built-in types.
 _BESIDE = r"(?:(?:const|volatile|typename|unsigned|signed|long|short|int|char|double)[\s*]+)*"
 _DECLARED = re.compile(
     r"(?!(?:struct|class|union|enum|friend|typedef|template|extern)\b)"
@@ -148,9 +149,9 @@ def include_folders(launch: PlannedLaunch) -> tuple[Path, ...]:
 
 
 def _is_plain(launch: PlannedLaunch) -> bool:
-    """Returns whether a launch can do without the headers in WITH.
+    """Returns whether a launch can be compiled without the headers in WITH.
 
-    Scores are then q·k times a positive scale, and keys are neither e4m3 nor paged.
+    This requires scores q·k times a positive scale, and keys that are neither e4m3 nor paged.
     """
     of = launch.constants.get
     is_stored_alike = not (of("page_size") or of("has_e4m3"))
@@ -158,7 +159,10 @@ def _is_plain(launch: PlannedLaunch) -> bool:
 
 
 def _recording(launch: PlannedLaunch) -> list[str]:
-    """Returns the lines above a recorded launch's file; they also record waits in __syncthreads."""
+    """Returns the lines above a recorded launch's file.
+
+    The lines also redefine __syncthreads, to record how long warps wait.
+    """
     if launch.recording is None:
         return []
     numbers = {

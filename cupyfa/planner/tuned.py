@@ -1,4 +1,4 @@
-"""Tuned constants: the fastest ones that ``tune`` measured on each device, stored on disk."""
+"""Tuned constants, stored on disk: the fastest constants that ``tune`` found on each device."""
 
 from collections.abc import Mapping
 from dataclasses import asdict

@@ -1,1 +1,1 @@
-"""What one call computes: dtypes, options, optional inputs, lengths, problems."""
+"""Description of a call: dtypes, options, optional inputs, sequence lengths and the Problem."""

@@ -12,7 +12,7 @@ from cupyfa.errors import described
 
 @dataclass(frozen=True)
 class DType:
-    """An element type of inputs and outputs, with its accumulation type."""
+    """An element type of arrays, with the type in which its sums accumulate."""
 
     name: str
     numpy: np.dtype
@@ -32,7 +32,7 @@ class DType:
 
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)  # for inputs, and for cached keys and values
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)  # dtype of inputs, and of cached keys and values
 _SINGLE, _DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 DTYPES = {
     row.name: row
@@ -55,7 +55,7 @@ DTypeLike = str | np.dtype | type  # for example "float16" or np.float16
 def name_of(dtype: object) -> Any:
     """Returns the name of a NumPy dtype or scalar type, and any other object unchanged."""
     if isinstance(dtype, np.dtype | type):
-        with suppress(TypeError):  # raised for types that are not scalar types
+        with suppress(TypeError):  # raised if ``dtype`` is not a scalar type
             found = np.dtype(dtype)
             return found.name if found.isnative else str(found)
     return dtype

@@ -14,7 +14,7 @@ import numpy as np
 from cupyfa.errors import described
 
 MOST_ROWS = 2**31 - 2**16  # limit on the total number of rows
-_SHOWN = 8  # longer lists are abbreviated in output
+_SHOWN = 8  # lists of more sequences are abbreviated in output
 _OF_LENGTHS = (
     "give whole numbers, such as 349,263,0,115; 7/9 for a sequence of 9 rows of which 7 are valid, "
     "_3 at an end for 3 rows outside of sequences, and 5,0:7,3 if queries and keys differ"
@@ -73,7 +73,7 @@ class Lengths:
 
     @property
     def short(self) -> str:
-        """The text form; for more than 8 sequences only their number and range of valid rows."""
+        """The lengths as text; more than 8 sequences are summarized, as in "12 of 3-40" (rows)."""
         if len(self.rows) <= _SHOWN:
             return str(self)
         least, most = min(self.counts), max(self.counts)
@@ -105,20 +105,20 @@ class Lengths:
         return replace(self, rows=change(self.rows), used=self.used and change(self.used))
 
     def only(self, numbers: Collection[int]) -> Lengths:
-        """Keeps only the sequences with these indices."""
+        """Returns the lengths of the sequences with these indices only."""
         return self._changed(lambda x: tuple(n for i, n in enumerate(x) if i in numbers))
 
     def with_rows(self, number: int, rows: int) -> Lengths:
-        """Sets the number of rows of one sequence, all of them valid."""
+        """Returns the lengths with sequence ``number`` resized to ``rows`` rows, all valid."""
         return self._changed(lambda x: (*x[:number], rows, *x[number + 1 :]))
 
     @property
     def twice(self) -> Lengths:
-        """All sequences, followed by the same sequences again."""
+        """Lengths of a batch in which all sequences occur twice."""
         return self._changed(lambda x: 2 * x)
 
     def first(self, count: int | None) -> Lengths:
-        """Keeps the first ``count`` sequences, or all of them if ``count`` is None."""
+        """Returns the lengths of the first ``count`` sequences; None keeps all sequences."""
         return self._changed(lambda x: x[:count])
 
     def limited(self, most: int) -> Lengths:
@@ -161,12 +161,12 @@ DENSE = Rows()
 
 
 def pairs_of(q: Lengths, k: Lengths) -> Iterable[tuple[int, int]]:
-    """Returns the number of valid queries and keys of each sequence."""
+    """Returns (number of valid queries, number of valid keys) for each sequence."""
     return zip(q.counts, k.counts)
 
 
 def lengths_of(given: Any) -> Packed:
-    """Reads the lengths of queries and keys: one list for both, a tuple of two, or "5,0:7,3".
+    """Parses lengths of queries and keys: one list for both, a tuple of two lists, or "5,0:7,3".
 
     Raises ValueError for invalid lengths and for different numbers of sequences.
     """
@@ -186,6 +186,6 @@ def lengths_of(given: Any) -> Packed:
 
 
 def shown_lengths(lengths: Packed, *, short: bool = False) -> str:
-    """Formats both lengths as text, abbreviated with ``short``."""
+    """Formats the lengths of queries and keys as text; ``short`` abbreviates long lists."""
     q, k = (x.short if short else str(x) for x in lengths)
     return q if lengths[0] == lengths[1] else f"{q}:{k}"

@@ -31,13 +31,13 @@ OF_BLOCKS = "block_mask_"  # name prefix of a block mask's arrays and numbers
 
 @dataclass(frozen=True)
 class OptionalInput:
-    """An optional array of a problem besides Q, K and V; docs/options.md explains how to add one.
+    """An array that problems may read besides Q, K and V; docs/options.md explains how to add one.
 
     group: the group of arrays that are passed and read together.
     axes: the names of the problem sizes that its trailing axes must match; "-" for other sizes.
     broadcast: "axes" if any axis may have size 1, "lead" if the first axis may be omitted.
     dtype: a dtype name, or the kind "float" or "int"; empty if any dtype is allowed.
-    usual_dtype: the dtype where only a shape is given; None for the dtype of results.
+    usual_dtype: the default dtype of array forms; None for the dtype of results.
     shape_rule: the required shape, for messages; empty if callers do not choose the shape.
     in_expressions: whether an expression reads the array.
     is_keyword: whether calls accept the array as a keyword argument of this name.
@@ -45,8 +45,8 @@ class OptionalInput:
     constant: the C++ constant that tells the kernel whether the array is given.
     usual_axes, axes_examples: its default shape on the command line, and alternatives.
     help: the help text of its command-line option.
-    in_parts: the remedy that messages suggest in calls on parts of a problem, which reject it.
-    written: its name in messages where callers do not pass it as ``name``.
+    in_parts: the remedy in error messages of calls that split a problem and reject the array.
+    written: how messages refer to the array if callers do not pass it as ``name``.
     """
 
     name: str
@@ -99,7 +99,7 @@ _SEED: dict[str, Any] = {
     "dtype": "int",
     "shape_rule": "() or (1,)",
 }
-# In the order in which kernel features are checked.
+# The rows are in the order in which kernel features are checked.
 _ROWS = (
     OptionalInput(
         ALIBI,
@@ -306,14 +306,14 @@ class Operand:
 
     @property
     def in_pairs(self) -> bool:
-        """Whether kernels load two adjacent keys of an aligned row at a time."""
+        """Whether kernels load the operand's elements for two adjacent keys in one instruction."""
         return self.name in (BIAS, MASK) and self.shape[-1] > 1 and self.numpy.itemsize <= 2
 
     @property
     def axes(self) -> tuple[str, ...]:
         """The name of the problem size along each axis; "-" for broadcast axes.
 
-        Every axis of a captured array is "-".
+        For a captured array, every name is "-".
         """
         rank = len(self.shape)
         axes = self.record.axes if self.record else ()
@@ -347,8 +347,8 @@ def name_of(name: str) -> str:
 class Modifiers:
     """A problem's score and mask expressions, in the order in which they are applied.
 
-    score: score expressions; the first one is applied to the scaled product, each other one to the
-    score before it. mask: mask expressions; a pair is visible if all of them are True. operands:
+    score: score expressions; the first one is applied to scale * q @ k, and each further one to the
+    previous result. mask: mask expressions; a pair is visible if all of them are True. operands:
     the arrays and numbers that expressions read, plus the sink, the gradient of lse, and the output
     row_max. dropout: whether weights are dropped.
     """
@@ -365,7 +365,7 @@ class Modifiers:
 
     @property
     def differentiated(self) -> tuple[Operand, ...]:
-        """The arrays read by expressions whose gradients the call returns."""
+        """The arrays that expressions read and whose gradients the call returns."""
         return tuple(x for x in self.arrays if x.gradient and x.is_in_expressions)
 
     @property
@@ -441,7 +441,7 @@ class Modifiers:
 
     @property
     def used(self) -> tuple[bool, ...]:
-        """Whether arrays hold the number of valid queries, and of valid keys, per element."""
+        """Two flags: whether the call passes numbers of valid queries, and of valid keys."""
         return tuple(self._has(x) or self._has(y) for x, y in zip(USED, PADDED))
 
     def _has(self, name: str) -> bool:
@@ -477,7 +477,7 @@ NONE = Modifiers()
 def modifiers(
     options: AttentionOptions, operands: tuple[Operand, ...], sizes: tuple[int, int, int, int]
 ) -> Modifiers:
-    """Builds and checks the expressions of options and arrays; sizes are batch, heads, M and N.
+    """Builds expressions from options and arrays and checks them; sizes: batch, heads, M and N.
 
     Raises ValueError for arrays of wrong shape, unknown names in expressions, and arrays that no
     expression reads.
@@ -556,7 +556,10 @@ def alibi_expression(slopes: Operand, factor: str = "") -> Expression:
 
 
 def indices(shape: Sequence[int]) -> str:
-    """Returns the index expressions of a pair's element, "0" for each broadcast axis."""
+    """Returns the indices, such as "0, head, query, key", with which expressions read an array.
+
+    shape: the array's sizes along batch, heads, M and N; axes of size 1 are broadcast.
+    """
     return ", ".join("0" if n == 1 else axis for axis, n in zip(_AXES, shape))
 
 
@@ -653,7 +656,7 @@ def of_record(
 
 
 def of_list(name: str, given: Any) -> Any:
-    """Converts a list or tuple of numbers to a NumPy array; returns lengths and others unchanged.
+    """Converts a list or tuple of numbers to a NumPy array; returns other values unchanged.
 
     Raises TypeError for a list that cannot be converted.
     """

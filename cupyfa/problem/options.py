@@ -16,15 +16,15 @@ from cupyfa.score.dropout import Dropout
 from cupyfa.score.expressions import POSITIONS, Expression
 
 FLOAT8 = "float8_e4m3"
-PRECISIONS = ("float32", "tf32", "float16", "bfloat16", FLOAT8)  # formats to round inputs to
+PRECISIONS = ("float32", "tf32", "float16", "bfloat16", FLOAT8)  # formats of rounded inputs
 Precision = Literal["float32", "tf32", "float16", "bfloat16", "float8_e4m3"]
 Causal = Literal["bottom-right", "top-left"]
 OutDtype = Literal["float16", "bfloat16", "float32", "float64"] | np.dtype | type
 MASKS = ("bottom-right", "top-left")
 FARTHEST = 2**30  # largest distance between query 0 and key 0
-DROPOUT = ("dropout", "dropout_seed", "dropout_offset")  # the fields of Dropout
-Window = tuple[int | None, int | None]  # number of keys left and right of a query's position
-MOST_USUAL_SOFTCAP = 64.0  # models use 15 to 50
+DROPOUT = ("dropout", "dropout_seed", "dropout_offset")  # options that class Dropout bundles
+Window = tuple[int | None, int | None]  # visible keys before and after a query's position
+MOST_USUAL_SOFTCAP = 64.0  # existing models use 15 to 50
 _PLACES = ", ".join(POSITIONS)
 NO_WINDOW: Window = (None, None)
 Text = Expression | str | Callable[..., Any] | None  # accepted types of an expression argument
@@ -45,7 +45,7 @@ class Option:
     shown: formats the value for a result row, so that ``parse`` can read it.
     choices: all valid texts, for options with few values. flag: the value of a bare ``--option``.
     tried: values that checks combine with other options and sizes.
-    features: maps features that a kernel must declare to the condition on the option's value.
+    features: maps a feature that a kernel must declare to the option values that require it.
     constants: computes constants that are declared above a kernel's source.
     """
 
@@ -154,7 +154,7 @@ def _read_offset(value: Any) -> int | None:
 
 
 def read_size(name: str, size: Any, most: int) -> int:
-    """Returns a size as a Python int, because products of NumPy integers overflow.
+    """Returns a size as a Python int, because products of NumPy integers may overflow.
 
     Raises TypeError unless it is an integer, and ValueError if it is negative or above ``most``.
     """
@@ -379,7 +379,7 @@ class AttentionOptions:
         "top-left" mask), see keys p - left <= j <= p + right; None means no limit. A causal mask
         replaces the right limit.
     offset: the position of query 0 among the keys, in place of N - M; a causal mask then lets query
-        i see keys j <= i + offset. Use it to mask a part of a problem as in the whole problem.
+        i see keys j <= i + offset. Use ``offset`` if q and k are slices of larger arrays.
     scale: the factor of the scores, by default 1/sqrt(d).
     softcap: scores become softcap * tanh(score / softcap), after the scale.
     score_mod: an expression that is applied to the scaled (and softcapped) score, such as
@@ -387,7 +387,7 @@ class AttentionOptions:
     mask_mod: an expression that is True for visible pairs, such as "key <= position".
     out_dtype: for float16 and bfloat16 inputs, "float32" returns outputs and gradients in float32,
         the accumulation type; None rounds them to the input dtype. For float8_e4m3fn inputs the
-        output has "bfloat16" (also with None), "float16" or "float32".
+        output dtype is "bfloat16" (the default), "float16" or "float32".
     dropout: the probability of setting a weight to 0, rounded to multiples of 1/16384; other
         weights are multiplied by 1/(1 - dropout). ``dropout_mask`` shows how dropout_seed (64 bits)
         and dropout_offset (32 bits) select weights. Both are ignored if dropout is 0.
@@ -441,7 +441,7 @@ class AttentionOptions:
         return {name: x for name, x in values.items() if x != OPTIONS[name].default}
 
     def keywords(self) -> dict[str, Any]:
-        """Returns changed options, except ``out_dtype``, as keyword arguments of ``attention``."""
+        """Returns keyword arguments of ``attention`` for all non-default options but out_dtype."""
         found = {x: y for x, y in self.changed.items() if x not in ("out_dtype", *DROPOUT)}
         if "mask_mod" in found:
             found["mask"] = found.pop("mask_mod")
@@ -451,7 +451,7 @@ class AttentionOptions:
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """The cache key of plans and kernel sources: all options except numbers in struct Mods."""
+        """Cache key of plans and kernel sources: all options except numbers read at run time."""
         softcap = self.softcap is not None, self.has_usual_softcap
         alike = {"softcap": softcap, "dropout": self.dropout > 0}
         alike |= {"dropout_seed": False, "dropout_offset": False}
@@ -459,17 +459,17 @@ class AttentionOptions:
 
     @property
     def has_usual_softcap(self) -> bool:
-        """Whether an error of 2**-22 of the softcap is small compared with 16-bit rounding."""
+        """Whether an error of 2**-22 * softcap is small compared with 16-bit rounding errors."""
         return self.softcap is not None and self.softcap <= MOST_USUAL_SOFTCAP
 
     @property
     def right(self) -> int | None:
-        """Number of keys right of a query's position that the query sees; None for all."""
+        """Number of visible keys after the query's position; None if all are visible."""
         return 0 if self.causal else self.window[1]
 
     @property
     def left(self) -> int | None:
-        """Number of keys left of a query's position that the query sees; None for all."""
+        """Number of visible keys before the query's position; None if all are visible."""
         return self.window[0]
 
     @property
@@ -491,7 +491,7 @@ class AttentionOptions:
         return {name: option.shown(getattr(self, name)) for name, option in OPTIONS.items()}
 
     def command_line(self, besides: Collection[str] = ()) -> list[str]:
-        """Formats changed options as command-line options, skipping names in ``besides``."""
+        """Formats non-default options as command-line options, except those in ``besides``."""
         row = self.row()
         changed = [name for name in self.changed if name not in besides]
         return [f"--{name.replace('_', '-')}={row[name]}" for name in changed]
@@ -500,7 +500,7 @@ class AttentionOptions:
         return self.text()
 
     def text(self, besides: Collection[str] = ()) -> str:
-        """Formats changed options as "name=value ...", skipping names in ``besides``."""
+        """Formats non-default options as "name=value ...", except those in ``besides``."""
         changed = self.changed.keys() - {*besides}
         shown = ((name, x) for name, x in self.row().items() if name in changed)
         return " ".join(f"{x}={y:.6g}" if isinstance(y, float) else f"{x}={y}" for x, y in shown)

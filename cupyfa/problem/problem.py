@@ -50,7 +50,7 @@ from cupyfa.problem.resizing import resized
 from cupyfa.score.expressions import Expression
 
 SIZES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv")
-MOST = 2**31 - 2**16  # largest size whose last tile still ends within 32 bits
+MOST = 2**31 - 2**16  # largest size; indices in its last tile fit in 32 bits
 MOST_ELEMENTS = 2**59  # per array, so that its size in bytes fits in 64 bits
 LAYOUTS = ("bhsd", "bshd")
 TEXTS = ("score_mod", "mask_mod")  # options that are expressions
@@ -64,11 +64,11 @@ class Problem:
     """One attention problem: q [batch, heads, M, d], k [batch, kv_heads, N, d], v [.., N, dv].
 
     ``options.scale`` is None for the default scale, even if the caller passed its value. ``shift``
-    is added to the position of every query, for parts of a problem. With ``is_softmax`` the problem
-    is a row-wise softmax of scores [batch, heads, M, N], and d is 0. ``operands`` are the arrays
-    and numbers that expressions read. With ``block_mask`` kernels skip the empty tiles of a block
-    mask; its tile maps are computed from the inputs (``blocks.readable``). ``rows`` describes
-    packed sequences and pages; the operands of a paged problem include the page table.
+    is added to every query's position, and is 0 except in sub-problems. With ``is_softmax`` the
+    problem is a row-wise softmax of scores [batch, heads, M, N], and d is 0. ``operands`` are the
+    arrays and numbers that expressions read. With ``block_mask`` kernels skip the empty tiles of a
+    block mask, whose tile maps are computed from the inputs (``blocks.readable``). ``rows``
+    describes packed sequences and pages. A paged problem's operands include the page table.
     """
 
     batch: int
@@ -103,7 +103,7 @@ class Problem:
         _check_out_dtype(self.options.out_dtype, self.dtype)
         if self.options.out_dtype == self.dtype.usual_result:
             object.__setattr__(self, "options", replace(self.options, out_dtype=None))
-        _ = self.modifiers  # raises for expressions and arrays that do not fit
+        _ = self.modifiers  # validates expressions and arrays
         self._check_descales()
         if self.is_ragged:
             self._check_ragged()
@@ -178,9 +178,9 @@ class Problem:
         operands: tuple[Operand, ...] = (),
         **keywords: Unpack[OptionKeywords],
     ) -> Problem:
-        """Makes the problem of q, k and v from their shapes and dtypes.
+        """Makes the problem of a call from the shapes and dtypes of q, k and v.
 
-        Raises ValueError for shapes and options that do not match, and TypeError for dtypes.
+        Raises ValueError for inconsistent shapes or options, and TypeError for unsupported dtypes.
         """
         batch, heads, M, d = sizes_of("q", q, layout)
         _, kv_heads, N, k_d = sizes_of("k", k, layout)
@@ -241,7 +241,7 @@ class Problem:
         return self if len(kept) == len(self.operands) else replace(self, operands=kept)
 
     def without_maps(self) -> Problem:
-        """Removes a block mask's tile maps, which belong to one kernel."""
+        """Removes a block mask's tile maps, which depend on the kernel's tile sizes."""
         return self.without(*MAPS)
 
     def with_row_max(self, asked: bool = True) -> Problem:
@@ -256,7 +256,7 @@ class Problem:
         return tuple(x.name for x in self.operands if x.gradient)
 
     def in_pages(self, size: int | None) -> Problem:
-        """Stores keys in pages of ``size`` keys; None removes pages.
+        """Returns the problem with keys in pages of ``size`` keys; None removes pages.
 
         Rounds N up to whole pages and adds a page table and a key length for each batch element.
         """
@@ -293,13 +293,13 @@ class Problem:
 
     @property
     def reads_position(self) -> bool:
-        """Whether ALiBi or an expression reads query positions, even if S is empty."""
+        """Whether ALiBi or an expression of the caller uses the query's position."""
         has_slopes = any(x.name == ALIBI for x in self.operands)
         return has_slopes or any("position" in x.positions for x in self.expressions)
 
     @property
     def of_scores(self) -> shape_language.Sizes:
-        """Batch (in a packed batch, the number of sequences), heads, M and N, for array forms."""
+        """Sizes that array forms refer to: batch (or packed sequences), heads, M and N."""
         return self.batch if self.sequences is None else self.sequences, self.heads, self.M, self.N
 
     @property
@@ -307,15 +307,15 @@ class Problem:
         """Number of sequences of a packed batch; None for other problems.
 
         In a packed batch, batch is 1, M and N are the rows of the packed arrays, and masks are
-        aligned for each sequence.
+        aligned separately for each sequence.
         """
         return next((x.shape[0] - 1 for x in self.operands if x.name == STARTS[0]), None)
 
     @property
     def is_ragged(self) -> bool:
-        """Whether batch elements or sequences have lengths of their own, which kernels read.
+        """Whether kernels read a length for each batch element or packed sequence.
 
-        M and N are then the rows of the arrays.
+        In that case M and N are the row counts of the arrays, not the lengths.
         """
         return self.modifiers.is_ragged
 
@@ -332,7 +332,10 @@ class Problem:
 
     @property
     def reach(self) -> tuple[int, int] | None:
-        """Mask limits of a ragged batch relative to a query's position, (right, -left); or None."""
+        """Mask limits (right, -left) of a ragged batch, relative to each query's position.
+
+        Other problems use causal_offset and window_offset, and their ``reach`` is None.
+        """
         if not self.is_ragged:
             return None
         return min(self.right or 0, MOST), -min(self.left or 0, MOST)
@@ -424,7 +427,7 @@ class Problem:
 
     @property
     def scale(self) -> float:
-        """The factor of the scores: the given one, or 1/sqrt(d)."""
+        """Factor of the scores: ``options.scale``, or 1/sqrt(d) if that is None."""
         scale = self.options.scale
         return _default_scale(self.d) if scale is None else scale
 
@@ -453,7 +456,7 @@ class Problem:
 
     @property
     def causal_offset(self) -> int:
-        """With a right limit, query i sees keys j <= i + causal_offset; clipped to -M ... N - 1."""
+        """Right mask limit: query i sees keys j <= i + causal_offset; clipped to -M ... N - 1."""
         if self.right is None:
             return 0
         offset = max(min(self.first_position + self.right, max(self.N - 1, 0)), -self.M)
@@ -461,7 +464,7 @@ class Problem:
 
     @property
     def window_offset(self) -> int:
-        """With a left limit, query i sees keys j >= i + window_offset; clipped to -M ... N."""
+        """Left mask limit: query i sees keys j >= i + window_offset; clipped to -M ... N."""
         return (
             0 if self.left is None else min(max(self.first_position - self.left, -self.M), self.N)
         )
@@ -516,12 +519,12 @@ class Problem:
 
     @property
     def arithmetic(self) -> str:
-        """The dtype, plus the precision if it differs; key of the table of measured speeds."""
+        """Key of ``Kernel.tflops``: the dtype, or for example "float32 as tf32"."""
         same = self.precision in (None, "float32")
         return self.dtype.name if same else f"{self.dtype.name} as {self.precision}"
 
     def bytes(self, *, reals: int = 0, scalars: int = 0, align: int = 0) -> int:
-        """Returns the size of a C++ struct of ``reals`` sums followed by ``scalars`` elements."""
+        """Returns the size in bytes of ``reals`` sums and ``scalars`` elements in shared memory."""
         size = self.dtype.sums.itemsize
         align = align or (size if reals else self.itemsize)
         return round_up(reals * size, align) + round_up(scalars * self.itemsize, align)
@@ -581,7 +584,7 @@ def check_page_size(name: str, size: Any, error: type[Exception] = ValueError) -
 
 
 def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """Returns ``value`` as an int. Raises ValueError unless it is whole and within the limits."""
+    """Returns ``value`` as an int. Raises ValueError unless it is an integer within the limits."""
     is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not (is_whole and value >= least and (most is None or value <= most)):
         to = "" if most is None else f" to {most:,}"
@@ -595,7 +598,7 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def sizes_of(name: str, array: Any, layout: str) -> tuple[int, int, int, int]:
-    """Returns batch, heads, rows and columns of an array; missing axes are 1."""
+    """Returns batch, heads, rows and columns of an array; missing axes have size 1."""
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"layout is {described(layout)}; use one of {', '.join(LAYOUTS)}")
     if array.ndim < 2:
@@ -651,7 +654,7 @@ def _check_precision(precision: str | None, dtype: DType) -> None:
 
 
 def can_give(name: str | None, dtype: DType) -> bool:
-    """Returns whether the dtype called ``name`` is supported for results of such inputs."""
+    """Returns whether inputs of ``dtype`` may have results of the dtype called ``name``."""
     if dtype.result:
         return name in (None, "float16", "bfloat16", "float32")
     return name in (None, dtype.name) or (name == "float32" and dtype.itemsize == 2)

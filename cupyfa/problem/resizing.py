@@ -1,4 +1,4 @@
-"""Adaptation of the arrays that expressions read to other problem sizes."""
+"""Resizing of operands, the arrays that expressions read, to other problem sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def resized(
     """Returns the operands resized for other problem sizes.
 
     A captured array's axis is resized only if expressions index it with bare names such as `query`,
-    as in doc[query]; with several names, it gets the largest of their sizes.
+    as in doc[query]; if several names index the same axis, the largest of their sizes is used.
     """
     old, new = dict(zip(AXES, before)), dict(zip(AXES, after))
     read, found = tuple(expressions), tuple(found)

@@ -94,7 +94,7 @@ def operands(given: Mapping[str, Any], sizes: Sequence[int], dtype: str) -> tupl
         array, and offsets of packed sequences are a shape. ``dlse`` and ``return_max`` are flags:
         whether the problem has a gradient of lse, and whether it returns row maxima. ``wrt`` holds
         names, such as "q,bias"; see ``differentiated``. Without a dtype in the form, a bias has the
-        dtype of results, and other floating-point arrays have float32.
+        dtype of results, and other floating-point arrays are float32.
 
     Raises ValueError or TypeError for invalid forms.
     """
@@ -115,7 +115,7 @@ def operands(given: Mapping[str, Any], sizes: Sequence[int], dtype: str) -> tupl
     if not isinstance(captured, Mapping):
         raise TypeError(f'captured is {described(captured)}; give {{"name": form}}')
     more = [_captured(name, form, named) for name, form in captured.items()]
-    every = (*found, *sorted(more, key=lambda x: not x.is_array))  # calls pass numbers last
+    every = (*found, *sorted(more, key=lambda x: not x.is_array))  # arrays first, as in calls
     return differentiated(every, given.get(WRT) or ())
 
 
@@ -178,7 +178,7 @@ def _read_lengths(
     return Operand(name, DTYPES[short], (size,))
 
 
-# Readers of forms by name, in operand order.
+# Maps the name of an array to the function that parses its form, in operand order.
 _READERS: dict[str, Callable[..., Operand]] = {
     **dict.fromkeys(OWN_ARRAYS, _read_score_array),
     **dict.fromkeys(
@@ -194,7 +194,7 @@ _READERS: dict[str, Callable[..., Operand]] = {
     ),
     **dict.fromkeys(SEEDS, _read_seed),
 }
-FORMS = {*KEYWORDS, DLSE, RETURN_MAX, CAPTURED, WRT}  # keyword arguments that are forms
+FORMS = {*KEYWORDS, DLSE, RETURN_MAX, CAPTURED, WRT}  # keyword arguments whose values are forms
 
 
 def _captured(name: str, form: Any, named: Mapping[str, int]) -> Operand:

@@ -32,7 +32,7 @@ class Packed(Structured):
 
     offsets and used may be lists or NumPy arrays, whose values are checked, or arrays on the same
     device as ``array``. Kernels read device arrays at run time, so that every replay of a CUDA
-    graph may use other lengths. Invalid values never cause accesses outside the arrays.
+    graph may use different lengths. Invalid values never cause accesses outside the arrays.
     """
 
     array: Any
@@ -59,9 +59,9 @@ class Scaled(Structured):
     """A float8_e4m3fn array and the scales by which its elements are multiplied.
 
     array: float8_e4m3fn (ml_dtypes).
-    scale: float32. In ``attention`` [batch, kv_heads], where batch is the product of all batch axes
-        and query heads that share a key head share its scale. In a ``KVCache`` [kv_heads],
-        [batch, kv_heads] or, if paged, [pages, kv_heads].
+    scale: float32. For ``attention`` its shape is [batch, kv_heads], where batch is the product of
+        all batch axes; query heads that share a key head share a scale. For a ``KVCache`` its shape
+        is [kv_heads], [batch, kv_heads] or, if paged, [pages, kv_heads].
     """
 
     array: Any
@@ -79,7 +79,7 @@ KINDS: dict[type, str | None] = {
 def unwrap(q: Any, k: Any, v: Any) -> tuple[tuple[Any, Any, Any], dict[str, Any]]:
     """Splits q, k and v into plain arrays and the optional inputs that their structure implies.
 
-    Raises TypeError and ValueError for structures that do not fit together.
+    Raises TypeError or ValueError if q, k and v have incompatible structures.
     """
     found: dict[str, dict[type, Structured]] = {}
     arrays = []
@@ -127,7 +127,7 @@ def wrap(q: Any, k: Any, v: Any, inputs: Mapping[str, Any]) -> tuple[Any, Any, A
 
 
 def _require_one_form(found: Mapping[str, Mapping[type, Structured]]) -> None:
-    """Raises if some arrays are packed and others are not, or if k and v differ."""
+    """Raises if some arrays are packed and others are not, or if k and v differ in structure."""
     are_packed = {name: Packed in layers for name, layers in found.items()}
     if len({*are_packed.values()}) > 1:
         one = next(name for name, packed in are_packed.items() if packed)

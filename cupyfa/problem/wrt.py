@@ -9,8 +9,8 @@ from cupyfa.problem.dtypes import DTYPES
 from cupyfa.problem.optional_inputs import DLSE, OWN_ARRAYS, ROW_MAX, Operand
 
 WRT = "wrt"
-_OTHERS = (DLSE, ROW_MAX)  # arrays of a call without gradients
-QKV = ("q", "k", "v")  # in wrt always the inputs, never captured arrays of the same name
+_OTHERS = (DLSE, ROW_MAX)  # arrays that wrt must not name
+QKV = ("q", "k", "v")  # in ``wrt``, these always mean the inputs, never captured arrays
 
 
 def differentiated(found: Iterable[Operand], wrt: str | Sequence[str]) -> tuple[Operand, ...]:
@@ -30,7 +30,7 @@ def names_of(wrt: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def refuse_without_gradients(names: Iterable[str], dtypes: Mapping[str, str]) -> None:
-    """Raises ValueError for names that are not floating-point arrays; dtypes lists all arrays."""
+    """Raises ValueError for names of arrays that have no gradient; dtypes maps arrays to dtypes."""
     able = (*QKV, *(x for x in dtypes if dtypes[x] in DTYPES and x not in _OTHERS))
     unable = [str(x) for x in names if x not in able]
     for name in unable:

@@ -37,7 +37,7 @@ def address_of(array: Any) -> int:
 
 
 def overlap(a: Any, b: Any) -> bool:
-    """Whether the memory ranges of two arrays intersect."""
+    """Returns whether the memory ranges of two arrays intersect."""
     if isinstance(a, np.ndarray):
         return np.may_share_memory(a, b)
     (low_a, high_a), (low_b, high_b) = extent(a), extent(b)
@@ -46,7 +46,7 @@ def overlap(a: Any, b: Any) -> bool:
 
 
 def share_memory(a: Any, b: Any) -> bool:
-    """Whether two arrays may have elements in common.
+    """Returns whether two arrays may have elements in common.
 
     Unlike ``overlap``, it recognises that array[:, 0] and array[:, 1] have no common elements.
     """
@@ -63,13 +63,13 @@ def share_memory(a: Any, b: Any) -> bool:
             for x, inner in zip((a, b), axes)
         )
         after = (other - start) % period
-        if size <= after and after + its <= period:  # disjoint in one period, so in all
+        if size <= after and after + its <= period:  # disjoint in one period, hence in all periods
             return False
     return True
 
 
 def is_masked(array: Any) -> bool:
-    """Whether an array is a MaskedArray. Does not import numpy.ma, which would be slow."""
+    """Returns whether an array is a MaskedArray. Does not import numpy.ma, which would be slow."""
     kind = getattr(sys.modules.get("numpy.ma"), "MaskedArray", ())
     return isinstance(array, kind)
 
@@ -89,8 +89,8 @@ def target(
     """Returns the caller's array for a result if the kernel can write it in place, else None.
 
     ``inputs`` are the call's arrays by name, ``view`` views an array in the kernel's layout. If
-    this returns None, the result is copied into the caller's array at the end. Raises if the array
-    cannot hold the result or overlaps an input.
+    this returns None, the result is copied into the caller's array at the end. Raises TypeError or
+    ValueError if the array cannot hold the result or overlaps an input.
     """
     first = next(iter(inputs.values()))
     on_host = isinstance(first, np.ndarray)
@@ -130,7 +130,7 @@ def require_form(name: str, given: Any, shape: Sequence[int], dtype: Any) -> Non
 
 
 def require_one_device(backend: Backend, arrays: Arrays) -> None:
-    """Raises if arrays of the backend are on several devices."""
+    """Raises ValueError if arrays of the backend are on different devices."""
     devices = [backend.form(x)[3:] for x in arrays.values() if backend.owns(x)]
     if len(set(devices)) > 1:
         *names, last = arrays
@@ -139,11 +139,11 @@ def require_one_device(backend: Backend, arrays: Arrays) -> None:
 
 
 def is_writable(plan: Plan, name: str, array: Any) -> bool:
-    """Whether a kernel can write an output directly.
+    """Returns whether a kernel can write an output directly.
 
-    The kernel writes the planned shape, which has one column where the caller's array has none. It
-    supports strides only if its record says so. TMA stores groups of 16 bytes, so an array written
-    by TMA needs rows whose size is a multiple of 16 bytes.
+    The kernel writes the planned shape, which has one column if the caller's array has zero
+    columns. It supports strides only if its record says so. TMA stores groups of 16 bytes, so
+    an array written by TMA needs rows whose size is a multiple of 16 bytes.
     """
     shape, _ = plan.outputs[name]
     aligned = plan.stored_shape(name) == shape and (
@@ -159,8 +159,8 @@ def readable_inputs(plan: Plan, inputs: Arrays) -> dict[str, Any]:
     """Returns inputs that a kernel can read; copies an input only if necessary.
 
     Kernels count strides in elements and need contiguous columns; TMA needs rows that begin at
-    multiples of 16 bytes, and elements that are read in pairs need aligned pairs. An input without
-    columns is replaced by the planned column of zeros, which does not change the scores.
+    multiples of 16 bytes, and elements that are read in pairs need aligned pairs. An input with
+    zero columns is replaced with the planned column of zeros, which does not change the scores.
     """
     seen = {
         name: _as_bytes(array) if _is_plain(plan, name, array) else _as_bytes(array).copy()
@@ -176,14 +176,14 @@ def readable_inputs(plan: Plan, inputs: Arrays) -> dict[str, Any]:
 
 
 def is_readable(plan: Plan, name: str, array: Any) -> bool:
-    """Whether a kernel can read an input without a copy."""
+    """Returns whether a kernel can read an input without a copy."""
     shape = plan.operation.inputs_of(plan.problem)[name].shape(plan.problem)
     aligned = _has_aligned_rows(plan, name, array)
     return tuple(array.shape) == shape and _is_plain(plan, name, array) and aligned
 
 
 def with_planned_shapes(plan: Plan, inputs: Arrays) -> dict[str, Any]:
-    """Returns the inputs in their planned shapes; zeros replace inputs without columns."""
+    """Returns the inputs in their planned shapes; inputs with zero columns become zeros."""
     known = plan.operation.inputs_of(plan.problem)
     shapes = {name: known[name].shape(plan.problem) for name in inputs}
     return {
@@ -244,7 +244,7 @@ def _with_aligned_rows(array: Any, *, repeats: bool) -> Any:
 
 
 def columns_contiguous(array: Any) -> bool:
-    """Whether the last axis is contiguous and all strides are multiples of the element size."""
+    """Returns whether the last axis is contiguous and the element size divides all strides."""
     size = array.dtype.itemsize
     return (array.shape[-1] <= 1 or array.strides[-1] == size) and not any(
         stride % size for stride in array.strides
@@ -252,7 +252,10 @@ def columns_contiguous(array: Any) -> bool:
 
 
 def _overlaps_itself(array: Any) -> bool:
-    """Whether elements may share memory; also true for axes that interleave without overlap."""
+    """Returns whether elements may share memory.
+
+    Also returns True if axes are interleaved but no elements overlap.
+    """
     axes = sorted((abs(x), size) for x, size in zip(array.strides, array.shape) if size > 1)
     end = array.dtype.itemsize  # number of bytes that the axes so far span
     for stride, size in axes:

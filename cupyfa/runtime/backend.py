@@ -32,7 +32,7 @@ class Region(NamedTuple):
     bytes: int
     itemsize: int = 1  # bytes of an element
     constant: bool = False  # whether the launch only reads the region
-    offset: int = 0  # bytes from the start of that argument to the address
+    offset: int = 0  # bytes from the start of the argument to that address
     awaited: bool = False  # whether the launch must wait for earlier launches before any access
     kept: bool = False  # whether the next launch reads the region without waiting for this launch
 
@@ -78,7 +78,10 @@ class Lane(Protocol):
         """Returns a mark at the current end of the queue."""
 
     def mark(self, again: Mark | None) -> Mark:
-        """Like ``record``, but waiting threads sleep; may reuse the old mark ``again``."""
+        """Like ``record``, but threads that wait for the mark sleep instead of spinning.
+
+        ``again`` is an old mark that may be reused, or None.
+        """
 
     def wait(self, mark: Mark) -> None:
         """Makes work that is queued from now on wait for another lane's mark."""
@@ -130,7 +133,7 @@ class Backend(ABC):
             return self.upload(array)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles only the type: another process makes its own backend, without cached calls."""
+        """Pickles only the type: another process creates its own backend, without cached calls."""
         return type(self), ()
 
     def __copy__(self) -> Any:
@@ -155,14 +158,14 @@ class Backend(ABC):
 
     @abstractmethod
     def owns(self, array: Any) -> bool:
-        """Whether the array already lies in this backend's memory."""
+        """Returns whether the array already lies in this backend's memory."""
 
     def adopt(self, array: Any) -> Any:
         """Views another library's array as this backend's array type."""
         return array
 
     def adopt_tensors(self, tensors: Sequence[Any]) -> list[Any] | None:
-        """Returns views of torch tensors, or None if they need DLPack."""
+        """Returns views of torch tensors, or None if they must be imported through DLPack."""
         return None
 
     @abstractmethod
@@ -195,7 +198,7 @@ class Backend(ABC):
     ) -> Start:
         """Returns the function that starts a launch.
 
-        ``sizes``: its arguments' sizes in bytes. ``regions``: all memory that it may access.
+        sizes: sizes of the arguments, in bytes. regions: all memory that the launch may access.
         """
 
     @abstractmethod
@@ -215,7 +218,7 @@ class Backend(ABC):
         """
 
     def capture(self, call: Callable[[], Any]) -> Callable[[], Any]:
-        """Returns a function that replays the launches of a call at once, as a CUDA graph."""
+        """Returns a function that replays all launches of a call as one CUDA graph."""
         return call
 
     def current(self) -> tuple[int, int | None]:
@@ -243,10 +246,10 @@ class Backend(ABC):
         """Waits until all work is done."""
         return
 
-    # For backends whose memory is separate from host memory.
+    # The following methods are for backends whose memory is separate from host memory.
 
     def lanes(self) -> AbstractContextManager[tuple[Lane, Lane, Lane]]:
-        """Provides three lanes for one call: copies to the device, kernels, and copies back."""
+        """Returns a context with three lanes: copies to the device, kernels, and copies back."""
         raise NotImplementedError
 
     def pinned(self, size: int) -> np.ndarray:
@@ -254,7 +257,7 @@ class Backend(ABC):
         return np.empty(size, np.uint8)
 
     def is_pinned(self, array: np.ndarray) -> bool:
-        """Whether a nonempty array lies entirely in page-locked memory."""
+        """Returns whether a nonempty array lies entirely in page-locked memory."""
         raise NotImplementedError
 
     def free_bytes(self) -> int:

@@ -3,9 +3,9 @@
 The cache has two levels, which are tried in this order:
 
 1. Same arrays. ``repeat_call`` compares the non-array arguments with those of the function's last
-   call, by identity. If they match, it asks the Prepared of that call for its launches on identical
-   arrays (``Repeats``). A KVCache keeps its own last call, since each call has to write new tokens;
-   ``call/decode.py`` compares it in the same way.
+   call, by identity. If they match, it looks up launches on identical arrays in the Prepared of
+   that call (``Repeats``). A KVCache keeps its own last call, since each call has to write new
+   tokens; ``call/decode.py`` compares that call in the same way.
 2. Same forms. ``CallCache.find`` looks up a key of all arguments and of the arrays' shapes,
    strides, dtypes and device; the Prepared that it returns runs on the new arrays. A second key
    omits numbers; a Prepared found by that key is copied with the new numbers and reuses its
@@ -30,10 +30,13 @@ if TYPE_CHECKING:
     from cupyfa.runtime.launcher import Launcher
     from cupyfa.runtime.prepared import Prepared
 
-_MOST_KNOWN = 256  # most keys (up to two per call), and most helper launchers, of a backend
-_MOST_REPEATS = 32  # most sets of arrays for which a Prepared keeps launches
-_MOST_SPARES = 2  # most sets of results kept for reuse: the caller usually still holds one
-_MOST_MISSES = 8  # after more calls that find all spares in use, no spares are added
+_MOST_KNOWN = 256  # maximum number of keys (up to two per call), and of helper launchers
+_MOST_REPEATS = 32  # maximum number of sets of arrays for which a Prepared keeps launches
+# Maximum number of sets of results that are kept for reuse. One is not enough, since the caller
+# usually still holds the results of the last call.
+_MOST_SPARES = 2
+# If more calls than this in a row find all spares in use, no more spares are added.
+_MOST_MISSES = 8
 _SMALL = 1 << 20  # bytes; larger results are not kept
 # Functions implemented in C, so that a repeated call enters few Python functions.
 is_none = partial(is_, None)
@@ -67,7 +70,7 @@ def repeat_call(
 
 
 class CallCache:
-    """Prepared calls and launchers of one backend, by their keys."""
+    """Maps call keys to prepared calls and launchers of one backend."""
 
     def __init__(self) -> None:
         self.prepared: dict[Any, Prepared] = {}
@@ -94,13 +97,13 @@ class CallCache:
 
 
 def make_room(known: dict[Any, Any], most: int = _MOST_KNOWN) -> None:
-    """Empties ``known`` if it has ``most`` entries."""
+    """Clears the cache ``known`` if it contains ``most`` or more entries."""
     if len(known) >= most:
         known.clear()
 
 
 class _Ref(ref):
-    """A weak reference of this cache, as opposed to those of callers."""
+    """A weak reference created by this cache; callers' references have another type."""
 
     __slots__ = ()
 
@@ -114,10 +117,10 @@ class Spare(NamedTuple):
     launch: Callable[[], Any]
     memory: Any  # memory of arguments and temporaries, kept alive for the launches
     holders: tuple[Any, ...]  # the objects that keep the results' memory alive
-    references: int  # total reference count of the holders while no caller has the results
+    references: int  # total reference count of ``holders`` while no caller holds the results
 
     def is_free(self) -> bool:
-        """Whether no caller has a reference to the results or has changed their shapes."""
+        """Returns whether no caller has a reference to the results or has changed their shapes."""
         return (
             sum(map(getrefcount, self.holders)) == self.references
             and list(map(shape_of, self.results)) == self.shapes
@@ -125,7 +128,7 @@ class Spare(NamedTuple):
         )
 
     def _are_watched(self) -> bool:
-        """Whether a caller has a weak reference to a result, and may wait for its deletion."""
+        """Returns whether a caller has a weak reference to a result, perhaps with a callback."""
         return any(type(y) is not _Ref for x in self.results for y in getweakrefs(x))
 
 
@@ -144,7 +147,7 @@ class Repeat:
         self.misses = 0
 
     def spare(self, allocator: Any) -> Spare | None:
-        """Removes a reusable spare from the spares and returns it; the caller puts it back."""
+        """Removes a reusable spare from the spares and returns it; the caller must put it back."""
         try:
             spare = self.spares.popleft()
         except IndexError:
@@ -152,7 +155,7 @@ class Repeat:
         if spare.allocator is allocator and spare.is_free():
             self.misses = 0
             return spare
-        if self.spares:  # the oldest of several spares is in use: drop it
+        if self.spares:  # several spares, and the oldest is in use: drop it
             self.misses += 1
         else:
             self.spares.append(spare)
@@ -174,7 +177,8 @@ class Repeats:
         self._backend = backend
         # By device, stream and the ids of the inputs and of the caller's result arrays.
         self.known: dict[tuple[Any, ...], Repeat] = {}
-        self._before: dict[int, tuple[_Ref, ...]] = {}  # arrays of earlier calls, by the first id
+        # Weak references to the arrays of earlier calls, by the id of the first array.
+        self._before: dict[int, tuple[_Ref, ...]] = {}
 
     def remember(
         self,
@@ -212,7 +216,7 @@ class Repeats:
             self.known[key] = repeat
 
     def _came_before(self, arrays: Sequence[Any]) -> bool:
-        """Whether an earlier call had these arrays; remembers this call."""
+        """Returns whether an earlier call had these arrays; remembers this call."""
         before = self._before.get(id(arrays[0]), ())
         if len(before) == len(arrays) and all(x() is y for x, y in zip(before, arrays)):
             return True

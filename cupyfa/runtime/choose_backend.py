@@ -69,7 +69,7 @@ def adopt(backend: str | Backend, **arrays: Any) -> tuple[Backend, list[Any]]:
     """Returns the backend for these arrays, and NumPy or CuPy views of them.
 
     NumPy arrays run anywhere; arrays in GPU memory (CuPy, DLPack, __cuda_array_interface__) run
-    on CUDA. Raises TypeError for anything else and for a mixture.
+    on CUDA. Raises TypeError for other types and for a mix of NumPy and GPU arrays.
     """
     values = list(arrays.values())
     theirs = owner(backend, values)
@@ -113,7 +113,7 @@ def adopt_foreign(backend: str | Backend, arrays: Mapping[str, Any]) -> tuple[Ba
 
 
 def as_array(backend: str | Backend, name: str, given: Any) -> Any:
-    """Converts lists and other libraries' arrays to NumPy or CuPy arrays; keeps anything else."""
+    """Converts lists and other libraries' arrays to NumPy or CuPy arrays; returns others as is."""
     given = of_list(name, given)
     _refuse_masked(name, given)
     is_foreign = hasattr(given, "__dlpack__") or hasattr(given, "__cuda_array_interface__")

@@ -19,7 +19,7 @@ Progress = Callable[[int, int, str], None]
 
 
 def no_progress(done: int, total: int, what: str) -> None:
-    """Reports nothing."""
+    """Ignores a progress report."""
 
 
 def describe(backend: Backend) -> dict[str, str]:
@@ -58,7 +58,7 @@ def version_of(package: str) -> str | None:
 
 
 def kernel_driver() -> str | None:
-    """Returns the version of NVIDIA's driver, or None without a driver."""
+    """Returns the version of NVIDIA's driver, or None if no driver is installed."""
     try:
         found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", (PROC / "version").read_text())
     except OSError:

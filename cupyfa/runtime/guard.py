@@ -77,7 +77,10 @@ def run_guarded(
 def checked(
     backend: Backend, plan: Plan, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
-    """Runs a plan guarded and returns its results; raises WrongResult if one is wrong."""
+    """Runs a plan with guard zones, compares its results with the reference and returns them.
+
+    Raises WrongResult if a result is wrong.
+    """
     results = run_guarded(backend, plan, inputs, outputs)
     on_host = {name: backend.download(x) if backend.owns(x) else x for name, x in inputs.items()}
     expected = plan.operation.reference(on_host, plan.problem, [plan.rounding])[plan.rounding]
@@ -107,7 +110,8 @@ def _guarded(backend: Backend, like: Any) -> _Guarded:
 
 def _check_memory(plan: Plan, name: str, g: _Guarded, original: Any | None) -> None:
     """Raises WrongResult if the kernel wrote anything but elements of outputs and scratch."""
-    # Set all bits of elements that may be written or are unchanged, so that they match margins.
+    # Set all bits of elements that may be written or are unchanged. Unless something is wrong, all
+    # bytes then equal those of the margins.
     g.bits[...] = ~(g.bits ^ (g.bits if original is None else original))
     if int(g.memory.min()) == _ONES:
         return

@@ -55,7 +55,7 @@ def _passed(backend: Backend, step: PlannedLaunch, argument: Argument, array: An
 
 
 def _tensor(backend: Backend, array: Any, axes: tuple[int | None, ...]) -> np.ndarray:
-    """Makes a struct Tensor, with the strides along ``axes`` in elements."""
+    """Creates a struct Tensor, with the strides along ``axes`` in elements."""
     size = array.dtype.itemsize
     strides = (0 if axis is None else array.strides[axis] // size for axis in axes)
     return np.array((backend.address(array), *strides), TENSOR)
@@ -64,7 +64,7 @@ def _tensor(backend: Backend, array: Any, axes: tuple[int | None, ...]) -> np.nd
 def describe_map(backend: Backend, step: PlannedLaunch, name: str, array: Any) -> Mapped:
     """Describes the tensor map of an array. Raises ValueError if no tensor map is possible.
 
-    The stride of an axis of one element is never used, so it is replaced by a valid one. An empty
+    The stride of an axis of one element is never used, so it is replaced with a valid one. An empty
     axis is described as one element, which the kernel must not read.
     """
     dtype, address = array.dtype, backend.address(array) if array.size else 0
@@ -90,7 +90,7 @@ def describe_map(backend: Backend, step: PlannedLaunch, name: str, array: Any) -
 
 
 def can_be_boxed(array: Any, address: int) -> bool:
-    """Whether a tensor map can describe an array whose columns are contiguous.
+    """Returns whether a tensor map can describe an array whose columns are contiguous.
 
     Its rows must begin at multiples of 16 bytes, and its strides must be positive.
     """

@@ -1,6 +1,8 @@
-"""Launches the steps of a plan, with arguments that are laid out once.
+"""Launches the steps of a plan.
 
-A call only writes its arrays' addresses into the arguments; ``replay`` fixes the addresses, too.
+Arguments are laid out once. A call only writes its arrays' addresses into the arguments;
+``replay`` fixes the addresses, too.
+
 Calls, checks and benchmarks run their plans with this module, on CUDA and in the simulator.
 """
 
@@ -26,7 +28,7 @@ from cupyfa.runtime.kernel_arguments import arguments, describe_map
 from cupyfa.runtime.workspace import allocate
 
 Kernels = dict[int, Any]  # compiled kernels by the ``id`` of their Launch
-_MOST_MAPS = 256  # most tensor maps that a thread keeps per launch
+_MOST_MAPS = 256  # maximum number of tensor maps that a thread keeps per launch
 _WORD = 8  # bytes; the alignment of arguments
 # One lock per device, held while a plan's launches are queued, because threads that launch in the
 # same stream share the workspace of that stream.
@@ -64,7 +66,7 @@ def replay(backend: Backend, plan: Plan, arrays: Mapping[str, Any]) -> Callable[
 def find_launcher(
     backend: Backend, key: tuple[Any, ...], arrays: Mapping[str, Any], make_plan: Callable[[], Plan]
 ) -> Launcher:
-    """Returns a cached launcher of a helper plan (not a rung) for arrays like these.
+    """Returns a cached launcher of a helper plan (not a rung) for arrays of the same layout.
 
     key: identifies the plan together with the arrays' names, order, shapes, strides and dtypes.
     """
@@ -270,7 +272,7 @@ def _named(step: PlannedLaunch) -> set[str]:
 
 
 def _with_values(make: partial[Any], step: PlannedLaunch) -> partial[Any]:
-    """Replaces a launch's scalar arguments by those of another step, and keeps its arrays."""
+    """Replaces a launch's scalar arguments with those of another step, and keeps its arrays."""
     backend, launch = make.args
     values = list(launch.values)
     for at, argument in enumerate(step.arguments):

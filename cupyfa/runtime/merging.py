@@ -290,7 +290,7 @@ def _dtype_of(array: Any) -> DType:
 
 
 def _readable(array: Any) -> Any:
-    """Returns an array that kernels can read, as a copy if needed."""
+    """Returns an array that kernels can read; copies it if needed."""
     is_aligned = not isinstance(array, np.ndarray) or array.flags.aligned
     return array if is_aligned and columns_contiguous(array) else array.copy()
 
@@ -407,7 +407,7 @@ def _sizes(p: Problem, count: int) -> Iterator[Argument]:
 
 
 def _parts(name: str, of: tuple[str, str], first: int, count: int, room: int) -> Argument:
-    """Makes the struct Parts of parts.cuh for ``count`` parts, beginning with part ``first``."""
+    """Creates the struct Parts of parts.cuh for ``count`` parts, beginning with part ``first``."""
     names = [f"{x}{i}" for i in range(first, first + count) for x in of]
     unused = [(f"unused{i}", TENSOR) for i in range(len(of) * (room - count))]
     kind = np.dtype([*((x, TENSOR) for x in names), *unused])

@@ -72,7 +72,7 @@ def viewed(problem: Problem, layout: str | None, axes: str, array: Any) -> Any:
 
 
 def _reshaped(shape: tuple[int, ...], array: Any) -> Any:
-    """Reshapes an array of a custom kernel; returns arrays without columns unchanged."""
+    """Reshapes an array of a custom kernel; returns an array with zero columns unchanged."""
     return array.reshape(shape) if array.size == prod(shape) else array
 
 
@@ -83,8 +83,8 @@ class Prepared(OfThisProcess):
     grads=None)`` computes ``backward``, with the options that were compiled in; ``plan`` contains
     the kernel and its launches. Structured arrays are passed as such: ``prepared(Packed(q,
     offsets), …)``. Arrays of a custom kernel follow in the order of its record, or are passed by
-    name; its floats are fixed. Optional arrays may be NumPy or CuPy arrays, whatever q is, or lists
-    of numbers.
+    name; its floats are fixed. Optional arrays may be lists of numbers, or NumPy or CuPy arrays
+    regardless of the type of q.
 
     A call launches kernels in CuPy's current stream, which may be captured. The graph may be
     launched as long as the Prepared lives, but not concurrently with another graph that was
@@ -153,7 +153,7 @@ class Prepared(OfThisProcess):
         self._owned = backend.owns(next(iter(inputs.values())))
         self._bound_at = tuple(map(backend.address, self._bound.values())) if self._owned else ()
         self._launcher = self._make_launcher(inputs) if self._owned else None
-        self._kernels: Kernels | None = None  # for calls without the launcher
+        self._kernels: Kernels | None = None  # for calls that cannot use the launcher
         if keep and self._launcher is None:
             self._kernels = compile_kernels(backend, plan)
 
@@ -306,7 +306,7 @@ class Prepared(OfThisProcess):
         self._workspace.forget()
 
     def targets(self, out: Any, grads: Any) -> tuple[Any, ...]:
-        """Returns the caller's array for each result, from ``out`` or ``grads``, or None."""
+        """Returns an array for each result, from ``out`` or ``grads``, or None to allocate it."""
         if self._is_forward:
             if grads is not None:
                 raise TypeError("attention has no grads=; use out=")
@@ -330,7 +330,7 @@ class Prepared(OfThisProcess):
     def _by_name(
         self, arrays: tuple[Any, ...], out: Any, named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], Any]:
-        """Returns the inputs in order, including inputs by name, and ``out`` if it is a result."""
+        """Returns the inputs in order, including ``named`` ones, and ``out`` if it is a result."""
         at = ("q" in self._names) and self._names.index("q")
         if any(isinstance(x, Structured) for x in arrays):
             qkv, structure = unwrap(*arrays[at : at + 3])
@@ -373,7 +373,7 @@ class Prepared(OfThisProcess):
         return f"this call takes the arrays {_listed(self._names)}; {', '.join(wrong)}"
 
     def _with_unread_lse(self, arrays: Sequence[Any]) -> list[Any]:
-        """Replaces lse=None by an uninitialised array if the kernel does not read lse."""
+        """Replaces lse=None with an uninitialised array if the kernel does not read lse."""
         given = list(arrays)
         if "lse" in self._names and not self.plan.kernel.reads_lse:
             at = self._names.index("lse")
@@ -384,7 +384,7 @@ class Prepared(OfThisProcess):
         return given
 
     def _are_alike(self, arrays: Sequence[Any]) -> bool:
-        """Whether these are arrays of the backend, with the prepared shapes, strides and dtypes."""
+        """Returns whether these are backend arrays of the prepared shapes, strides and dtypes."""
         try:
             return tuple(map(self._backend.form, arrays)) == self._forms
         except (AttributeError, ValueError):  # host arrays, or arrays without readable ``data``
@@ -417,7 +417,7 @@ class Prepared(OfThisProcess):
         return by_name | ragged.padded_lengths(seen, p.batch, (p.M, p.N))
 
     def _adopted(self, arrays: Sequence[Any]) -> list[Any]:
-        """Converts arrays to the backend's type; raises ValueError for other shapes or dtypes."""
+        """Converts arrays to the backend's type; raises ValueError if shapes or dtypes differ."""
         _, adopted = adopt(self._backend, **dict(zip(map(name_of, self._names), arrays)))
         forms = self._backend.forms(adopted)
         for name, given, wanted in zip(self._names, forms, self._forms):
@@ -429,7 +429,10 @@ class Prepared(OfThisProcess):
         return adopted
 
     def _takes(self, targets: Sequence[Any], addresses: tuple[int, ...]) -> bool:
-        """Whether kernels can write directly to the caller's arrays; else use ``_closely``."""
+        """Returns whether kernels can write directly to the caller's arrays.
+
+        If not, ``_closely`` runs the call.
+        """
         backend, extents = self._backend, self._extents
         if not backend.writes_in_place:
             return False
@@ -448,7 +451,7 @@ class Prepared(OfThisProcess):
             return False
 
     def _are_apart(self, targets: Sequence[Any]) -> bool:
-        """Whether no two of the caller's (contiguous) result arrays share memory."""
+        """Returns whether no two of the caller's (contiguous) result arrays share memory."""
         address, sizes = self._backend.address, self._result_bytes
         spans = sorted((address(x), size) for x, size in zip(targets, sizes) if x is not None)
         return all(start + size <= after for (start, size), (after, _) in pairwise(spans))

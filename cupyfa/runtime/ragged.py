@@ -95,7 +95,7 @@ def has_no_sequence(given: Mapping[str, Any]) -> bool:
 
 
 def with_elements(array: Any) -> Any:
-    """Replaces a captured array without elements by zeros, with length 1 along its empty axes."""
+    """Replaces an empty captured array with zeros, of length 1 along its empty axes."""
     shape = getattr(array, "shape", ())
     return np.zeros([max(x, 1) for x in shape], array.dtype) if 0 in shape else array
 
@@ -153,12 +153,12 @@ def _check_counts(name: str, counts: np.ndarray, most: np.ndarray, what: str = "
 
 
 def are_lists(*given: Any) -> bool:
-    """Whether all arguments are lists of arrays (or empty), not lists of numbers."""
+    """Returns whether all arguments are lists of arrays (or empty), not lists of numbers."""
     return all(isinstance(x, list | tuple) and all(hasattr(y, "dtype") for y in x) for x in given)
 
 
 def packed(name: str, arrays: Sequence[Any], layout: str) -> tuple[Any, np.ndarray]:
-    """Packs a list of arrays into one [rows, heads, columns]; returns it and the offsets.
+    """Packs a list of arrays into one array [rows, heads, columns]; returns it and the offsets.
 
     Raises ValueError or TypeError for arrays that differ in more than the number of rows.
     """

@@ -107,7 +107,7 @@ def _from_pairs(
     rows: int,
     keys: int,
 ) -> list[int]:
-    """Classifies tiles pair by pair, as partial if rounding decides whether a pair is masked."""
+    """Classifies tiles pair by pair; a tile in which rounding decides a pair's mask is partial."""
     from cupyfa.score.numpy_evaluation import Modifications  # imported here: few calls need it
 
     found = p.modifiers
@@ -133,6 +133,8 @@ def _from_pairs(
 
 def map_of(states: np.ndarray, alone: bool = True) -> np.ndarray:
     """Builds the map that kernels read: for each tile of a line, the next nonempty tile.
+
+    A line is a row or a column of tiles.
 
     The map is int32 [..., lines, tiles + 2]. Element t is 2 * n, or 2 * n + 1 if tile n is partial,
     where n is the first nonempty tile with n >= t, or the number of tiles if there is none. The

@@ -17,7 +17,8 @@ from cupyfa.runtime.backend import Backend
 
 PER_THREAD = 2  # handle of CUDA's per-thread default stream
 SHARED = 4 << 20  # bytes per stream of the workspace that calls without ``keep`` share
-MOST = 16  # most shared workspaces; also most streams for which a call with ``keep`` has memory
+# Maximum number of shared workspaces, and of streams in which a call with ``keep`` has memory.
+MOST = 16
 _ALIGNMENT = 512  # bytes
 
 Space = tuple[Any, tuple[int, ...]]  # memory, and the address of each temporary in it
@@ -70,7 +71,7 @@ class Workspace:
         return {name: allocate(self._backend, self._plan, name) for name in self._names}
 
     def forget(self) -> None:
-        """Drops the memory of streams and keeps that of graphs."""
+        """Frees the memory of streams; keeps the memory of graphs."""
         self.by_stream.clear()
 
     def at(self, stream: Any, capturing: bool = False) -> Space:

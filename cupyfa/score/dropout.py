@@ -72,12 +72,12 @@ class KeptWeights:
 
     @property
     def least(self) -> int:
-        """Smallest value of the 14 random bits that keeps a weight."""
+        """Threshold for the 14 random bits: a weight is kept if they are at least this large."""
         return round(self.probability * STEPS)
 
     @property
     def factor(self) -> float:
-        """Factor of kept weights, 1 / (1 - probability)."""
+        """Factor by which kept weights are multiplied, 1 / (1 - probability)."""
         return STEPS / (STEPS - self.least)
 
     @property
@@ -90,7 +90,7 @@ class KeptWeights:
         ]
 
     def kept(self, batch: Array, head: Array, query: Array, key: Array) -> Array:
-        """Returns a bool array, True where weights are kept; its shape is the indices' broadcast.
+        """Returns a bool array [..., rows, keys], True where weights are kept.
 
         batch, head [..., 1, 1], query [..., rows, 1] and key [..., keys] are integer arrays.
         """

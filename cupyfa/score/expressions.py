@@ -27,7 +27,7 @@ from cupyfa.score.functions import FUNCTIONS, Function
 Kind = Literal["number", "whole", "bool"]
 SCORE = "score"
 POSITIONS = ("batch", "head", "query", "key", "position", "queries", "keys")
-MASKS = ("mask_mod", "mask")  # options whose expressions are conditions instead of numbers
+MASKS = ("mask_mod", "mask")  # options whose expressions return a condition, not a number
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Captured:
 
 
 # ---------------------------------------------------------------------------------------------
-# Functions as module attributes: they evaluate arrays and record tracers
+# Functions that users import, which accept numbers, NumPy arrays and tracers
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
@@ -56,7 +56,7 @@ def __getattr__(name: str) -> Callable[..., Any]:
 
 
 def _traceable(function: Function) -> Callable[..., Any]:
-    """Wraps a function so that it evaluates NumPy arrays and builds expressions from tracers."""
+    """Wraps a function so that it accepts NumPy arrays, and tracers to build an expression."""
 
     def call(*arguments: Any) -> Any:
         if any(isinstance(x, Tracer) for x in arguments):
@@ -153,7 +153,7 @@ def _too_deep() -> str:
 
 def _check_depth(tree: ast.expr) -> None:
     level: list[tuple[ast.AST, int]] = [(tree, 1)]  # (node, depth)
-    operations = -2  # the two deepest levels are a name and its context
+    operations = -2  # do not count the two deepest levels, a name and its context
     while level:
         if max(depth for _, depth in level) > _DEEPEST:
             raise _Wrong(0, _too_deep())
@@ -447,7 +447,7 @@ def _no_function(called: ast.expr, name: str | None) -> str:
 
 
 def _with_floor(node: ast.BinOp) -> str:
-    """Rewrites // or % in terms of floor, which also accepts non-integers."""
+    """Rewrites a // b or a % b by means of floor(a / b), for operands that are not integers."""
     left, right = node.left, node.right
     floored: ast.expr = ast.Call(ast.Name("floor"), [ast.BinOp(left, ast.Div(), right)], [])
     if isinstance(node.op, ast.Mod):
@@ -481,7 +481,7 @@ def _captured_names(tree: ast.expr) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Expression:
-    """A checked expression. Expressions are equal if their option and normal form are.
+    """A checked expression. Expressions compare equal if their options and normal forms are equal.
 
     option: the option that errors mention: "score_mod", "mask_mod", or an option such as "bias"
     that the library rewrites as an expression. text: the normal form, printed by ``ast.unparse``.
@@ -624,7 +624,10 @@ def _is_additive(node: ast.expr) -> bool:
 
 
 def _capped(node: ast.BinOp) -> ast.expr | None:
-    """Returns x of cap * tanh(x / cap), else None; one function halves the instructions."""
+    """Returns x if the node is a softcap, cap * tanh(x / cap); otherwise None.
+
+    A single C++ function for softcaps needs half as many instructions.
+    """
     match node:
         case ast.BinOp(
             left=cap,
@@ -710,7 +713,7 @@ class _Printer:
         return f"({left} {_SIGNS[type(op)]} {right})"
 
     def _is_fused(self, node: ast.BinOp) -> bool:
-        """Returns whether a node adds a product or subtracts it, so that it can be an FMA."""
+        """Returns whether a node adds or subtracts a product of floats and so becomes an FMA."""
         match node:
             case ast.BinOp(other, ast.Add() | ast.Sub(), ast.BinOp(op=ast.Mult()) as product):
                 return {self.rules.kind(x) for x in (other, product)} == {"number"}
@@ -730,7 +733,6 @@ class _Printer:
         return f"{_WIDER[bits][0]}({text})" if self._whole(node).bits > bits else text
 
     def _whole(self, node: ast.expr) -> _Whole:
-        """Returns the C++ width and largest magnitude of an integer node."""
         match node:
             case ast.Constant(int(value)):
                 return _Whole(32 if value <= _MOST else 64, value)
@@ -751,7 +753,7 @@ class _Printer:
     def _captured(self, name: str, is_array: bool) -> _Whole:
         found = (self.rules.kinds or {}).get(name)
         most = found.most if found and found.kind == "int" else 2**63
-        if not is_array:  # Python numbers are passed as 64 bits
+        if not is_array:  # kernels receive Python numbers as 64-bit values
             return _Whole(64, 2**63)
         if most <= 2**31:
             return _Whole(32, most)
@@ -805,7 +807,7 @@ class _Whole:
     most: int
 
     def holding(self, most: int) -> _Whole:
-        """Returns the type for results of magnitude ``most``; at most the next wider type."""
+        """Returns the type for results up to ``most``: the same width, or the next larger width."""
         wider = _WIDER.get(self.bits)
         return _Whole(wider[1] if wider and most >= 2 ** (self.bits - 1) else self.bits, most)
 
@@ -879,7 +881,7 @@ class Tracer:
 
     def __init__(self, node: ast.expr, *parts: Tracer) -> None:
         self.node = node
-        self.size: int = 1 + sum(x.size for x in parts)  # number of nodes, repeated ones included
+        self.size: int = 1 + sum(x.size for x in parts)  # number of nodes, with repetitions
         self.depth: int = 1 + max((x.depth for x in parts), default=0)
         if self.size > _LONGEST:
             raise ValueError(f"the function has more than {_LONGEST:,} operations; use fewer")
@@ -991,7 +993,7 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
 
 
 def _constant(value: float) -> Tracer:
-    """Makes a tracer from a number; like the parser, it turns a minus sign into an operator."""
+    """Makes a tracer from a number; a negative number becomes a negation, as in parsed code."""
     if value < 0 or (value == 0 and math.copysign(1, value) < 0):
         return -_constant(-value)
     return Tracer(ast.Name("nan") if value != value else ast.Constant(value))
@@ -1012,7 +1014,7 @@ def _traced(option: str, function: Callable[..., Any]) -> str:
         if x.default is not x.empty and x.name not in (SCORE, *POSITIONS):
             if x.kind is x.POSITIONAL_ONLY:
                 ordered.append(x.default)
-            continue  # the default is used as a constant
+            continue  # the default value becomes a constant of the expression
         if x.kind is x.POSITIONAL_ONLY:
             ordered.append(Tracer(ast.Name(x.name)))
         else:
@@ -1024,7 +1026,7 @@ def _traced(option: str, function: Callable[..., Any]) -> str:
         if isinstance(result, tuple | list):
             raise TypeError("the function returns several values; return one expression")
         return ast.unparse(ast.fix_missing_locations(Tracer.of(result).node))
-    except IndexError as error:  # raised by NumPy where a tracer indexes an array
+    except IndexError as error:  # NumPy raises this if a tracer indexes an array
         if "only integers" not in str(error):
             raise
         raise TypeError(f"{option}: {_NO_ARRAY}") from error

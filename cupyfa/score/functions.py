@@ -15,13 +15,14 @@ import numpy as np
 class Function(NamedTuple):
     """A function that expressions may call.
 
-    Errors bound the fast formulas that kernels use, for an exact argument. Their unit is eps, the
-    spacing at 1 of the format that a kernel computes in. Where results are small near 0, errors are
-    relative to the result, because an expression may multiply the result by any number.
+    error and slope_error bound the errors of the kernels' fast approximations for an exact
+    argument, in units of eps, the spacing at 1 of the format that a kernel computes in. Where
+    results are small near 0, these bounds are relative to the result, because an expression may
+    multiply the result by any number.
     """
 
     name: str
-    meaning: str  # description of the value, for documentation
+    meaning: str  # description in the documentation
     value: Callable[..., Any]  # NumPy implementation; complex-valued if it has a derivative
     derivative: Callable[..., Any] | None = None  # None if numpy_evaluation implements it
     error: Callable[..., Any] | None = None  # error bound of f(x) = y, from x and y
@@ -31,13 +32,13 @@ class Function(NamedTuple):
     drawn: str = "{}"  # argument in random expressions; {} stands for any moderate number
     arguments: tuple[str, ...] = ("x",)
     other_names: tuple[str, ...] = ()  # names in other libraries
-    torch: str = ""  # name in torch if different
+    torch: str = ""  # name in PyTorch if different
     cpp: str = ""  # name in C++ if different; std::min and std::max require equal types
-    keeps_whole: bool = False  # whether integer arguments give an integer
+    keeps_whole: bool = False  # whether f of integers is an integer
 
 
 _LN2 = math.log(2)
-_TANH_NEAR_0, _SINE_NEAR_0 = 0.54, 0.49  # kernels use polynomials at least up to these |x|
+_TANH_NEAR_0, _SINE_NEAR_0 = 0.54, 0.49  # for smaller |x|, kernels always use polynomials
 
 
 def _exp2(x: Any) -> Any:
@@ -70,14 +71,14 @@ def _from_math(f: Callable[[float], float], derivative: Callable[..., Any]) -> C
 
 
 def _relative(count: float) -> Callable[..., Any]:
-    """Returns an error bound of ``count`` eps, relative to its last argument."""
+    """Returns an error function that multiplies |its last argument| by ``count``."""
     return lambda *known: count * np.abs(known[-1])
 
 
 def _error_far_from_0(x: Any, y: Any) -> Any:
     """Returns the error bound of tanh(x), which kernels compute as 1 - r with a quotient r.
 
-    It includes the errors of the exponential, the denominator, the reciprocal (shared by the
+    The bound includes the errors of the exponential, the denominator, the reciprocal (shared by the
     softcaps of four scores) and the difference.
     """
     size = np.abs(y)

@@ -21,7 +21,7 @@ _LARGEST = 2**62  # exclusive limit for magnitudes
 
 @dataclass(frozen=True)
 class Range:
-    """Integers from low to high. A condition has low = 1 if always true, high = 0 if never true."""
+    """The integers from low to high. A condition has low = 1 if always true, high = 0 if never."""
 
     low: Array
     high: Array
@@ -37,7 +37,7 @@ def read(
     """Evaluates a condition on ranges; returns None if ranges do not support its operations.
 
     places: maps "batch", "head", "query", "key", "position", "queries" and "keys" to ranges, whose
-    arrays broadcast to the tiles. names: the captured arrays and numbers.
+    arrays broadcast to one element per tile. names: captured arrays and numbers.
     """
     try:
         return _Reader(places, names).visit(expression.tree)
@@ -81,7 +81,7 @@ def exactly(value: Any) -> Range:
 
 
 def _moderate(array: Array) -> Array:
-    """Converts to int64; raises _Unknown if the sum of two elements might overflow."""
+    """Converts an array to int64; raises _Unknown if a sum of two elements might overflow."""
     if ((array >= _LARGEST) | (array <= -_LARGEST)).any():
         raise _Unknown
     return array.astype(np.int64)
@@ -94,7 +94,7 @@ def _given(value: Any) -> Range:
 
 
 def _element(array: Any, indices: list[Range]) -> Range:
-    """Returns the range of the indexed elements; at most one index may be a true range."""
+    """Returns the range of the indexed elements; at most one index may span several values."""
     array = np.asarray(array)
     inside = all((x.low >= 0).all() and (x.high < n).all() for x, n in zip(indices, array.shape))
     wide = [axis for axis, x in enumerate(indices) if (x.low != x.high).any()]
@@ -111,7 +111,10 @@ def _element(array: Any, indices: list[Range]) -> Range:
 
 
 def _extreme(of: np.ufunc, array: Array, index: Range, others: tuple[Array, ...]) -> Array:
-    """Returns the extremes of array[low … high, others], using extremes of 1, 2, 4, … elements."""
+    """Returns the minima or maxima (``of``) of array[low … high, others].
+
+    Combines the extremes of two overlapping spans whose length is a power of two.
+    """
     length = index.high - index.low + 1
     level = np.frexp(length)[1] - 1  # 2^level is at most the length
     found = np.zeros(np.broadcast_shapes(length.shape, *(x.shape for x in others)), np.int64)

@@ -16,7 +16,7 @@ the node's own rounding error:
 - the errors in cupyfa/score/functions.py for functions.
 
 Where an error may change the result of a comparison or floor, or the choice of min or max, the
-error includes the distance to the other result. Errors of derivatives follow the same rules and
+error includes the difference between both results. Errors of derivatives follow the same rules and
 depend on second derivatives. Results of -inf, +inf and NaN count as exact.
 """
 
@@ -92,17 +92,17 @@ class Modifications:
         return {name: x + start for name, x, start in zip(names, given, self.first)}
 
     def kept(self, place: Place) -> Array | None:
-        """Returns True where dropout keeps weights; None without dropout."""
+        """Returns a bool array, True where dropout keeps the weight; None without dropout."""
         return None if self.dropout is None else self.dropout.kept(**place)
 
     @np.errstate(all="ignore")
     def hidden(
         self, place: Place, masked: Array | None, shape: tuple[int, ...]
     ) -> tuple[Array | None, Array | None]:
-        """Returns the hidden pairs, and the pairs on which a float32 kernel may decide differently.
+        """Returns two masks: the hidden pairs, and the pairs whose visibility rounding may flip.
 
         masked: the pairs that causal and window hide, or None. Both results are bool arrays of
-        shape `shape`, or None if they would be False everywhere.
+        shape `shape`; None stands for False everywhere.
         """
         if not self.mask_steps:
             return masked, None
@@ -197,8 +197,9 @@ NONE = Modifications()
 class _Walk:
     """Evaluates one expression on pairs; like kernels, it evaluates all operands.
 
-    masked: pairs to ignore, in which indices may be out of range; or None. seed: an array access to
-    differentiate with respect to, in place of the score; its indices are then stored in ``at``.
+    masked: pairs to ignore, in which indices may be out of range; or None. seed: the array access
+    with respect to which derivatives are computed, instead of the score; its indices are stored in
+    ``at``.
     """
 
     mods: Modifications
@@ -241,7 +242,7 @@ class _Walk:
         return self._real(self.visit(node))
 
     def _given(self, value: Any) -> Number:
-        """Returns a constant or captured value, with its rounding error in float32."""
+        """Converts a constant or captured value to a Number with its float32 rounding error."""
         value = np.asarray(value)
         if value.dtype.kind in "biu":
             return Number(value if value.dtype.kind == "b" else value.astype(np.int64))
@@ -275,11 +276,11 @@ class _Walk:
             for axis, (size, x) in enumerate(zip(array.shape, numbers, strict=True))
         )
         found = self._given(array[at] if array.size else np.zeros_like(array, shape=()))
-        if array.dtype == np.uint64 and _are_large(array):  # one type for all elements
+        if array.dtype == np.uint64 and _are_large(array):  # int64 cannot hold all elements
             found.value = array[at].astype(object)
         if node is self.seed:
             self.at, found.slope = at, 1.0
-        if any(x.error is not None for x in numbers):  # rounding may change the index
+        if any(x.error is not None for x in numbers):  # rounding may select another element
             other = np.asarray(_sum(*(x.error for x in numbers)) > 0)
             found.error = other if found.value.dtype.kind == "b" else np.where(other, np.inf, 0.0)
         return found
@@ -352,7 +353,7 @@ class _Walk:
         )
 
     def _whole(self, function: Callable[..., Any], a: Number, b: Number) -> Number:
-        """Applies an integer operation; exact unless rounding may have changed an operand."""
+        """Applies an integer operation; its result is exact if both operands are exact."""
         error = _sum(a.error, b.error)
         if error is not None:
             error = np.where(error > 0, np.inf, 0.0)
@@ -412,7 +413,10 @@ class _Walk:
         return self._checked(Number(y, slope, error, slope_error), x)
 
     def _reach(self, f: Callable[..., Any], x: Number, y: Array, size_d: Array) -> Any:
-        """Returns the error of f(x) due to x's error: by the derivative, or by f if it is large."""
+        """Returns the error of f(x) due to x's error.
+
+        Multiplies small errors by the derivative, and evaluates f at x ± error for large errors.
+        """
         if x.error is None or self.eps is None:
             return None
         error, move = size_d * x.error, self.eps * x.error
@@ -429,7 +433,7 @@ class _Walk:
         if name in ("min", "max"):
             a, b = self._alike(*arguments)
             other = self._ordered(ast.Lt if name == "min" else ast.Gt, b, a)
-            other.value = other.value | (b.value != b.value)  # NaN wins
+            other.value = other.value | (b.value != b.value)  # a NaN operand is always selected
             return self._chosen(other, b, a)
         (x,) = arguments
         if name == "abs":
@@ -445,7 +449,7 @@ class _Walk:
         value = np.floor(x.value)
         if self.eps is None or x.error is None:
             return Number(value)
-        reach = self.eps * x.error  # may span several integers
+        reach = self.eps * x.error  # how far rounding may move x
         steps = np.maximum(np.floor(x.value + reach) - value, value - np.floor(x.value - reach))
         return self._checked(Number(value, error=steps / self.eps), x)
 
@@ -460,7 +464,7 @@ class _Walk:
         return Number(value, error=unsure if unsure.any() else None)
 
     def _either(self, parts: Sequence[Number], is_and: bool) -> Number:
-        """Combines conditions by `and` or `or`; marks results that rounding may change."""
+        """Combines conditions with `and` or `or`; marks results that rounding may change."""
         join = np.logical_and if is_and else np.logical_or
         value = reduce(join, [x.value for x in parts])
         if all(x.error is None for x in parts):
@@ -471,7 +475,10 @@ class _Walk:
         return Number(np.asarray(value), error=may & ~must)
 
     def _chosen(self, test: Number, a: Number, b: Number) -> Number:
-        """Selects a where the test holds, else b; an unsure test adds |a - b| to the error."""
+        """Selects a where the test holds, else b.
+
+        Where rounding may change the test, the error also includes |a - b|.
+        """
         if a.value.dtype.kind == b.value.dtype.kind == "b":
             return self._chosen_bool(test, a, b)
         a, b = self._alike(a, b)

@@ -75,7 +75,7 @@ def clear(kind: str, *, dry_run: bool = False) -> dict[str, Any]:
 
 
 def folder_of(kind: str) -> Path | None:
-    """Returns the folder that holds a kind of files; None for a user without a home directory."""
+    """Returns the folder that holds a kind of files; None if the user has no home directory."""
     if kind == "cupy":
         return Path(os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache"))
     base = cache_folder.chosen_folder()
@@ -85,7 +85,7 @@ def folder_of(kind: str) -> Path | None:
 def _items(kind: str) -> Iterator[Path]:
     folders = [folder_of(x) for x in (kind, *(FACTS if kind == "leftovers" else ()))]
     if kind == "cupy" and (base := cache_folder.chosen_folder()):
-        folders.append(base / "cupy")  # CuPy's folder if its default one is not writable
+        folders.append(base / "cupy")  # where CuPy's files go if its default folder is not writable
     for entry in (x for folder in dict.fromkeys(folders) if folder for x in _entries(folder)):
         is_folder = entry.name == "zig" or entry.name.startswith("build-")
         plain = entry.is_dir if is_folder else entry.is_file

@@ -102,7 +102,7 @@ def _examined(probe: Probe, process: subprocess.Popen[str] | None, has_cupy: boo
 
 
 def _ask(question: str) -> subprocess.Popen[str]:
-    """Calls "module:function" in a child process with its own process group."""
+    """Starts a child process, in a new process group, that calls "module:function"."""
     here = str(Path(__file__).resolve().parents[3])
     path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
     return subprocess.Popen(
@@ -130,7 +130,10 @@ def _answer(process: subprocess.Popen[str], seconds: float) -> tuple[Any, str | 
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Kills a process that still runs; waits at most 1 s, since it may hang in a driver."""
+    """Kills the process if it is still running, and closes its pipes.
+
+    Waits at most 1 s for its exit, since it may hang in a driver.
+    """
     if process.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -147,14 +150,14 @@ def _package(name: str) -> Finding:
 
 
 def _folder(thing: str, path: Path | None, variable: str) -> Finding:
-    """Reports a cache directory, as a fault if it is not writable."""
+    """Reports a cache directory; it is a fault if the directory is not writable."""
     if path is None or not cache_folder.can_write(path):
         return Finding(thing, FAULT, f"{path} cannot be written; {cache_folder.remedy(variable)}")
     return Finding(thing, OK, f"{path}, {_size(shutil.disk_usage(path).free)} free")
 
 
 def _own_folder(path: Path | None) -> Finding:
-    """Reports cupyfa's cache directory, also as a fault if other users can change it."""
+    """Reports cupyfa's cache directory; write access for other users is also a fault."""
     if path is not None and cache_folder.can_write(path) and (why := cache_folder.refusal(path)):
         return Finding("cache", FAULT, f"{path} {why}; {cache_folder.remedy()}")
     return _folder("cache", path, "CUPYFA_CACHE_DIR")
@@ -173,7 +176,7 @@ def _cupy() -> Finding:
 
 
 def _driver(answer: Mapping[str, int] | None, error: str | None) -> Finding:
-    """Reports the driver. ``answer`` holds the CUDA versions of driver and CuPy: 12090 is 12.9."""
+    """Reports the driver. ``answer`` maps driver and CuPy to CUDA versions; 12090 is 12.9."""
     if answer is None:
         return Finding("driver", FAULT, gist(error or ""))
     version = environment.kernel_driver()
@@ -187,7 +190,7 @@ def _driver(answer: Mapping[str, int] | None, error: str | None) -> Finding:
 
 
 def _gpus(answer: list[dict[str, Any]] | None, error: str | None) -> list[Finding]:
-    """Reports each GPU in ``answer``, as a fault if it failed to compile and run a kernel."""
+    """Reports each GPU in ``answer``; a GPU that failed to run a test kernel is a fault."""
     if answer is None:
         chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
         hidden = "" if chosen is None else f" (CUDA_VISIBLE_DEVICES is {chosen!r})"

@@ -38,7 +38,7 @@ class Multiprocessor:
     reserved: int = 1024  # bytes of shared memory per block that the CUDA runtime reserves
 
 
-REGISTERS = 16384  # per sub-partition of a multiprocessor, allocated to warps in units of 256
+REGISTERS = 16384  # number per SM sub-partition; a warp allocates multiples of 256
 # Limits by compute capability, from "Technical Specifications" in the CUDA C++ programming guide.
 MULTIPROCESSORS = {
     "75": Multiprocessor(64, 64, warps=32, blocks=16, reserved=0),
@@ -159,7 +159,7 @@ def problem_to_compile(
     options: AttentionOptions | None,
     arrays: Mapping[str, Any] | None = None,
 ) -> Problem:
-    """Returns a problem to compile for. Its heads, queries and keys only influence tile sizes.
+    """Returns the problem to compile for. Its heads, queries and keys only affect tile sizes.
 
     arrays: forms of optional arrays, in the notation of ``shape_language``.
     """
@@ -228,7 +228,7 @@ def compiled_row(plan: Plan, compiled: Compiled) -> Row:
 
 
 def compilations(rows: Sequence[Row], form: str) -> str:
-    """Renders the rows of ``compiled_row``; a table is followed by the compiler's warnings."""
+    """Renders rows returned by ``compiled_row``; lists compiler warnings below a table."""
     if form != "table":
         return render(rows, form)
     below = [

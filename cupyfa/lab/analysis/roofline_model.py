@@ -249,7 +249,7 @@ def measured_roofs(
 
 
 def _named(kernels: Sequence[str | Kernel]) -> list[str | Kernel]:
-    """Replaces kernel names by records, except for "naive", "tiled" and "auto"."""
+    """Replaces kernel names with records, except "naive", "tiled" and "auto"."""
     words = (NAIVE, TILED, "auto")
     return [x if isinstance(x, Kernel) or x in words else record_named(x) for x in kernels]
 
@@ -268,7 +268,7 @@ def _has(row: Measurement, sizes: Mapping[str, Any]) -> bool:
 
 
 def _has_one(p: Problem, name: str, value: Any) -> bool:
-    """Returns whether a size, an option or an array's form of a problem has this value."""
+    """Returns whether the problem's size, option or array form called ``name`` is ``value``."""
     if name == WRT:
         return set(names_of(value)) - set("qkv") == set(p.wrt)
     if name == shape_language.LENGTHS_OF:
@@ -280,7 +280,7 @@ def _has_one(p: Problem, name: str, value: Any) -> bool:
 
 
 def _device_of(results: Results) -> Device:
-    """Returns the device that results name, with rates from its data sheet or measured here."""
+    """Returns the device named in results, with data-sheet rates or rates measured here."""
     name, backend = results.environment.get("device", ""), gpu()
     found = peaks.known_as(name)
     if found is None and backend and backend.limits.device == name:
@@ -413,9 +413,12 @@ def _roof(
 
 
 def roofs(rows: Sequence[Roof]) -> str:
-    """Renders a table of the columns that differ, then notes; estimates have three digits."""
+    """Renders a table whose estimates have three digits, and notes below it.
+
+    Values that are equal in all rows are printed once, above the table.
+    """
     table = [{c: _shown(x) for c, x in short_row(row.row()).items()} for row in rows]
-    one_M = len({row["M"] for row in table}) == 1  # M and N are then shown above the table
+    one_M = len({row["M"] for row in table}) == 1  # if so, M and N are printed above the table
     drop_followers(table, *(["N"] if one_M else []))
     notes = [f"note: {x['note']}" for x in table if x["note"]]
     drop(table, "note", *_DETAILS)

@@ -22,7 +22,7 @@ def draw_roofs(rows: Sequence[Roof], path: str | Path) -> None:
     """Plots TFLOP/s against FLOP per byte, on logarithmic axes, for rows of one device.
 
     Filled markers show measured performance, empty markers attainable performance. A dashed line is
-    the roof of exponentials where it is below that of the arithmetic. File types and errors are
+    the roof of exponentials where it is below the roof of the arithmetic. File types and errors are
     those of ``plots.draw``.
     """
     path, rows = Path(path), [row for row in rows if row.tflops]
@@ -114,7 +114,7 @@ def _place(axes: Any, labels: Sequence[Any], xs: Sequence[float], levels: Sequen
 def _levels(rows: Sequence[Roof]) -> tuple[dict[float, str], dict[float, str]]:
     """Returns two dicts from TFLOP/s to names: arithmetic roofs, and roofs of exponentials.
 
-    A roof of exponentials is omitted if it is above the arithmetic's or close to another roof.
+    A roof of exponentials is omitted if it is above the arithmetic roof or close to another roof.
     """
     levels: dict[float, str] = {}
     for row in sorted(rows, key=lambda row: row.peak):

@@ -19,7 +19,7 @@ _YELLOW, _BLUE, _VERMILION, _PURPLE = "#f0e442", "#0072b2", "#d55e00", "#cc79a7"
 _LILAC = "#8da2e8"
 Fill = tuple[str, str]  # colour, hatch pattern or ""
 _FREE = "waits for a free buffer"
-_OWN = ("#e69f00", "#a6611a", "#fdcf8a", "#c98300")  # for phases that kernels mark()
+_OWN = ("#e69f00", "#a6611a", "#fdcf8a", "#c98300")  # colours of phases that kernels mark()
 _GROUPS: Mapping[str, tuple[Fill, tuple[Kind, ...]]] = {
     "waits for a copy or a store": (
         (_YELLOW, ""),
@@ -38,7 +38,7 @@ _GROUPS: Mapping[str, tuple[Fill, tuple[Kind, ...]]] = {
 }
 _GROUP = {kind: name for name, (_, kinds) in _GROUPS.items() for kind in kinds}
 _IN_FLIGHT: Mapping[str, Fill] = {"copy in flight": (INK, ""), "wgmma in flight": (_LILAC, "")}
-# Legend texts and styles of arrows, by whether they start at a copy.
+# Legend texts and styles of arrows. The key tells whether an arrow starts at a copy.
 _ARROW_LOOKS: Mapping[bool, tuple[str, dict[str, Any]]] = {
     True: ("from a copy to the wait for it", {"color": INK, "linewidth": 0.6}),
     False: (
@@ -47,7 +47,7 @@ _ARROW_LOOKS: Mapping[bool, tuple[str, dict[str, Any]]] = {
     ),
 }
 _PHASES = 75  # phases per warp shown at each end of a long timeline
-_NARROW = 1 / 400  # bars below this fraction of the width get no edges, which would cover them
+_NARROW = 1 / 400  # bars narrower than this fraction of the axes are drawn without edges
 _ARROWS = 80  # maximum number of arrows drawn
 _LINE = 120  # characters per line of the text above a picture
 _CHARACTER, _MARGIN = 0.0085, 0.004  # size of a character and margins, as fractions of the width
@@ -59,7 +59,8 @@ def draw(timeline: Timeline, path: str | Path, window: tuple[float, float] | Non
     The timeline of one block has a row for each warp, with copies and products in flight below the
     phases. Arrows lead from the start of a copy, and from a buffer's last reader, to the end of the
     wait for it. The timeline of all blocks has a row for each multiprocessor. ``window`` holds the
-    first and last time to show; by default everything is shown, or both ends of a long timeline.
+    first and last time to show. The default is the whole timeline or, if it is long, its beginning
+    and its end.
     Raises ValueError for another suffix and if the window is empty or outside the timeline, and
     Unsupported without matplotlib.
     """
@@ -223,7 +224,7 @@ def _bars(axes: Any, bars: Sequence[tuple[Span, float, float, Fill]]) -> None:
 def _draw_arrows(
     axes: Any, timeline: Timeline, place: Mapping[int, int], shown: tuple[float, float]
 ) -> None:
-    """Draws the arrows that overlap the window; if there are too many, only every n-th one."""
+    """Draws the arrows that overlap the window, or every n-th arrow if there are too many."""
     from matplotlib.patches import FancyArrowPatch
 
     low, high = shown

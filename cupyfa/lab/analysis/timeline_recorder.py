@@ -2,7 +2,7 @@
 
 The launch is compiled with the headers in kernels/timeline, which log a time-stamped entry where a
 phase begins or ends. On a GPU the time stamps are read from the clocks of the multiprocessor and of
-the device. The simulator has no clock; its times number the entries in the order of execution.
+the device. The simulator has no clock and numbers the entries in the order of execution.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _FEWEST, _MANY = 16, 4096  # minimum and maximum entries per warp when all block
 _MOST_BYTES = 2**28  # maximum size of the log when all blocks are recorded
 _ENTRY_BYTES = 16
 _ENDED = 0x80
-_NANOSECONDS_OF_STEP = 1e3  # length of a simulator step in a trace
-_TIMES = 5  # number of timed runs with recording, and of runs without
+_NANOSECONDS_OF_STEP = 1e3  # nanoseconds per simulator step in a trace
+_TIMES = 5  # number of timed runs with recording, and of timed runs without
 _LISTED = 20  # maximum number of launches listed in a message
 
 
@@ -72,7 +72,7 @@ class Kind(IntEnum):
     WORKED_COPIES = 21
 
 
-# Entries that are not phases: a block's multiprocessor, and the work of products and copies.
+# Kinds that do not begin or end a phase: they log a block's multiprocessor, or amounts of work.
 _NOT_SHOWN = (Kind.PLACED, Kind.WORKED_WGMMA, Kind.WORKED_MMA, Kind.WORKED_COPIES)
 # Phase names. The barrier's name is appended to a wait for a barrier.
 NAMES = {
@@ -94,7 +94,7 @@ NAMES = {
 
 
 class Entry(NamedTuple):
-    """A warp's log entry: its kind, whether a phase ends, and two kind-specific numbers."""
+    """A warp's log entry: its kind, whether it ends a phase, and two kind-specific numbers."""
 
     time: float
     block: int
@@ -191,7 +191,7 @@ def record(
     """Runs a kernel and records one of its launches.
 
     ``launch`` is an entry point, or the index of a launch as a string, such as "0". The default is
-    the entry point named like the kernel, else the first one whose name begins with the kernel's,
+    the entry point with the kernel's name, else the first entry point whose name begins with it,
     else the launch with the most threads.
     ``block`` is the index of the block to record. None records all blocks, but only their starts,
     ends, epilogues and marks.
@@ -257,7 +257,10 @@ def record(
 
 
 class _Recorded:
-    """A call that records one launch, compiled separately since launches may share a program."""
+    """A call that records one launch.
+
+    That launch is compiled separately, since several launches may share a program.
+    """
 
     def __init__(
         self,
@@ -288,7 +291,10 @@ class _Recorded:
 
 
 def _shortest(backend: Backend, log: Any, call: Callable[[], None]) -> float:
-    """Returns the shortest time of several runs, all with an empty log: a full one costs less."""
+    """Returns the shortest time of several runs.
+
+    The log is emptied before each run, because recording into a full log takes less time.
+    """
     times = []
     for _ in range(_TIMES):
         log[...] = 0
@@ -297,7 +303,7 @@ def _shortest(backend: Backend, log: Any, call: Callable[[], None]) -> float:
 
 
 def _launches(plan: Plan) -> list[PlannedLaunch]:
-    """Returns a call's launches in order, without empty grids, which CUDA rejects."""
+    """Returns a call's launches in order; omits empty grids, which CUDA rejects."""
     return [x for x in plan.launches if all(x.grid)]
 
 
@@ -353,7 +359,10 @@ def _recording(launch: PlannedLaunch, block: int | None, backend: Backend) -> Re
 def _entries(
     log: np.ndarray, launch: PlannedLaunch, recording: Recording
 ) -> tuple[list[Entry], dict[tuple[int, int], int]]:
-    """Decodes a log: the entries in each warp's order, and lost entries per (block, warp)."""
+    """Decodes a log; returns the entries in each warp's order, and counts of lost entries.
+
+    The counts are indexed by (block, warp).
+    """
     shape = recording.blocks, launch.warps, 1 + recording.capacity, 4
     words = log.view(np.uint32).reshape(shape)
     counts = words[:, :, 0, 0]
@@ -380,8 +389,9 @@ def _entries(
 
 
 def _complete(entries: Sequence[Entry], full: Container[tuple[int, int]]) -> Sequence[Entry]:
-    """Truncates blocks with lost entries: all their warps end at the first loss."""
-    by_warp = _by_warp([x for x in entries if x.kind is not Kind.PLACED])  # has another clock
+    """Truncates each block that lost entries: all its warps end at the time of its first loss."""
+    # PLACED entries hold device time, which cannot be compared with the other entries' cycles.
+    by_warp = _by_warp([x for x in entries if x.kind is not Kind.PLACED])
     ends: dict[int, float] = {}
     for (block, warp), own in by_warp.items():
         if (block, warp) in full:
@@ -534,7 +544,7 @@ def _phases(
             continue  # a lane exits while another one still copies
         if entry.ended:
             if not any(x.kind is entry.kind for x in open_):
-                continue  # other lanes recorded its beginning, or it was lost
+                continue  # its beginning was recorded by other lanes, or lost
             yield from until(entry.time)
             while open_.pop().kind is not entry.kind:
                 continue
@@ -569,7 +579,10 @@ def _in_flight(entries: Sequence[Entry], kind: Kind, wait: Kind, name: str) -> I
 def _copies(
     by_warp: Mapping[tuple[int, int], Sequence[Entry]], barriers: _Barriers
 ) -> tuple[list[Span], list[Arrow]]:
-    """Returns copies, each until the first wait for it ends, and arrows to waits at barriers."""
+    """Returns the copies, and arrows from barrier arrivals to the end of other warps' waits.
+
+    A copy lasts until the first wait for it ends.
+    """
     copies: list[Span] = []
     arrows: list[Arrow] = []
     waits: dict[tuple[int, int], list[tuple[float, int, float]]] = defaultdict(list)
@@ -646,7 +659,7 @@ def _of_all_blocks(
 
 
 def _in_steps(entries: Sequence[Entry]) -> list[Entry]:
-    """Replaces times by step numbers, counted per block in the simulator's order."""
+    """Replaces times with step numbers, counted per block in the simulator's order."""
     steps: Counter[int] = Counter()
     numbered = []
     for x in sorted(entries):

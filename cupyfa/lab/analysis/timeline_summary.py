@@ -34,7 +34,7 @@ class Share(ShownRow):
 
 
 def shares(timeline: Timeline) -> list[Share]:
-    """Computes each phase's share in the time of all working warps, the largest share first.
+    """Computes each phase's share of the time of all working warps, in descending order.
 
     The phase "idle" lasts from the end of a warp to the end of its block.
     """
@@ -69,7 +69,10 @@ def busiest_warps(timeline: Timeline) -> dict[int, int]:
 
 
 def rows_of_blocks(timeline: Timeline) -> dict[int, tuple[int, int]]:
-    """Maps each block to its multiprocessor and to a lane there that is free while it runs."""
+    """Maps each block to its multiprocessor and to a lane (row) of that multiprocessor.
+
+    Blocks that run at the same time get different lanes.
+    """
     free: dict[int, list[float]] = defaultdict(list)
     rows = {}
     for block, (start, end) in sorted(extents(timeline).items(), key=lambda item: item[1]):
@@ -82,7 +85,7 @@ def rows_of_blocks(timeline: Timeline) -> dict[int, tuple[int, int]]:
 
 
 def working(timeline: Timeline) -> dict[tuple[int, int], list[Span]]:
-    """Maps (block, warp) to the warp's phases, without warps that exit at once."""
+    """Maps (block, warp) to the warp's phases; omits warps that exit immediately."""
     whole, found = extents(timeline), defaultdict[tuple[int, int], list[Span]](list)
     for x in timeline.phases:
         found[x.block, x.warp].append(x)
@@ -201,14 +204,20 @@ _TIMES = ("time", "longest_gap", "tail")
 
 
 def rounded(value: float | str) -> str:
-    """Formats a number with three digits, from 100 on without decimals; a string is unchanged."""
+    """Formats a number with three significant digits, or as an integer if it is at least 100.
+
+    Returns a string unchanged.
+    """
     if isinstance(value, str):
         return value
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _computing(timeline: Timeline) -> list[Span]:
-    """Returns the phases of warps with products or a softmax; if there are none, of all warps."""
+    """Returns the phases of the warps that compute products or a softmax.
+
+    If there are no such warps, returns the phases of all warps.
+    """
     found = list(working(timeline).values())
     kinds = {Kind.PRODUCTS, Kind.ISSUE, Kind.SOFTMAX, Kind.ARITHMETIC}
     computing = [own for own in found if not kinds.isdisjoint(x.kind for x in own)]

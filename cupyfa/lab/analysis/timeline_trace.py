@@ -15,8 +15,9 @@ from cupyfa.lab.analysis.timeline_summary import busiest_warps, extents, rows_of
 def trace(timeline: Timeline) -> dict[str, Any]:
     """Returns the trace as JSON-serializable data, which https://ui.perfetto.dev opens.
 
-    The process is one block with its warps as threads, or all blocks with multiprocessors as
-    threads. Times are whole nanoseconds, so that phases neither overlap nor leave gaps.
+    The trace shows one block as a process with its warps as threads, or all blocks as a process
+    with multiprocessors as threads. Times are whole nanoseconds, so that phases neither overlap
+    nor leave gaps.
     """
     place_of = _places(timeline)
     return {
@@ -76,7 +77,8 @@ def _events(timeline: Timeline, place_of: _Places) -> Iterator[dict[str, Any]]:
     in_flight = [("wgmma", f"wgmma of warp {x.warp}", x) for x in timeline.products]
     in_flight += [("copy", f"copy of {x.name}", x) for x in timeline.copies]
     for number, (kind, name, x) in enumerate(in_flight):  # async events, which may overlap
-        own = {"local": hex(number)}  # process-local id: the event is shown with its block
+        # An id that is local to a process: Perfetto shows the event in that process.
+        own = {"local": hex(number)}
         common = {"cat": kind, "name": name, "id2": own, **place_of(x)}
         size = {"args": {"bytes": x.bytes}} if x.bytes else {}
         yield {"ph": "b", "ts": at(x.start), **common, **size}
@@ -86,7 +88,8 @@ def _events(timeline: Timeline, place_of: _Places) -> Iterator[dict[str, Any]]:
         start = {"pid": arrow.block, "tid": arrow.start_warp}
         end = {"pid": arrow.block, "tid": arrow.end_warp}
         yield {"ph": "s", "ts": at(arrow.start), **common, **start}
-        in_wait = max(at(arrow.start), at(arrow.end, less=1))  # just before the next phase
+        # The arrow ends just before the end of the wait, hence not in the next phase.
+        in_wait = max(at(arrow.start), at(arrow.end, less=1))
         yield {"ph": "f", "bp": "e", "ts": in_wait, **common, **end}
 
 

@@ -134,7 +134,7 @@ def bench(
 
 
 def _with_all_factors(rows: Sequence[Measurement]) -> list[Measurement]:
-    """Returns the rows with the same keys in all ``factors``, which become table columns."""
+    """Adds missing keys to each row's ``factors``, so that all rows have the same table columns."""
     rivals = (BASELINE, BEFORE, *(name for row in rows for name in row.factors))
     known = [x for x in dict.fromkeys(rivals) if any(x in row.factors for row in rows)]
     return [replace(row, factors={x: row.factors.get(x) for x in known}) for row in rows]
@@ -224,7 +224,7 @@ class _Entry:
         note = str(error).partition("; kernels that can")[0].removeprefix(about)
         self.row, self.call = replace(self.row, note=note), None
         self.refusal = error.with_traceback(None)
-        error.__context__ = None  # its frames hold references to arrays
+        error.__context__ = None  # the traceback's frames would keep arrays alive
 
 
 @dataclass
@@ -276,7 +276,7 @@ class _Measuring:
         ) == [None]
 
     def note(self, text: str) -> None:
-        """Warns only once if several problems cause the same note."""
+        """Issues a warning, but only once if several problems cause the same note."""
         what = text.replace(str(self.case.problem), "")
         if what not in self.noted:
             self.noted.add(what)
@@ -426,7 +426,7 @@ class _Measuring:
         """
         plan, p = entry.plan, self.case.problem
         assert plan is not None
-        if plan.kernel.reference:  # its results differ from the peer's by definition
+        if plan.kernel.reference:  # it computes another function than the peer
             return
         judge = self.judge(plan)
         roundings = (plan.rounding, "tf32" if p.dtype.name == "float32" else None)
@@ -455,7 +455,7 @@ class _Measuring:
                 entry.reject(str(ours))
 
     def capture(self, entry: _Entry) -> None:
-        """Replaces an entry's call by a CUDA graph; if capturing fails, the call is not timed."""
+        """Replaces an entry's call with a CUDA graph; if capturing fails, the call is not timed."""
         if not entry.call:
             return
         try:

@@ -23,11 +23,11 @@ from cupyfa.numerics.shown import Rows, ShownRow
 FLOOR = 0.01  # minimum noise between two runs of the same code
 TELLING = 0.1  # SAME requires that a difference larger than this would have been detected
 _CERTAIN = 2  # number of standard errors beyond which a difference is certain
-_UNKNOWN = 0.05  # standard error assumed for a single time
-_FEW = 5  # with fewer times, the spread underestimates the noise
+_UNKNOWN = 0.05  # standard error assumed for a single timed call
+_FEW = 5  # with fewer timed calls, their spread underestimates the noise
 _BLOCKS = 10  # maximum number of blocks of consecutive rounds
 _IRRELEVANT = ("time", "command", "python", "system")  # facts whose differences are not reported
-# Facts of an environment that do not affect the speed of compiled code.
+# Facts about an environment that do not affect the speed of compiled code.
 _OF_THE_HOST = ("cupyfa", "numpy", "cupy", "compiler")
 # Student's t for 1, 2, … degrees of freedom, exceeded with a probability of 2.5 % on each side.
 _STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
@@ -178,8 +178,8 @@ def _compared(old: Measurement, new: Measurement, drift: float, is_unchanged: bo
 def _drift(unchanged: Sequence[tuple[Measurement, Measurement]]) -> float:
     """Estimates the standard error that a change of the device between runs adds to every ratio.
 
-    The estimate is how much times of unchanged code change beyond the noise within the runs. It is
-    widened, because a small number of kernels estimates it poorly.
+    The estimate is the change in the times of unchanged code that exceeds the noise within the
+    runs. It is widened, because a small number of kernels gives a poor estimate.
     """
     timed = [(a, b) for a, b in unchanged if a.time and b.time]
     if not timed:

@@ -33,8 +33,8 @@ _BUDGET = 0.2  # seconds for each size
 class Device(Shown):
     """The published peak rates of a device.
 
-    Tensor-core rates assume dense matrices and float32 accumulators, CUDA-core rates multiply-adds.
-    Both count a multiply-add as 2 FLOP.
+    Tensor-core rates assume dense matrices and float32 accumulators; CUDA-core rates assume
+    multiply-adds. Both count a multiply-add as 2 FLOP.
 
     clock: GHz at which the tensor-core peak is reached, None if unknown.
     tensor, plain: TFLOP/s of tensor cores and of CUDA cores, by dtype or "tf32".
@@ -56,7 +56,8 @@ class Device(Shown):
     def peak(self, precision: str, *, tensor: bool) -> float:
         """Returns the peak TFLOP/s for operands of a precision.
 
-        CUDA cores compute precisions that tensor cores lack, and 16-bit operands in float32.
+        Without ``tensor``, or if tensor cores do not support the precision, returns the rate of
+        CUDA cores, which multiply 16-bit operands in float32.
         """
         if tensor and precision == "float8_e4m3" and int(self.arch or 0) >= _FLOAT8_SINCE:
             return 2 * self.tensor["float16"]
@@ -71,7 +72,7 @@ class Device(Shown):
 
 
 def _device(row: Mapping[str, str]) -> Device:
-    """Makes a device from a table row; bfloat16 has the rates of float16."""
+    """Creates a device from a table row; bfloat16 has the rates of float16."""
     tensor = {name: row[name] for name in ("float16", "tf32", "float64")}
     tensor["bfloat16"] = row["float16"]
     return Device(
@@ -103,13 +104,16 @@ def named(name: str) -> Device:
 
 
 def known_as(name: str) -> Device | None:
-    """Returns the device that CUDA calls by this name, such as "NVIDIA L4", or None if unlisted."""
+    """Returns the device with this CUDA name, such as "NVIDIA L4", or None if it is not listed."""
     short = name.removeprefix("NVIDIA ")
     return next((device for device in DEVICES.values() if short in device.called), None)
 
 
 def product_rate(backend: Backend, precision: str) -> float | None:
-    """Measures the TFLOP/s of a matrix product in a dtype or "tf32"; None without a library."""
+    """Measures the TFLOP/s of a matrix product in a dtype or "tf32".
+
+    Returns None if the backend has no library for matrix products in this precision.
+    """
     if backend.limits.no_matmul or precision not in (*DTYPES, "tf32"):
         return None
     tf32 = precision == "tf32"
@@ -150,7 +154,10 @@ def _best(
     call: Callable[[int], timing.Call],
     work: Callable[[int], float],
 ) -> float | None:
-    """Returns a rate (work per millisecond): the cached one, or the best over growing sizes."""
+    """Returns a cached rate, or measures increasing sizes and returns the best rate.
+
+    A rate is work per millisecond.
+    """
     file = cache_folder.facts_file("peaks", backend.limits.device)
     fact = cache_folder.recall(file).get(what)
     if isinstance(fact, int | float) and isfinite(fact) and fact > 0:

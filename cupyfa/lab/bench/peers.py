@@ -53,7 +53,10 @@ class Peer:
 def peer(
     name: str, backend: Backend, p: Problem, arrays: Mapping[str, Any], operation: str = "forward"
 ) -> Peer:
-    """Makes a peer for arrays of the backend: Q, K, V, dO for gradients, "mods.bias" and so on.
+    """Creates a peer for arrays of the backend.
+
+    ``arrays`` contains Q, K and V, dO if the operation is "backward", and score-modifying arrays
+    under names such as "mods.bias".
 
     Raises Unsupported if the library is not installed or does not support the problem.
     """
@@ -98,7 +101,7 @@ def without_cache(
 ) -> tuple[Problem, dict[str, np.ndarray]]:
     """Converts a decoding problem and its inputs to contiguous keys without lengths.
 
-    All sequences get as many keys as the longest. If lengths differ, a mask hides unused keys.
+    All sequences are extended to the longest one. If lengths differ, a mask hides unused keys.
     """
     assert p.cached is not None
     lengths, most = np.array(p.cached.rows), max(p.cached.rows)
@@ -130,7 +133,7 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def label(name: str) -> str:
-    """Returns a peer's name in tables, which differs from all kernel names."""
+    """Returns the name that tables print for a peer; it differs from all kernel names."""
     return f"torch {name}" if name in _OF_TORCH else name
 
 
@@ -174,7 +177,7 @@ def _torch(
     more: Mapping[str, Any],
     gradient: Any,
 ) -> Peer:
-    """Makes a peer of torch's attention, or of its gradients after a forward pass.
+    """Creates a peer of torch's attention, or of its gradients after a forward pass.
 
     Autograd runs each backward step on the stream of its forward step. To capture gradients in a
     graph, the forward pass is therefore run again on the capturing stream, with new tensors.
@@ -250,7 +253,7 @@ def _packed(
 ) -> Callable[..., Any]:
     """Returns one of torch's kernels for packed sequences, called through its operator.
 
-    FA2 aligns causal masks to a sequence's last query and key, `efficient` to either corner.
+    FA2 aligns causal masks to the bottom right; `efficient` also supports the top left.
     """
     assert p.lengths is not None
     starts = [arrays[f"mods.{x}"] for x in STARTS]
@@ -294,7 +297,10 @@ def _flex(
 
 
 def _usual(p: Problem) -> dict[str, Any]:
-    """Returns the arguments shared by both functions; older torch versions lack enable_gqa."""
+    """Returns the arguments that scaled_dot_product_attention and flex_attention share.
+
+    ``enable_gqa`` is only passed if needed, since older torch versions lack it.
+    """
     return {"scale": p.scale} | ({"enable_gqa": True} if p.heads != p.kv_heads else {})
 
 
@@ -333,7 +339,7 @@ def _torch_stream(torch: Any, backend: Backend) -> Any:
 
 
 def _cudnn_frontend(name: str, backend: Backend, p: Problem, arrays: Sequence[Any]) -> Peer:
-    """Makes a peer of cuDNN's attention graph, built by its Python frontend."""
+    """Creates a peer of cuDNN's attention graph, built by cuDNN's Python frontend."""
     cudnn = import_module("cudnn")
     if backend.stream is None:
         raise Unsupported("it needs a GPU")

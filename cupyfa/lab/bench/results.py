@@ -67,7 +67,7 @@ class Measurement(ShownRow):
     def bandwidth(self) -> float | None:
         """The bandwidth in GB/s, counting one read of every input and one write of every output.
 
-        For a cache, only one read of its sequences' keys and values counts.
+        Of a KV cache, only the keys and values of its sequences are counted, each once.
         """
         p = self.problem
         moved = OPERATIONS[self.operation].bytes(p)
@@ -115,7 +115,7 @@ class Measurement(ShownRow):
         return made
 
 
-# Fields of a row in a file. Optional fields are missing in files of older versions.
+# Fields of a row in a file. Files written by older versions lack the optional fields.
 _POSITIVE = records.number(0.0)
 _ROW = records.record(
     {

@@ -74,12 +74,12 @@ def problems(
 
     Sizes are those of ``Problem.of_sizes``. N defaults to M, dv to d, kv_heads to heads, and the
     dtype to one that the kernels support. ``tokens`` is batch * M, ``width`` is heads * d. Several
-    values form a list or a tuple; windows, shapes and values of ``wrt``, which may themselves be
-    tuples, must form a list. ``options`` is an AttentionOptions. Score-modifying arrays are given
-    as forms of ``shape_language``: ``bias="1hmn", captured={"slope": "f32[heads]"},
-    wrt="bias,slope"``; ``block_mask=True`` turns masks into a block mask. ``lengths``, as in
-    ``Problem.of_sizes``, replaces batch, M and N; several of them must form a list. A softmax has M
-    rows of N elements.
+    values are passed as a list or a tuple. Several windows, shapes or values of ``wrt`` must be
+    passed as a list, since a single one may be a tuple. ``options`` is an AttentionOptions.
+    Score-modifying arrays are given as forms of ``shape_language``:
+    ``bias="1hmn", captured={"slope": "f32[heads]"}, wrt="bias,slope"``; ``block_mask=True`` turns
+    masks into a block mask. ``lengths``, as in ``Problem.of_sizes``, replaces batch, M and N;
+    several values of it must be passed as a list. A softmax has M rows of N elements.
 
     ``cache``, "contiguous" or "paged", selects decoding: each sequence has M new tokens (1 by
     default) and ``lengths`` or N keys, including the new ones; with ``lengths``, N is the capacity.
@@ -90,7 +90,8 @@ def problems(
     usual = {**USUAL.get(operation, _ATTENTION), **(SMALL.get(operation, _FEW) if small else {})}
     usual["dtype"] = usual_dtype(*kernels, precision=sizes.get("precision"))
     several: dict[str, Sequence[Any]] = {}
-    has_options = sizes.get("options") is not None  # conflicts with single options, even None
+    # ``options`` conflicts with options that are passed by name, even if their value is None.
+    has_options = sizes.get("options") is not None
     for name, value in sizes.items():
         if value is not None or (has_options and name in OPTIONS):
             several[name] = value if _is_several(name, value) else [value]
@@ -103,12 +104,12 @@ def problems(
 
 
 def _is_several(name: str, value: Any) -> bool:
-    """Returns whether a list or tuple holds several values of a size, rather than being one."""
+    """Returns whether a value is a list or tuple of several values rather than a single value."""
     if name == shape_language.LENGTHS_OF:  # a list of integers is one value
         return isinstance(value, list) and any(isinstance(x, list | tuple | str) for x in value)
     if not isinstance(value, tuple):
         return isinstance(value, list)
-    if name in OWN_ARRAYS:  # a tuple may be one shape
+    if name in OWN_ARRAYS:  # a tuple may be a single shape
         return not all(isinstance(n, int) for n in value)
     return name != WRT and not (name in OPTIONS and isinstance(OPTIONS[name].default, tuple))
 

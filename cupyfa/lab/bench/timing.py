@@ -26,7 +26,7 @@ Call = Callable[[], Any]
 _ACCURACY = 0.005  # relative standard error below which a median is accurate enough
 _FEWEST = 20  # minimum number of rounds for a meaningful standard error
 _WARM_UP = 0.05  # fraction of the budget spent on warming up
-_SEVERAL = 3  # a call that takes longer than this many budgets is timed once
+_SEVERAL = 3  # a call that takes longer than this multiple of its budget is timed once
 _NORMAL_WIDTH = 1.683  # 20th to 80th percentile of a normal distribution, in standard deviations
 
 
@@ -50,8 +50,8 @@ def measure(
 
     A call drops out when its ``budget`` of seconds is spent or after ``most`` rounds; timing stops
     when every median is accurate to half a percent. A call is timed at least twice, or once if it
-    takes longer than three budgets. ``cold`` overwrites the device's caches before each call.
-    ``begins`` receives the index of each call before the call is made.
+    takes longer than three times its budget. ``cold`` overwrites the device's caches before each
+    call. ``begins`` receives the index of each call before the call is made.
     """
     lanes = [
         _Lane(backend, call, budget, cold, most, partial(begins, number))
@@ -152,7 +152,10 @@ def resources(backend: Backend, plan: Plan) -> dict[str, int]:
 def arrays_of(
     backend: Backend, plan: Plan, inputs: Mapping[str, np.ndarray], memory: dict[Any, Any]
 ) -> dict[str, Any]:
-    """Places a plan's arrays on the backend; ``memory`` caches them for plans of equal inputs."""
+    """Returns a plan's arrays by name: inputs copied to the backend, outputs and scratch memory.
+
+    ``memory`` caches the arrays, so that plans with equal inputs share them.
+    """
     arrays = placed(backend, inputs, memory)
     for name, allocation in {**plan.outputs, **plan.scratch}.items():
         key = (name, *allocation, plan.stored_shape(name))
@@ -165,10 +168,11 @@ def arrays_of(
 def placed(
     backend: Backend, inputs: Mapping[str, np.ndarray], memory: dict[Any, Any]
 ) -> dict[str, Any]:
-    """Places inputs on the backend; reuses arrays that ``memory`` already holds."""
+    """Copies inputs to the backend; reuses arrays that ``memory`` already contains."""
     arrays = {}
     for name, array in inputs.items():
-        content = array.tobytes() if name.removeprefix("mods.") in MAPS else None  # maps differ
+        # Tile maps of a block mask differ between tile sizes; all other inputs are equal.
+        content = array.tobytes() if name.removeprefix("mods.") in MAPS else None
         key = (name, array.shape, array.strides, array.dtype, content)
         if key not in memory:
             memory[key] = _placed(backend, array)

@@ -130,8 +130,8 @@ def _functions(torch: Any) -> dict[str, Callable[..., Any]]:
 class _Selecting(ast.NodeTransformer):
     """Rewrites expressions for tensors, which have no truth value.
 
-    Replaces ``and``, ``or`` and ``not`` by &, | and ~, conditional expressions by ``where``, and
-    chained comparisons by pairwise comparisons joined by &.
+    Replaces ``and``, ``or`` and ``not`` with &, | and ~, conditional expressions with ``where``,
+    and chained comparisons with pairwise comparisons joined by &.
     """
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
@@ -155,7 +155,7 @@ class _Selecting(ast.NodeTransformer):
 
 
 class _Shifted(ast.NodeTransformer):
-    """Replaces position by query + first."""
+    """Replaces the name ``position`` with ``query + first``."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         if node.id != "position":

@@ -66,7 +66,9 @@ def trial(
     excerpts: Sequence[Excerpt | None] = (None,),
     progress: Progress = no_progress,
 ) -> Trial:
-    """Runs a plan with guard zones around outputs, checks its results or excerpts, and times it.
+    """Runs a plan with guard zones around outputs, checks its results, and times it.
+
+    Large results are checked on excerpts.
 
     Raises WrongResult for writes outside the outputs, and if one of ``reruns`` further runs is not
     bitwise identical. Wrong values are reported in the verdicts. ``watch`` tracks the running call.

@@ -41,7 +41,7 @@ _ROUNDS = {"budget": 1.0, "most": 20}  # seconds and rounds of each timing of th
 _FINALISTS = 8
 _FIRST_SHARE = 2 / 3  # fraction of the budget after which no first timing is started
 _FEWEST = 10  # minimum number of rounds to compare two candidates
-_SURE = 3.0  # number of standard errors beyond which one of two candidates is faster
+_SURE = 3.0  # number of standard errors beyond which a candidate counts as faster
 _COLUMNS = (
     *("state", "first_ms", "ms", "x_own", "spread_%", "TFLOP/s", "rounds", "registers"),
     *("spilled_bytes", "shared_bytes", "blocks_per_sm", "note"),
@@ -55,8 +55,8 @@ class Candidate(ShownRow):
 
     state: "right", "wrong", "refused" by the compiler or the device, "timed out", or "untried"
         because the budget was spent.
-    factor: speedup over the record's default constants, in the same rounds. Once finalists have
-        been timed, None for all other candidates.
+    factor: speedup over the record's default constants, in the same rounds. After the
+        finalists have been timed, all other candidates have None.
     rounds: number of rounds in which a finalist was timed. Its milliseconds come from these rounds
         and are scaled by the default constants' times, which cancels the device's drift.
     shared_bytes: shared memory per block.
@@ -101,8 +101,8 @@ def tune(
     Each candidate is compared with the float64 reference on a smaller problem with guard zones,
     then timed briefly. The fastest are timed in alternation until their order is known. Results are
     stored by compiled source, problem and versions; a later call continues from them, unless
-    ``fresh``. Plans ignore simulator times. ``watch`` tracks the running call and knows what an
-    earlier process has done; a candidate that hangs uses up the budget.
+    ``fresh``. Plans ignore simulator times. ``watch`` tracks the running call and holds the state
+    of an earlier process, if any; a candidate that hangs uses up the budget.
 
     Returns the candidates of each problem: finalists, fastest first, then all others. Raises
     ValueError for sizes that the operation does not have, and Unsupported if the kernel does not
@@ -137,7 +137,7 @@ def tune(
 
 @dataclass
 class _Tuning:
-    """Tunes one problem; ``facts`` holds the results by plan, which are also stored in a file."""
+    """Tunes one problem; ``facts`` maps plans to results, and is also stored in a file."""
 
     backend: Backend
     plans: Sequence[Plan]
@@ -190,7 +190,10 @@ class _Tuning:
 
     @property
     def ranked(self) -> list[str]:
-        """All keys in order: finalists and other right ones, each by speed, untried, failed."""
+        """All keys, best first: finalists, other correct candidates, untried, failed.
+
+        The finalists, and the other correct candidates, are sorted by speed.
+        """
 
         def rank(key: str) -> tuple[int, float]:
             if key in self.right:
@@ -249,7 +252,7 @@ class _Tuning:
 
     @property
     def pacer(self) -> str:
-        """The candidate timed in every round: the first right one, usually the record's default."""
+        """The candidate timed in every round: the first correct one, usually the default."""
         return next(key for key in self.keyed if key in self.right)
 
     def pace(self, key: str) -> float:

@@ -202,7 +202,7 @@ def split(swept: Sequence[str], given: Mapping[str, Any]) -> tuple[dict[str, Any
 def check_target(save: Path | None, on: Backend | None = None) -> None:
     """Raises ValueError, before time is spent on measuring, if a file cannot be written.
 
-    Times of the simulator, if that is ``on``, must not overwrite a file with times of a GPU.
+    If ``on`` is the simulator, a file that contains GPU times must not be overwritten.
     """
     if save and not cache_folder.can_write_to(save):
         folder = (save.resolve() if save.is_symlink() else save).parent

@@ -127,7 +127,7 @@ class KernelName(click.ParamType):
         self._names = [*(x.name for x in ladder_kernels()), *others]
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Returns the name. Raises ValueError if it is neither a known word nor in a script."""
+        """Returns the name. Raises ValueError if it is unknown and does not name a script."""
         if value not in self._names and ".py" not in value:
             raise unknown_kernel(value, self._others)
         return value
@@ -325,7 +325,7 @@ _FLAGS: Mapping[str, tuple[str, Callable[[str], bool], str]] = {
 
 
 def with_flag_values(arguments: Sequence[str]) -> list[str]:
-    """Appends its implied value to each option that is given without a value.
+    """Appends the implied value to each option that is given without a value.
 
     Otherwise click would read the next argument, such as a kernel's name, as the option's value.
     """
@@ -337,7 +337,10 @@ def with_flag_values(arguments: Sequence[str]) -> list[str]:
 
 
 def misplaced_value(message: str, arguments: Sequence[str]) -> str:
-    """Describes the values of an option if a message rejects the word after the option, else ""."""
+    """Returns a hint about an option's syntax if a message rejects the argument after the option.
+
+    Returns "" for any other message.
+    """
     for word, after in pairwise(arguments):
         if word in _FLAGS and f"extra argument ({after})" in message:
             return f"; {word} takes {_FLAGS[word][2]}"
@@ -351,7 +354,7 @@ _REMEDY_CAPTURED = re.compile(r'\bin captured=\{"(\w+)": \.\.\.\}')
 
 
 def on_command_line(message: str) -> str:
-    """Replaces Python arguments in a message of the library by command-line options."""
+    """Replaces Python arguments in a message of the library with command-line options."""
     message = _REMEDY_CAPTURED.sub(
         r"by --captured \1=VALUE, a number or a form as f32[heads]", message
     )
@@ -391,7 +394,8 @@ def problem_options(
 ) -> Callable[[Command], Command]:
     """Adds the options of a problem: sizes, dtype, attention options and optional arrays.
 
-    Options in ``several`` may be repeated. ``small``: default sizes are smaller in the simulator.
+    several: options that may be repeated. small: whether default sizes are smaller in the
+    simulator.
     """
 
     def decorate(command: Command) -> Command:
@@ -478,7 +482,7 @@ def given_sizes(sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_foreign(operations: Collection[str], *names: str) -> None:
-    """Raises ValueError if only softmax is computed and an option that it lacks is given."""
+    """Raises ValueError for options that softmax lacks, if softmax is the only operation."""
     if set(operations) == {"softmax"}:
         given = given_options(*names, *(_LENGTHS if shape_language.LENGTHS_OF in names else ()))
         sweeps.refuse_foreign(["softmax"], {x.lstrip("-"): name for name, x in given.items()})

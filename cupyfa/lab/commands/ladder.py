@@ -22,7 +22,8 @@ from cupyfa.runtime import environment
 from cupyfa.runtime.choose_backend import backend_to_measure
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
-_PATIENCE = 5  # a rung skips lengths at which one launch would take more than this many budgets
+# Rungs skip lengths at which a launch would take longer than this multiple of the budget.
+_PATIENCE = 5
 
 
 @click.command()

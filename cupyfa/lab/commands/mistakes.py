@@ -10,7 +10,7 @@ from cupyfa.lab.commands.command_options import misplaced_value
 
 ARGUMENTS = "cupyfa.arguments"  # key of the command line's arguments in a command's context
 
-# Options that a command does not have, by (command, option), and what to use instead.
+# Maps (command, option) to a replacement, for options that the command does not have.
 _ELSEWHERE = {
     **{
         ("tune", name): f"`tune` tries the tile sizes of a kernel, and takes no {name}; to measure "
@@ -30,7 +30,7 @@ _REMOVED = {
     "warm": "a program that calls cupyfa.compile fills the cache",
     "profile": "run a profiler on cupyfa run: ncu --set full cupyfa run KERNEL",
 }
-# Other programs' names for values of choices.
+# Maps words that other programs use to the values that cupyfa's options accept.
 _SYNONYMS = {
     **{"gpu": "cuda", "cpu": "simulator"},
     **{"half": "float16", "single": "float32", "float": "float32", "double": "float64"},

@@ -38,8 +38,8 @@ def replay(
     """Run failures of `cupyfa check` again, on their inputs.
 
     A FILE holds the inputs of a failure and the kernel's results. Prints the stored and the new
-    results. The exit code is 1 if a kernel fails again. A script that a FILE names is not run; name
-    the kernel of a script by --kernel.
+    results. The exit code is 1 if a kernel fails again. Scripts named in a FILE are not run;
+    pass the kernel of a script with --kernel.
     """
     found = []
     for file in files:

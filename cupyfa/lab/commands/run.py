@@ -82,7 +82,7 @@ def run(
                 excerpts=sampling.excerpts(problem, seed, operation),
                 progress=lambda done, total, what: progress(done + 1, _STEPS, what),
             )
-    except CompilerNotFound:  # not caused by the problem
+    except CompilerNotFound:  # does not depend on the problem
         raise
     except Exception:
         command_options.note(f"the problem was {case}")

@@ -22,7 +22,7 @@ VIEWS = {
 
 
 def view_options(command: command_options.Command) -> command_options.Command:
-    """Adds a flag for each of VIEWS, each its own parameter, so that conflicts are detected."""
+    """Adds a flag for each of VIEWS; separate parameters let the command detect conflicts."""
     for name in reversed(VIEWS):
         command = click.option(f"--{name}", is_flag=True, help=VIEWS[name])(command)
     return command

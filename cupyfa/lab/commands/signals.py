@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 _LIKE_CTRL_C = (signal.SIGTERM, signal.SIGHUP)
-_USUAL_PATIENCE, _LONG_PATIENCE = 1.0, 10.0  # seconds
+_USUAL_PATIENCE, _LONG_PATIENCE = 1.0, 10.0  # seconds that a command may take after a signal
 # Signals within this many seconds count as one: `timeout` sends its signal twice, and a process
 # with many threads may notice the second one late.
 _TOGETHER = 1.0
@@ -79,6 +79,6 @@ def _insist(reading: int) -> None:
                 now = time.monotonic()
                 if not number:
                     number, first, deadline = asked[0], now, now + _patience
-                elif now > first + _TOGETHER:  # a second request
+                elif now > first + _TOGETHER:  # the user sent a second signal
                     break
     os._exit(128 + number)

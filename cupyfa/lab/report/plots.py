@@ -1,4 +1,4 @@
-"""Draws measurements, on a white background that suits light and dark pages."""
+"""Plots measurements on a white background, which suits light and dark pages."""
 
 import io
 import math
@@ -18,15 +18,15 @@ from cupyfa.lab.bench.results import Measurement
 
 SUFFIXES = (".svg", ".png")
 INK, PALE = "#424a53", "#d8dee4"
-# Chosen for contrast with white and for their distance in normal and in colour-blind vision;
-# markers and dashes differ as well.
+# The colours contrast with white and can be told apart by people with and without colour-blindness.
+# Curves also differ in markers and dashes.
 COLOURS = ("#1c6afa", "#e60d1a", "#792191", "#521a0e", "#d10881", "#0d009e", "#a35954", "#450dff")
 MARKERS = "osD^vPX"
 _DASHES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)))
 # Maps the prefix of kernels' names ("" for any other) to the units that compute their products.
 FAMILIES = {"": "cuBLAS, CUDA cores, WMMA", "mma": "mma.sync", "wgmma": "wgmma"}
-# SVG files store text as text rather than outlines: it is smaller, searchable, and readable by
-# screen readers. matplotlib computes the layout with DejaVu Sans, which Verdana matches in width;
+# SVG files store text as text rather than outlines, so they are smaller, searchable, and accessible
+# to screen readers. matplotlib computes the layout with DejaVu Sans. Verdana has the same width;
 # most other fonts are narrower.
 _FONTS = "DejaVu Sans, Verdana, sans-serif"
 _INKED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
@@ -145,7 +145,10 @@ def curves_of(rows: Sequence[Measurement]) -> dict[str, list[tuple[int, float]]]
 def _endings(
     rows: Sequence[Measurement], curves: Mapping[str, Sequence[tuple[int, float]]]
 ) -> list[str]:
-    """Explains why curves end early: the note on the next length, or the time it would take."""
+    """Explains why curves end early.
+
+    The reason is the note on the next length, or an estimate of a launch's time at that length.
+    """
     longest = max(points[-1][0] for points in curves.values())
     said = []
     for name, points in curves.items():
@@ -169,7 +172,7 @@ def family(name: str) -> str:
 
 
 def new_figure(height: float) -> Any:
-    """Makes a figure 8 inches wide, with a canvas that can measure text."""
+    """Creates a figure 8 inches wide, with a canvas that can measure text."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -190,7 +193,7 @@ def set_scales(axes: Any) -> None:
     axes.grid(linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(length=0)
-    axes.tick_params("x", pad=7)  # keeps distance from the lowest label of the y axis
+    axes.tick_params("x", pad=7)  # keeps labels clear of the lowest label of the y axis
 
 
 def add_label(axes: Any, text: str, point: tuple[float, float], colour: str) -> Any:

@@ -16,15 +16,15 @@ from cupyfa.problem.problem import Problem
 PAGES = ("docs/ladder.md", "docs/zh/ladder.md")
 USUAL_LENGTH = sweeps.USUAL["forward"]["M"]
 _VERSIONS = ("driver", "cuda", "nvrtc", "cupy", "compiler", "cupyfa")
-_FILES = re.compile(r" --(docs|(save|plot|from)[ =]\S+)")  # options without influence on times
+_FILES = re.compile(r" --(docs|(save|plot|from)[ =]\S+)")  # options that do not influence times
 
 
 def at_length(rows: Sequence[Measurement], M: int | None) -> list[Measurement]:
     """Returns the rows of rungs at one length, by default USUAL_LENGTH.
 
-    If no rung was timed at the default length, uses the length with the most timed rungs, and of
-    several the longest. Raises ValueError if there is no rung, if a rung occurs twice, or if
-    problems differ in more than the length and the precision, which each rung chooses.
+    If no rung was timed at the default length, selects the length with the most timed rungs, or the
+    longest of several such lengths. Raises ValueError if there is no rung, if a rung occurs twice,
+    or if problems differ in more than the length and the precision, which each rung chooses.
     """
     others = ", ".join(dict.fromkeys(row.kernel for row in rows))
     rows = [row for row in rows if row.kernel in LADDER[row.operation]]
@@ -101,7 +101,10 @@ def title(results: Results, problem: Problem) -> str:
 
 
 def pages_of(folder: Path, backend: str) -> list[Path]:
-    """Returns the pages. Raises ValueError if one is missing or the backend is "simulator"."""
+    """Returns the paths of the pages.
+
+    Raises ValueError if a page is missing or the backend is "simulator".
+    """
     for name in PAGES:
         if not (folder / name).is_file():
             raise ValueError(f"{folder} has no {name}; run this in a checkout of the project")
@@ -113,7 +116,9 @@ def pages_of(folder: Path, backend: str) -> list[Path]:
 
 
 def publish(folder: Path, results: Results, rows: Sequence[Measurement]) -> list[Path]:
-    """Writes a ladder between the markers for its operation in each page; returns the pages.
+    """Writes a ladder's table between the markers for its operation in each page.
+
+    Returns the paths of the pages.
 
     Raises ValueError as ``pages_of`` does, and if a page lacks the markers.
     """

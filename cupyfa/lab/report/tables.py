@@ -62,7 +62,7 @@ def kernel_row(kernel: Kernel, largest_d: int | str | None) -> Row:
 
 
 def listing(rows: Sequence[Row]) -> str:
-    """Renders kernels grouped by operation: a line with what each adds, and one with its limits."""
+    """Renders kernels grouped by operation, in two lines each: what the kernel adds, its limits."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     for i, row in enumerate(rows):
@@ -106,7 +106,7 @@ def trial_row(result: Trial, case: Case, backend: Backend) -> Row:
 def trial_lines(
     result: Trial, case: Case, backend: Backend, passed_over: Mapping[str, str] | None = None
 ) -> str:
-    """Renders a trial. ``passed_over`` has the reasons why "auto" rejected faster kernels."""
+    """Renders a trial. ``passed_over`` maps faster kernels to why "auto" rejected them."""
     plan, row = result.plan, result.measurement
     lines = {
         "kernel": f"{plan.kernel.name}: {plan.kernel.adds}",
@@ -147,7 +147,7 @@ def _judgement(passed: bool) -> str:
 
 
 def measurements(rows: Sequence[Measurement], about: Row) -> str:
-    """Renders a benchmark: the heading ``about``, a table of the columns that differ, and notes."""
+    """Renders a benchmark: the heading ``about``, values shared by all rows, a table, and notes."""
     table = [short_row(row.row()) for row in rows]
     for row in table:
         rates = {column: three_digits(x) for column, x in row.items() if column != "ms"}
@@ -169,7 +169,7 @@ def three_digits(value: Any) -> Any:
 
 
 def short_row(row: Row) -> dict[str, Any]:
-    """Abbreviates the lengths in a row: many become their number, minimum and maximum."""
+    """Replaces a long list of lengths in a row with their number, minimum and maximum."""
     given = row["lengths"]
     return {**row, "lengths": given and shown_lengths(lengths_of(given), short=True)}
 
@@ -231,7 +231,7 @@ def plan_row(plan: Plan, launch: PlannedLaunch) -> Row:
 def plan_lines(plan: Plan, passed_over: Mapping[str, str] | None = None) -> str:
     """Renders the facts of a plan, then those of each launch, one per line.
 
-    ``passed_over`` has the reasons why "auto" rejected faster kernels.
+    ``passed_over`` maps faster kernels to the reasons why "auto" rejected them.
     """
     products = sum(isinstance(x, Matmul) for x in plan.steps)
     whole = {
@@ -249,7 +249,7 @@ def plan_lines(plan: Plan, passed_over: Mapping[str, str] | None = None) -> str:
 
 
 def _reasons(passed_over: Mapping[str, str] | None) -> str:
-    """Lists passed-over kernels, grouped by reason."""
+    """Lists the kernels that "auto" rejected, grouped by reason."""
     found: dict[str, list[str]] = {}
     for name, why in (passed_over or {}).items():
         found.setdefault(why, []).append(name)
@@ -275,7 +275,7 @@ def fields(row: Row) -> str:
     """Renders each name and value on a line; omits names with empty values."""
     shown = {printable(name): text(value) for name, value in row.items() if text(value)}
     table = Table.grid(padding=(0, 2))
-    widest = max(map(len, shown), default=0)  # names may have several words
+    widest = max(map(len, shown), default=0)  # do not wrap names of several words
     table.add_column(no_wrap=True, min_width=widest)
     for name, value in shown.items():
         table.add_row(name, Text(value))
@@ -412,7 +412,7 @@ def _widths(content: RenderableType) -> Widths:
 
 
 def _drawn(content: RenderableType) -> str:
-    """Renders with rich at the terminal's width, or wider if the longest words need more."""
+    """Renders content at the terminal's width, or wider if the longest words need more."""
     console = Console(highlight=False)
     if isinstance(content, Table) and _widths(content).minimum > console.width:
         content.collapse_padding = True

@@ -78,10 +78,12 @@ TOKENS = {
     "turned": "they are already stored, and only the queries are rotated",
 }
 WRITTEN = ("appended", "rotated", "interleaved")  # kinds of TOKENS that write to the cache
-FINITE = ("normal", "uniform", "integers", "equal", "one_hot", "tiny")  # no NaN or infinity
+# Kinds of values that cause neither NaN nor infinity.
+FINITE = ("normal", "uniform", "integers", "equal", "one_hot", "tiny")
 E4M3_MOST = 448.0  # largest finite e4m3 number
-_NEAR_THE_END = 1e38  # scale of q·k products near the float32 maximum, 3.4e38
-_MOST_OF_LOWEST = 1.8  # clips normal numbers before scaling: 1.8² · 1e38 does not overflow
+_NEAR_THE_END = 1e38  # magnitude of products q·k that approach the float32 maximum, 3.4e38
+# Normal numbers are clipped to this magnitude before they are scaled: 1.8² · 1e38 < 3.4e38.
+_MOST_OF_LOWEST = 1.8
 _FAR = 2**31 + 64  # stride in elements
 _SEEN = 0.8  # fraction of a mask's elements that are True
 _GROUPS = 4  # number of distinct integers in a captured array
@@ -118,7 +120,9 @@ class Case:
     def inputs(
         self, backend: Backend | None = None, kernel: Kernel | None = None
     ) -> dict[str, np.ndarray]:
-        """Returns the operation's arrays [batch, heads, rows, columns] and the kernel's own.
+        """Returns the operation's arrays [batch, heads, rows, columns].
+
+        For a custom ``kernel``, also returns its additional inputs.
 
         For gradients, the reference computes O and lse. If that would take too long and a backend
         is given, the backend's fastest kernel computes them: the gradients are well-defined for
@@ -137,7 +141,7 @@ class Case:
         }
         self._poison(arrays)
         arrays |= {x.input: self._read(x) for x in p.modifiers.arrays}
-        if p.pages and p.cached is None:  # a cache brings its own lengths and pages
+        if p.pages and p.cached is None:  # cached problems already have lengths and pages
             self._put_in_pages(arrays)
         elif p.is_ragged and p.sequences is None and p.cached is None:
             self._pad(arrays)
@@ -152,9 +156,10 @@ class Case:
         return self.completed(made, kernel) if kernel else made
 
     def _poison(self, arrays: Arrays) -> None:
-        """Writes NaN to rows outside sequences; for "nan" and "inf", also poisons one sequence.
+        """Writes NaN to padding rows, which belong to no sequence.
 
-        These rows must not affect any other sequence.
+        For "nan" and "inf", also fills one sequence with NaN or infinity. None of these values may
+        affect any other sequence.
         """
         if self.problem.lengths is None:
             return
@@ -184,7 +189,7 @@ class Case:
         may_share = p.batch > 1 and self.tokens not in WRITTEN
         for i in np.flatnonzero(rng.random(p.batch) < 0.5)[:1] if may_share else ():
             table[i, 0] = table[i - 1, 0]
-        users = np.zeros((p.batch, p.pages, size), bool)  # [element, page, row]
+        users = np.zeros((p.batch, p.pages, size), bool)  # [batch element, page, row]
         for b, length in enumerate(lengths):
             keys = np.arange(length)
             users[b, table[b, keys // size], keys % size] = True
@@ -211,9 +216,9 @@ class Case:
     def completed(
         self, inputs: Arrays, kernel: Kernel, *, keep: bool = False
     ) -> dict[str, np.ndarray]:
-        """Returns the inputs that a kernel reads; draws its own inputs where they are missing.
+        """Returns the inputs that a kernel reads; draws missing inputs of a custom kernel.
 
-        A gradient kernel's ``forward``, if any, computes the inputs O and lse, unless ``keep``.
+        If a gradient kernel has a ``forward``, it computes new O and lse, unless ``keep``.
         """
         p, layout = self.problem, "bshd" if self.layout == "packed" else self.layout
         own = {
@@ -221,7 +226,7 @@ class Case:
             for name, x in kernel.inputs.items()
             if x.when(p) and name not in inputs
         }
-        known = kernel.computes().inputs_of(p)  # stored inputs may be another kernel's
+        known = kernel.computes().inputs_of(p)  # a file may hold inputs of another kernel
         found = {name: x for name, x in inputs.items() if name in known} | own
         if kernel.forward is None or keep or "lse" not in inputs:
             return found
@@ -246,7 +251,7 @@ class Case:
             return of.offsets if x.name in STARTS else np.array(of.counts, dtype)
         if x.name == PADDED[1] and p.cached:
             return np.array(p.cached.rows, dtype)
-        if x.name in PADDED:  # no rows, one, some, all but one, all
+        if x.name in PADDED:  # lengths: 0, 1, random, all but one row, all rows
             most = p.N if x.name == PADDED[1] else p.M
             some = (most, 0, min(most, 1), int(rng.integers(0, most + 1)), max(most - 1, 0))
             return np.resize(rng.permutation(some), p.batch).astype(dtype)
@@ -261,7 +266,7 @@ class Case:
             return _in_tiles(x.shape, rng)
         if x.captured.kind == "bool":
             drawn = rng.random(x.shape) < _SEEN
-            if x.name == MASK and drawn.size and not drawn.any():  # show one pair
+            if x.name == MASK and drawn.size and not drawn.any():  # make one pair visible
                 drawn.flat[0] = True
             return drawn
         if x.captured.kind == "int":
@@ -288,7 +293,7 @@ class Case:
         return table
 
     def _own(self, kernel: Kernel, name: str, wanted: Input) -> np.ndarray:
-        """Draws one of the kernel's own inputs, independently of all other arrays."""
+        """Draws an input of a custom kernel, independently of all other arrays."""
         p, rng = self.problem, np.random.default_rng((self.seed, *name.encode()))
         shape, dtype = wanted.shape(p), wanted.dtype(p)
         if wanted.draw is None:
@@ -332,7 +337,10 @@ class Case:
 
 
 def _largest_index(x: Operand, found: Iterable[Operand], texts: Iterable[Expression]) -> int | None:
-    """Returns the largest valid element of an array that is used as an index, else None."""
+    """Returns the largest index that the integer array ``x`` may hold.
+
+    Returns None if no expression indexes an array with an element of ``x``.
+    """
     ends = [
         array.shape[axis] - 1
         for text in texts
@@ -366,7 +374,8 @@ def _drawn(
     elif values == "huge" and name in ("Q", "K", "S"):
         x *= 2500 if name == "S" else 50
     elif values == "scales" and name in ("V", "dO"):
-        most = ml_dtypes.finfo(dtype).maxexp // 3  # keeps products of V and dO finite
+        # The largest exponent for which products of V and dO remain finite.
+        most = ml_dtypes.finfo(dtype).maxexp // 3
         heads_or_rows = (*shape[: 2 if name == "V" else 3], 1, 1)[:4]
         x = np.ldexp(x.astype(np.float64), rng.integers(-most, most + 1, heads_or_rows))
     elif values == "lowest" and name in ("Q", "K") and x.size:
@@ -425,7 +434,7 @@ def _forward_by_kernel(p: Problem, arrays: Arrays, backend: Backend) -> dict[str
     outputs = {name: np.empty(*plan.outputs[name]) for name in ("O", "lse")}
     inputs = {name: arrays[name] for name in OPERATIONS["forward"].inputs_of(p)}
     with backend.working_on(None):
-        if p.lengths:  # `fill` does not transfer packed rows
+        if p.lengths:  # `fill` does not support packed arrays
             return run_guarded(backend, plan, readable_inputs(plan, inputs), outputs)
         fill(backend, plan, inputs, outputs)
     return outputs
@@ -476,9 +485,10 @@ def _far(x: np.ndarray) -> np.ndarray:
 
 
 def _packed(arrays: Arrays) -> dict[str, np.ndarray]:
-    """Copies arrays of equal shape, except for heads, into one [batch, rows, all heads, columns].
+    """Copies arrays into one array [batch, rows, all heads, columns] and returns views of it.
 
-    The shape is that of the last 4-D array with the first array's dtype: V in a forward pass.
+    An array is packed if it has the first array's dtype and, except for the number of heads, the
+    shape of the last such 4-D array, which is V in a forward pass.
     """
     dtype = next(iter(arrays.values())).dtype
     like_first = {name: x for name, x in arrays.items() if x.ndim == 4 and x.dtype == dtype}

@@ -359,7 +359,7 @@ def replay(
 
 
 def _is_same(chosen: KernelOrName, name: str) -> bool:
-    """Returns whether a kernel has the stored name, even if another path names its script."""
+    """Returns whether ``chosen`` is the kernel ``name``; compares scripts by absolute path."""
     if not isinstance(chosen, str):
         return chosen.name == name
     (script, _, variable), (other, _, of_other) = chosen.rpartition(":"), name.rpartition(":")
@@ -369,7 +369,7 @@ def _is_same(chosen: KernelOrName, name: str) -> bool:
 def _named(
     kernels: KernelOrName | Sequence[KernelOrName],
 ) -> dict[str, tuple[KernelOrName, Kernel | None]]:
-    """Returns the kernels by name, each as given and as a record (None for "auto")."""
+    """Maps names to pairs: the kernel as passed, and its record (None for "auto")."""
     chosen = [kernels] if isinstance(kernels, KernelOrName) else list(kernels)
     if not chosen:
         raise ValueError("no kernel is named; give at least one")
@@ -439,7 +439,7 @@ def _refuse_foreign(
 
 
 def _together(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns an option with its related ones: captured arrays of expressions, a dropout seed."""
+    """Returns an option with related options, such as captured arrays or a dropout seed."""
     groups = (*TEXTS, *NAMES), DROPOUT, (name,)
     together = next(group for group in groups if name in group)
     return {x: given[x] for x in together if x in given}
@@ -531,7 +531,7 @@ class _Sheet:
         return Tally(name, runs, right, worst, not_run, self._covered(name, done))
 
     def _covered(self, name: str, outcomes: Mapping[int, Outcome]) -> dict[str, int]:
-        """Counts the cases that ran, by what they cover; further thread orders do not count."""
+        """Counts the cases that ran, by what they cover; thread orders of a case count once."""
         found: Counter[str] = Counter()
         named = cache(record_named)
         for i, outcome in outcomes.items():
@@ -546,7 +546,7 @@ class _Sheet:
 def _run(workers: Sequence[Worker], tasks: Mapping[int, Task], sheet: _Sheet) -> None:
     """Runs numbered tasks; a single worker reruns failures that other workers may have caused."""
     alone = len(workers) == 1
-    lost = Counter[str]()  # outcomes without a result, by kernel
+    lost = Counter[str]()  # number of outcomes without a result, by kernel
     later: dict[int, Task] = {}
     order = list(tasks)
     if not alone:
@@ -596,7 +596,7 @@ def _examined(
         if folder:
             try:
                 found[i] = replace(closer, file=_written(folder, backend, failed[i][0], closer))
-            except OSError as error:  # keep the results of the check
+            except OSError as error:  # a missing file must not end the check
                 why = f"{folder} cannot be written to ({error.strerror})"
                 warnings.warn(f"{why}; repeat failures by their commands instead", stacklevel=2)
                 folder = None

@@ -48,7 +48,7 @@ LOST = (NO_ANSWER, DIED, DEVICE_LOST)  # failures that return no result
 
 _FORMAT = "cupyfa failure 2"
 _RESULTS = ("actual_", "expected_", "bound_")  # name prefixes of arrays that are not inputs
-MOST_RERUNS = 1000  # maximum that a file may request
+MOST_RERUNS = 1000  # maximum number of reruns that a file may request
 _MOST_BYTES = 4 << 30  # maximum size of a file, and of its problem's results
 _MOST_ARRAYS = 1000
 
@@ -135,7 +135,7 @@ class Stored(Shown):
 
     @property
     def inputs(self) -> dict[str, np.ndarray]:
-        """The inputs as contiguous arrays, including the kernel's own."""
+        """The inputs as contiguous arrays, including additional inputs of a custom kernel."""
         arrays = self.outcome.arrays
         return {name: x for name, x in arrays.items() if not name.startswith(_RESULTS)}
 

@@ -67,7 +67,7 @@ _GROUPS = (
     *(*("plain",) * 4, "arrays", "texts", "expressions", "sequences of texts"),
     *("pages", "new tokens"),
 )
-# Subjects that replace others: for kernels without pages, and for gradients.
+# Replacement subjects: for kernels that do not support pages, and for gradient kernels.
 _INSTEAD = {"pages": "padded", "new tokens": "arrays"}
 _OF_GRADIENTS = {"pages": "padded", "new tokens": "gradient of a bias"}
 _MODIFIED = {"texts", "sequences of texts", "arrays", "expressions", "gradient of a bias"}
@@ -77,7 +77,7 @@ _ONE_IS_LOWEST = 7  # one in this many samples has scores near the limits of flo
 TOGETHER = 4  # number of successive samples that share one compilation
 _MOST_WORK = {"simulator": 3 * 2**24, "cuda": 2**29}  # maximum multiply-adds per case
 _MOST_REPAIRED = 512  # maximum rows and keys per case to repair; each takes a whole block
-_ATTEMPTS = 8  # attempts to draw a sample that kernel and backend support
+_ATTEMPTS = 8  # number of attempts to draw a sample that kernel and backend support
 # Kinds of (query, key) lengths; "many" exceeds what the kernel processes at once.
 _LENGTHS = (("below", "edge"), ("edge", "beyond"), ("beyond", "below"), ("many", "many"))
 _PLAIN_LENGTHS = ("beyond", "beyond")
@@ -94,7 +94,8 @@ _USUAL_DIMS = (8, 16, 32, 48, 80, 96, 112, 144, 160, 192, 208, 256)
 _PLAIN_DIM = 64
 _NARROW, _NARROW_GROUP = 64, 3
 _WIDEST = 640  # largest d drawn for kernels that support any d
-_FEW, _FEW_HEADS = ("few", "beyond"), (2, 2, 3)  # heads so short that they may share a row tile
+# For heads with so few rows that several heads may share a row tile.
+_FEW, _FEW_HEADS = ("few", "beyond"), (2, 2, 3)
 _HEADS_OF_LENGTHS = ((3, 2, 2), (5, 2, 1), (2, 2, 3), (3, 1, 5))
 _PAGE_SIZES = (16, 64, 32, 128)
 _SMALL_PAGES = (16, 32)  # several pages fit in a key tile
@@ -105,7 +106,7 @@ _SEEDS = ("i64[1]", "u64[1]", "i32[1]", "u32[1]")
 _FEW_ROWS = 48
 _NEAR = tuple(layout for layout in LAYOUTS if layout != "far")
 _OF_CACHES = ("bhsd", "bshd", "reversed", "gaps", "unaligned")  # layouts for new tokens
-_OF_PAGES = ("bhsd", "reversed", "columns")  # layouts for other paged groups, with aligned rows
+_OF_PAGES = ("bhsd", "reversed", "columns")  # layouts for groups with pages; rows are aligned
 _VALUES = ("normal", "normal", "uniform", *VALUES)
 _REPAIRED = ("tiny", "lowest", "nan", "inf")  # values beyond float16: most rows need repair
 _OF_TOKENS = tuple(x for x in FINITE if x != "tiny")  # error bounds of "tiny" would hide faults
@@ -118,7 +119,7 @@ class Drawn:
     case: Case
     kernel: Kernel
     constants: Mapping[str, int]
-    multiprocessors: int | None = None  # of the simulator; None for its default
+    multiprocessors: int | None = None  # number for the simulator; None for its default
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,7 @@ class Fuzz:
         return None if given is None else lengths_of(given)
 
     def _is_in_blocks(self, turns: "_Turns") -> bool:
-        """Returns whether the group is the first one about arrays, which has a block mask."""
+        """Returns whether the group has a block mask: the first "arrays" group of each cycle."""
         return turns.i % len(_GROUPS) == _GROUPS.index("arrays")
 
     def _is_narrow(self, turns: "_Turns") -> bool:
@@ -259,7 +260,8 @@ class Fuzz:
             values = "lowest"
         if crowd := self._crowd(compiled, plan, turns, each, lengths):
             values = each.choose("values", ("normal", "uniform"))
-        if any(" elements = " in x.mods for x in plan.launches):  # array sizes are compiled in
+        # If array sizes are compiled into the kernel, all samples of the group have the same sizes.
+        if any(" elements = " in x.mods for x in plan.launches):
             sizes = turns.choose("lengths", _LENGTHS)
             problem = self._sized(
                 compiled, plan, turns, turns, turns.random("sizes"), "normal", sizes, crowd
@@ -415,7 +417,7 @@ class Fuzz:
     def _dim(self, turns: "_Turns", name: str) -> int:
         """Draws a head dimension: small and odd, near a multiple of 16, common in models, or large.
 
-        Groups about pages avoid odd dimensions, whose rows are copied one element at a time.
+        Groups that test pages avoid odd dimensions, whose rows are copied one element at a time.
         """
         kind, pick = turns.choose(name, _DIMS), turns.random(f"{name} itself")
         kind = "usual" if self._kind(turns) == "pages" else kind
@@ -474,7 +476,10 @@ class Fuzz:
         ]
 
     def _constants(self, record: Kernel, p: Problem, turns: "_Turns") -> Mapping[str, int]:
-        """Returns the plan's constants, sometimes with a small ``room`` that forces more rounds."""
+        """Returns the plan's constants.
+
+        About half of the groups get a small ``room`` for score tiles, which forces more rounds.
+        """
         constants = dict(self._plan(record, p, {}).constants)
         if "room" in constants and turns.choose("room", (True, False)):
             constants["room"] = turns.random("room itself").randrange(2, 9)
@@ -502,7 +507,7 @@ class Fuzz:
         is_packed = any("pack_gqa" in x.constants for x in plan.launches)
         how = {"shares": bool(p.operands), "is_packed": is_packed}
         batch, kv_heads, group = self._heads(turns, each, values, are_few, **how)
-        if p.operands or p.options.changed.keys() & {*TEXTS}:  # 0 and 1 compile differently
+        if p.operands or p.options.changed.keys() & {*TEXTS}:  # 0 and 1 lead to other code
             M, N = max(M, 2), max(N, 2)
         if crowd:
             (batch, kv_heads, group), M, N = crowd.heads, crowd.M, crowd.N
@@ -558,7 +563,7 @@ class Fuzz:
         return batch, max(kv_heads, 2) if shares and group == 1 else kv_heads, group
 
     def _moved(self, p: Problem, each: "_Turns") -> Problem:
-        """Gives the mask a random offset in one of eight samples."""
+        """Shifts the mask by a random offset in one of eight samples."""
         if not p.is_masked or p.causal == "top-left" or p.is_ragged:
             return p
         if not each.choose("offset", (False,) * 7 + (True,)):
@@ -568,7 +573,7 @@ class Fuzz:
     def _smaller(self, p: Problem, values: str) -> Problem:
         """Drops heads, then rows, then keys, until the problem is quick to check.
 
-        Repaired rows and keys take the simulator longest.
+        In the simulator, rows and keys that need repair take the most time.
         """
         most = _MOST_WORK[self.backend.name] // (1 if values in FINITE else 4)
         least = 2 if p.operands else 1  # minimum batch size and number of heads
@@ -682,7 +687,10 @@ def other_options() -> list[str]:
 
 @dataclass(frozen=True)
 class _Turns:
-    """Random choices of sample (or group) i, each drawn by name, independently of the others."""
+    """Random choices for sample (or group) i.
+
+    Each choice has a name, which is part of its seed, so choices are independent of each other.
+    """
 
     seed: int
     i: int

@@ -47,8 +47,8 @@ def cases(
 ) -> list[Case]:
     """Returns the cases of a grid other than ``fuzz``, or a sample that covers many value pairs.
 
-    dtypes, options (of attention), arrays (their forms): replace the grid's own. samples: number of
-    cases to draw, by default all. seed: seed of the sample and of the inputs. can: one predicate
+    dtypes, options (of attention), arrays (their forms): replace those of the grid. samples: number
+    of cases to draw, by default all. seed: seed of the sample and of the inputs. can: one predicate
     per kernel, which tells whether the kernel can run a case. Samples alternate between kernels so
     that each kernel gets cases; cases that no kernel can run are drawn only if no case can run.
     """
@@ -69,7 +69,8 @@ def cases(
 def _takes(p: Problem, options: Choice, arrays: Choice) -> bool:
     """Returns whether a problem can be combined with these options and arrays.
 
-    A ragged batch has no bias, mask or wrt. An offset requires a dense batch and its own mask.
+    A ragged batch has no bias, mask or wrt. A problem with an offset must be dense, and its options
+    causal and window cannot be replaced.
     """
     if not can_give(options.get("out_dtype"), p.dtype):
         return False
@@ -113,7 +114,7 @@ def _case(
     sequences: str | None = None,
     **sizes: Any,
 ) -> Case:
-    """Makes a case from the chosen values; d may be a (d, dv) pair."""
+    """Creates a case from the chosen values; d may be a (d, dv) pair."""
     M, N = lengths
     d, dv = d if isinstance(d, tuple) else (d, d)
     if operation == "softmax":
@@ -123,7 +124,7 @@ def _case(
     return Case(operation, problem, seed, values, layout)
 
 
-# Edges
+# The grid "edges"
 
 _SMALL = {"batch": 1, "heads": 2, "lengths": (5, 7), "d": 8}
 _EMPTY = (
@@ -157,9 +158,11 @@ _ODD: Axes = {
 }
 _OFFSETS = (-200, -5, 0, 7, 64, 1000)
 _OF_RESULTS = 8  # number of cases with float32 results
-_OF_ODD = 200  # number of cases; a quarter as many with windows, all options, or sequences
-# Query and key lengths: 0, 1, near a tile's edge, several tiles; some with unused rows or with rows
-# outside sequences.
+# Number of cases with odd sizes. There are a quarter as many with windows, with all options, and
+# with sequences.
+_OF_ODD = 200
+# Query and key lengths: 0, 1, near a tile boundary, several tiles. Some sequences have unused rows,
+# and some arrays have padding rows that belong to no sequence.
 _SEQUENCES = (
     *("1", "0:0", "0,0,5", "1,1,1:3,0,1", "64,0,128,1", "5,70,0:7,0,9", "33,17,64,1:17,64,33,1"),
     *("15,16,17,31,32,33:33,32,31,17,16,15", "63,64,65:129,127,128", "_3,20,30,_10:_3,25,35,_10"),
@@ -167,7 +170,8 @@ _SEQUENCES = (
 )
 
 
-# Queries, keys, keys per page, batch and d; Case draws the lengths of the batch elements.
+# Number of queries, maximum number of keys, keys per page, batch and d, in this order. Case draws
+# the number of keys of each batch element.
 _PAGED: tuple[Choice, ...] = tuple(
     {"lengths": (M, N), "page_size": size, "batch": batch, "d": d}
     for M, N, size, batch, d in (
@@ -228,7 +232,7 @@ def _row_edges(dtypes: Sequence[str]) -> Iterator[Choice]:
 
 # Sampling for pairwise coverage of values
 
-_TRIED = 30  # number of candidates per choice
+_TRIED = 30  # number of candidates compared for each case that is drawn
 
 
 def _sampled(
@@ -238,7 +242,7 @@ def _sampled(
     pick = random.Random(seed)
     left, met = list(found), set[Any]()
     chosen: list[Case] = []
-    of_others: list[Case] = []  # cases drawn for a kernel that cannot run them
+    of_others: list[Case] = []  # cases that the kernel whose turn it was cannot run
     while left and len(chosen) < samples:
         tried = pick.sample(range(len(left)), min(_TRIED, len(left)))
         best = max(tried, key=lambda i: len(_pairs(_fields(left[i])) - met))

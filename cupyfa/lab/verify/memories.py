@@ -1,4 +1,4 @@
-"""Calls that mix memories: q, k and v on a GPU, score-modifying arrays in NumPy."""
+"""Calls whose arrays are in two memories: q, k, v on a GPU, score-modifying arrays on the host."""
 
 from typing import Any
 
@@ -11,7 +11,8 @@ from cupyfa.problem.optional_inputs import DESCALES, OWN_ARRAYS, PADDED, PAGE_TA
 from cupyfa.problem.structured_arrays import wrap
 from cupyfa.runtime.backend import Backend
 
-# Inputs excluded from mixed calls: not arguments of attention(), or also passed as options.
+# Problems with these inputs are excluded: attention() does not accept them as arrays, or they are
+# also passed as options.
 _OTHERS = {*SEEDS, PAGE_TABLE, *SCALES}
 
 
@@ -24,7 +25,7 @@ def may_be_mixed(plan: Plan) -> bool:
 
 
 def mixed_results(backend: Backend, plan: Plan, inputs: Arrays) -> dict[str, np.ndarray]:
-    """Runs a prepared call with score-modifying arrays in NumPy, and returns its outputs."""
+    """Runs a prepared call with score-modifying NumPy arrays, and returns its outputs."""
     p = plan.problem
     q, k, v = (backend.upload(np.ascontiguousarray(inputs[name])) for name in "QKV")
     own = {x for text in (*p.modifiers.score, *p.modifiers.mask) for x in text.captured}

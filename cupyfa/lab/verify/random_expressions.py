@@ -14,7 +14,7 @@ from cupyfa.score.expressions import Expression
 from cupyfa.score.functions import FUNCTIONS
 
 Form = str | bool | int | float  # a number, or an array's dtype and axes, such as "f32[heads]"
-# Arrays of every dtype, and numbers; some axes are named sizes, others have fixed sizes.
+# Arrays of every dtype, and numbers. Some axes have named sizes, others have fixed sizes.
 CAPTURED: Mapping[str, Form] = {
     **{"slope": "f32[heads]", "half": "f16[N]", "brain": "bf16[M]", "wide": "f64[heads,4]"},
     **{"table": "f32[4,4]", "doc": "i32[M|N]", "tiny": "i8[heads]", "byte": "u8[N]"},

@@ -17,7 +17,7 @@ MODIFIED: tuple[Mapping[str, Any], ...] = (
     {"bias": "b1mn", "mask_mod": "key <= position + 3"},
     {"mask": "bhmn", "sink": "bh"},
     {"score_mod": "score + slope[head] * (key - query)", "captured": {"slope": "f32[heads]"}},
-    {"score_mod": "score + table[head, min(abs(position - key) // 4, 15)]"}  # T5's buckets
+    {"score_mod": "score + table[head, min(abs(position - key) // 4, 15)]"}  # like T5's bias
     | {"captured": {"table": "f32[heads,16]"}},
     {"score_mod": "cap * tanh(score / cap) + 0.1 * sin(key)", "captured": {"cap": 4.0}},
     {"score_mod": "max(score, -1.5) * x[head]", "captured": {"x": "f16[heads]"}},
@@ -46,7 +46,7 @@ _NAN_WINS = (
 # Close to the lowest float32: a row's lse, which gradients read in float32, may be this low.
 _LOWEST = "-3.299999965482712e+38"
 _ARGUMENTS = ("score", "score - 0.5", "0.3 * score + 0.7", "score + 0.01 * (key - query)")
-_FEW_ARGUMENTS = 0.2  # weight of each function
+_FEW_ARGUMENTS = 0.2  # weight of each function in the sum of all functions
 _BIASES = ("bhmn", "1hmn", "b1mn", "11mn", "bhm1", "1h1n", "b11n")
 _MASKS = ("bhmn", "1hmn", "11mn", "b11n", "1h1n")
 _FLOATS = ("", "f16", "bf16", "f32", "f64")

@@ -20,9 +20,9 @@ from cupyfa.runtime.arrays import readable_inputs
 
 _WORK = 2e9  # multiply-adds that the reference computes in about a second
 # Cost model of the reference, in multiply-adds:
-_LEAST_WIDTH = 32  # minimum per score
+_LEAST_WIDTH = 32  # minimum cost of a score
 _OF_GRADIENTS = 4  # cost of a score in the gradients, relative to the forward pass
-_OF_ELEMENT = 40  # per array element
+_OF_ELEMENT = 40  # cost of an array element
 _ROWS = 64  # rows per excerpt
 _SEQUENCES = 4  # number of sequences of a ragged batch that `smaller` keeps
 
@@ -77,7 +77,10 @@ class Judge:
     def verdicts(
         self, results: Arrays, rounding: str | None = None, *, finite: bool = True
     ) -> tuple[Verdict, ...]:
-        """Returns the worst verdict on each output; ``finite`` rejects NaN outside the excerpts."""
+        """Returns the worst verdict on each output.
+
+        If ``finite``, elements outside the excerpts must not be NaN.
+        """
         return tuple(self._worst(name, x, rounding, finite) for name, x in results.items())
 
     def _worst(self, name: str, array: np.ndarray, rounding: str | None, finite: bool) -> Verdict:

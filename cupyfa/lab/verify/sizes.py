@@ -107,7 +107,7 @@ def crowds_of(p: Problem, tile: Tile, pick: random.Random) -> list[Crowd | None]
         rows = tile.rows + pick.randrange(1, tile.rows)
         heads = pick.choice(((2, 4, 4), (8, 4, 1)))
         found += [Crowd(heads, rows, pick.randrange(1, 12), _ODD_BLOCKS), None]
-    if tile.counts_heads:  # persistent blocks, or the last block of each head computes its dQ
+    if tile.counts_heads:  # persistent blocks, or each head's last block computes dQ
         is_plain = max(p.d, p.dv) <= _COUNTED and p.window == (None, None) and not p.has_mask
         heads = 2, 132 if is_plain else 66, 1
         found += [Crowd(heads, few(), few()), *[None] * (2 - 2 * is_plain)]
@@ -115,7 +115,7 @@ def crowds_of(p: Problem, tile: Tile, pick: random.Random) -> list[Crowd | None]
 
 
 def with_long_rows(p: Problem) -> Problem:
-    """Replaces the mask by one that compiles to the same code and shows the last row all keys."""
+    """Replaces the mask with one that compiles to the same code; its last row sees all keys."""
     left, right = p.window
     causal = "bottom-right" if p.causal else None
     return p.with_options(causal=causal, window=(None if left is None else p.N, right))
@@ -145,10 +145,12 @@ def some_lengths(used: bool) -> Packed:
 
 
 def lengths_near(tile: "Tile", like: Packed, pick: random.Random, *, is_full: bool) -> Packed:
-    """Draws sequence lengths (0, 1, near a tile's edge, several tiles) and rows outside sequences.
+    """Draws sequence lengths (0, 1, near a tile boundary, several tiles) and padding rows.
 
-    is_full: draws two sequences. The second one starts at a tile's edge and ends with the array,
-    so that every tile index is used.
+    Padding rows belong to no sequence.
+
+    is_full: if true, draws two sequences; the second starts on a tile boundary and extends to the
+    end of the array, so that every tile index is used.
     """
     kinds = [_ROWS_OF_SEQUENCES[0], *pick.sample(_ROWS_OF_SEQUENCES[1:], pick.randrange(1, 6))]
     pick.shuffle(kinds)
@@ -158,7 +160,7 @@ def lengths_near(tile: "Tile", like: Packed, pick: random.Random, *, is_full: bo
     def drawn(of: Sequence[str], size: int, is_used: bool) -> Lengths:
         fixed = {"none": 0, "one": 1}
         rows = [fixed[x] if x in fixed else tile.length(x, size, 1, pick) for x in of]
-        # Half of the longest sequence's rows are unused, and half of some other sequences' rows.
+        # Half of the rows are unused in the longest sequence and in randomly chosen other ones.
         halved = [n == max(rows) or pick.random() < 0.3 for n in rows]
         used = tuple(n // 2 if x else n for n, x in zip(rows, halved)) if is_used else None
         before, after = (pick.choice((0, 0, 1, size + 1)) for _ in range(2))

@@ -38,7 +38,8 @@ class Task:
     reruns: number of further runs of each kernel, which must be bitwise identical. timeout: seconds
     that a kernel may take in a worker process. keep: whether outcomes keep the arrays to store for
     a failure. schedule, multiprocessors: replace the simulator's thread order and number of
-    multiprocessors. inputs: contiguous arrays that replace the case's inputs and get its layout.
+    multiprocessors. inputs: contiguous arrays to copy to the case's layout, in place of the
+    case's inputs.
     """
 
     case: Case

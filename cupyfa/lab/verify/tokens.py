@@ -78,7 +78,7 @@ def _check_rest(
     lengths: np.ndarray,
     p: Problem,
 ) -> None:
-    """Raises WrongResult if a row besides the new tokens changed, or if the lengths are wrong."""
+    """Raises WrongResult if a row other than the new tokens changed, or for wrong lengths."""
     used = step.backend.download(step.lengths) if step.is_moved else step.lengths
     if (used != lengths).any():
         raise WrongResult(f"append_keys on {cache!r}: lengths are {used}, not {lengths}")

@@ -188,7 +188,10 @@ class _Started:
             self.pipe.send(backend)
 
     def next_step(self) -> Any:
-        """Returns the worker's next message. Raises its error, or ConnectionError if it died."""
+        """Returns the worker's next message. Raises the error that the worker sent instead.
+
+        Raises ConnectionError if the worker died.
+        """
         try:
             step = self.pipe.recv()
         except EOFError:
@@ -218,7 +221,7 @@ class _Started:
 
 
 def serve(handle: int) -> None:
-    """Serves as a worker process's main loop: performs tasks from a pipe and returns every step."""
+    """Runs a worker process's main loop: receives tasks from a pipe, sends each step back."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     threading.Thread(target=_end_with_parent, daemon=True).start()
     pipe: Connection[Any, Any] = Connection(handle)

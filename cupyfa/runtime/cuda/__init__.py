@@ -1,4 +1,4 @@
-"""The CUDA backend, on CuPy."""
+"""The CUDA backend, built on CuPy."""
 
 from cupyfa import cache_folder
 

@@ -63,7 +63,10 @@ def load(launch: PlannedLaunch, text: str, capability: str) -> Kernel:
 
 
 def _target(arch: str) -> tuple[str, bool]:
-    """Returns the target architecture, and whether to emit PTX, for devices newer than NVRTC."""
+    """Returns the target architecture, and whether to emit PTX for it.
+
+    PTX is emitted if NVRTC does not know ``arch``, since a newer driver can compile PTX for it.
+    """
     known = nvrtc.getSupportedArchs()
     if not arch.isdigit() or int(arch) in known:
         return arch, False

@@ -1,4 +1,6 @@
-"""Matrix products of baselines with cuBLAS, accumulated in float32 (float64 for float64)."""
+"""Matrix products of the baselines, computed by cuBLAS.
+
+Sums are accumulated in float32, or in float64 for float64 inputs."""
 
 import ctypes
 from collections.abc import Callable
@@ -72,7 +74,7 @@ def matmul(a: Any, b: Any, out: Any, scale: float, *, tf32: bool = False) -> Non
 
 
 def _gemm() -> Callable[..., Any]:
-    """Returns CuPy's wrapper, or cuBLAS's function during a capture, where the wrapper fails."""
+    """Returns CuPy's GEMM wrapper or, during a capture, where it fails, cuBLAS's own function."""
     stream = cupy.cuda.get_current_stream().ptr
     if not runtime.streamIsCapturing(stream):
         return cublas.gemmStridedBatchedEx

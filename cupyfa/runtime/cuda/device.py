@@ -1,4 +1,4 @@
-"""The CUDA backend, on CuPy: device arrays, launches, streams and events."""
+"""The CUDA backend, built on CuPy: device arrays, launches, streams and events."""
 
 import ctypes
 import sys
@@ -300,7 +300,8 @@ class Cuda(Backend):
                 "smaller tiles, or add __launch_bounds__(threads) to spill registers",
                 "too many registers per block",
             )
-        # All launches of a kernel share one function, so its limit is never lowered.
+        # All launches of a kernel share one function, so the function's limit of dynamic shared
+        # memory is never lowered.
         granted = max(_STATIC_LIMIT, kernel.attribute("MAX_DYNAMIC_SHARED_SIZE_BYTES"))
         if launch.shared_bytes > granted:
             kernel.set_attribute("MAX_DYNAMIC_SHARED_SIZE_BYTES", launch.shared_bytes)
@@ -448,7 +449,7 @@ def _of_tensor(torch: Any, x: Any, device: int) -> Any:
 
 
 def _bytes_of(array: Any) -> Any:
-    """Views an e4m3 tensor as bytes, since CuPy cannot import e4m3; None for other arrays."""
+    """Views an e4m3 tensor as bytes, which CuPy can import; returns None for other arrays."""
     torch: Any = sys.modules.get("torch")
     theirs = getattr(torch, E4M3.name, None)
     if theirs is None or getattr(array, "dtype", None) is not theirs:
@@ -464,7 +465,7 @@ def _unowned(
     device: int,
     owner: Any = None,
 ) -> Any:
-    """Makes an array over memory that ``owner`` keeps alive; strides may be negative."""
+    """Creates an array over memory that ``owner`` keeps alive; strides may be negative."""
     reach = [(n - 1) * step for n, step in zip(shape, strides)] if 0 not in shape else []
     low = sum(x for x in reach if x < 0)
     size = sum(map(abs, reach)) + dtype.itemsize
@@ -489,7 +490,7 @@ def _somewhere(device: int) -> Any:
     return cupy.empty(BOX_ROW_BYTES, np.uint8)
 
 
-# Values of cuda.h.
+# Enumeration values from cuda.h.
 _MAP_DTYPES = {"uint8": 0, "float16": 6, "bfloat16": 9}  # CUtensorMapDataType
 _NOT_INTERLEAVED, _SWIZZLED_128B, _PROMOTED_256B, _FILLED_WITH_ZEROS = 0, 3, 3, 0
 
@@ -598,7 +599,7 @@ def _exchange_of_capture_modes() -> Callable[[Any], object]:
     """Returns the driver's function that exchanges the stream capture mode of this thread."""
     try:
         return _driver().cuThreadExchangeStreamCaptureMode
-    except (OSError, AttributeError):  # a driver without the function cannot capture at all
+    except (OSError, AttributeError):  # drivers without this function do not support captures
         return id
 
 

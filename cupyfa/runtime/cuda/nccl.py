@@ -30,7 +30,7 @@ def library() -> Any:
 
 
 def unique_id() -> bytes:
-    """Creates a communicator's 128-byte id. Only rank 0 calls this; it must stay alive."""
+    """Creates a communicator's 128-byte id. Only rank 0 calls this; its process must stay alive."""
     return bytes(library().get_unique_id())
 
 

@@ -19,8 +19,8 @@ from cupyfa.problem.problem import whole
 from cupyfa.runtime.backend import Backend, Lane, Mark
 
 _POOLED = 1 << 20  # bytes; smaller results are not page-locked
-_LEAST = {"pinned_results": 0, "chunk_bytes": 16}  # a chunk has room for one element of any dtype
-Move = Callable[..., None]  # send or bring
+_LEAST = {"pinned_results": 0, "chunk_bytes": 16}  # a chunk must hold one element of any dtype
+Move = Callable[..., None]  # the function ``send`` or ``bring``
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ def bring(
 class Copies:
     """The copies of a piece in one direction, most of which are made by threads.
 
-    ``tasks`` are the copies for threads that are not yet submitted. ``end`` is a mark after the
+    ``tasks`` are copies that are not yet submitted to threads. ``end`` is a mark after the
     last copy, or None if threads make copies.
     """
 
@@ -250,7 +250,7 @@ class Copies:
             self._all.acquire()
 
     def count(self, error: BaseException | None) -> None:
-        """Counts a task of a thread as finished, with the error if it failed."""
+        """Records that a thread has finished a task, and the error if the task failed."""
         with self._lock:
             self._error = self._error or error
             self._left -= 1
@@ -293,7 +293,8 @@ class Host:
         with self._lock:
             if move not in self._tasks:
                 tasks: queue.SimpleQueue = queue.SimpleQueue()
-                for i in range(self.chosen.threads):  # which hold no reference to this Host
+                # The threads hold no reference to this Host, so that it can be deleted.
+                for i in range(self.chosen.threads):
                     name = f"cupyfa_{move.__name__}_{self.device}_{i}"
                     threading.Thread(
                         target=_serve, args=(move, tasks), name=name, daemon=True

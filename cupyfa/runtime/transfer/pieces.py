@@ -24,8 +24,8 @@ from cupyfa.runtime.launcher import Launcher, compile_kernels
 from cupyfa.runtime.workspace import allocate
 
 _ALIGNMENT = 512  # bytes; alignment of memory from CuPy's pool
-_MOST_LAYOUTS = 64  # most layouts kept for a cut
-_MOST_PARTS = 64  # most plans of parts kept for a plan
+_MOST_LAYOUTS = 64  # maximum number of layouts kept for a cut
+_MOST_PARTS = 64  # maximum number of plans for parts that are kept for a plan
 TFLOPS = 100  # assumed speed of a kernel that was not measured
 BUS = 50e9  # assumed bandwidth to a device, in bytes per second
 _SHOWS = 0.25  # kernels that take a smaller fraction of the copies' time do not affect the cut
@@ -106,13 +106,14 @@ def cut(
 
     The problem is cut along batch and heads first, then along rows in whole tiles. A packed batch,
     with offsets ``starts``, is cut into groups of sequences, or into heads of a sequence that is
-    too large. Arrays that several pieces share do not count. A piece that needs more than ``most``
-    bytes including such arrays is cut further along rows and keys, if the outputs allow it. Pieces
-    that share the most bytes are adjacent.
+    too large. Arrays that several pieces share are not counted. A piece that needs more than
+    ``most`` bytes including such arrays is cut further along rows and keys, if the outputs allow
+    it. Pieces are ordered so that adjacent pieces share as many bytes as possible.
 
     The problem is not cut for kernels with their own arrays or reference, nor for dropout and
-    expressions that use the batch or head index, which a part would count from 0, nor for gradients
-    of captured arrays: their sums are scaled by the largest term of the whole problem.
+    expressions that use the batch or head index, since these indices would start from 0 in every
+    piece, nor for gradients of captured arrays, whose sums are scaled by the largest term of the
+    whole problem.
     """
     p, cutting = plan.problem, _Cutting(plan, plan_of, wanted, most)
     if not is_divisible(plan):
@@ -158,8 +159,8 @@ def _of_sequences(
 ) -> list[PieceOfSequences]:
     """Cuts a packed batch into groups of sequences, and into heads if a sequence is too large.
 
-    Rows outside of all sequences belong to the group beside them. Numbers of rows are rounded up,
-    so that a few plans serve calls with other lengths.
+    Padding rows are assigned to the neighbouring group. Numbers of rows are rounded up, so that
+    calls with other lengths can reuse the plans.
     """
     p, (of_row, of_key) = plan.problem, _costs(plan)
     rows, keys = ([0, *x[1:-1].tolist(), total] for x, total in zip(starts, (p.M, p.N)))
@@ -201,7 +202,7 @@ def _costs(plan: Plan) -> list[float]:
 def _groups(bytes_to: Sequence[float], wanted: int) -> list[int]:
     """Returns the boundaries between groups of consecutive sequences, including both ends.
 
-    bytes_to: the total bytes of all sequences before each one, and of all. A group has as many
+    bytes_to: cumulative bytes; element i is the total of the first i sequences. A group has as many
     sequences as fit into ``wanted`` bytes, at least one.
     """
     found = [0]
@@ -243,8 +244,8 @@ class _Cutting:
     def _rows(self, b: int, h: int, n: int) -> int:
         """Returns the rows per piece when the problem is cut along rows, in whole tiles.
 
-        A piece has as many rows as fit. If it also has keys, it has at least enough rows to keep
-        the device busy.
+        A piece has as many rows as fit. If a piece also reads keys, it has at least enough rows to
+        keep the device busy.
         """
         p, size = self.plan.problem, self.plan.constants.get("Br", 1)
         has_keys = any("M" not in x for x in self.axes.values())
@@ -253,11 +254,13 @@ class _Cutting:
         def rows(count: int) -> int:
             return min(round_up(cdiv(p.M, count), size), p.M)
 
-        counts = range(1, max(p.M // least, 1))  # numbers of pieces to try before the largest one
+        counts = range(1, max(p.M // least, 1))  # all candidates except the largest
         return rows(1 + bisect_left(counts, True, key=lambda x: self._fits(b, h, rows(x), n)))
 
     def _busy_heads(self, b: int, h: int) -> int:
-        """Returns the key heads per piece: more than ``h`` if ``h`` heads leave the device idle.
+        """Returns the number of key heads per piece, at least ``h``.
+
+        The number is larger than ``h`` if ``h`` heads would leave the device idle.
 
         The last tiles under a causal mask have the most work, and with one tile per multiprocessor
         the device waits for them. That matters if kernels are not much faster than the copies.
@@ -279,7 +282,10 @@ class _Cutting:
         return max(h, min(cdiv(p.kv_heads, enough), _largest(p.kv_heads, is_moderate)))
 
     def shared_by(self, axis: str) -> int:
-        """Returns the bytes of arrays with one of the axes batch and heads, but not ``axis``."""
+        """Returns the bytes of arrays that all pieces along ``axis`` share.
+
+        ``axis`` is "batch" or "heads". The arrays have the other one of these axes.
+        """
         (other,) = {"batch", "heads"} - {axis}
         found = (x for x, axes in self.axes.items() if other in axes and axis not in axes)
         return sum(map(self.plan.stored_bytes, found))
@@ -300,7 +306,10 @@ class _Cutting:
         return m, n
 
     def _by_keys(self) -> bool:
-        """Whether the keys can be split: not with a sink, which every partial result would add."""
+        """Returns whether the keys can be cut.
+
+        They cannot with a sink, since every partial result would add the sink.
+        """
         p, plan = self.plan.problem, self.plan
         gives_lse = "O" in plan.operation.outputs and "lse" in plan.outputs
         is_able = "causal" in plan.kernel.features or not p.is_masked
@@ -335,7 +344,7 @@ class _Cutting:
 
 
 def _unrounded(whole: Plan, part: Problem) -> Problem:
-    """Makes a part over some of the keys return float32, if the kernel supports that.
+    """Requests float32 results for a part with some of the keys, if the kernel supports them.
 
     Results are then rounded only once, when they are merged.
     """
@@ -346,7 +355,7 @@ def _unrounded(whole: Plan, part: Problem) -> Problem:
 
 
 def _largest(total: int, fits: Callable[[int], bool]) -> int:
-    """Returns the largest even share of ``total`` that fits, at least 1."""
+    """Returns the size of equal shares of ``total``: the largest size that fits, at least 1."""
     found = max(bisect_left(range(1, total + 1), True, key=lambda x: not fits(x)), 1)
     return cdiv(total, cdiv(total, found)) if total else 1
 
@@ -376,7 +385,7 @@ class Cut:
         self._compiled = False
 
     def copies(self, name: str, most: int) -> int:
-        """Returns how many parts of an array the device holds at a time with ``most`` pieces."""
+        """Returns how many parts of an array the device holds if it holds ``most`` pieces."""
         return min(most, self.numbers[-1][name] + 1)
 
     def count(self, most: int, free: int) -> int:
@@ -430,7 +439,7 @@ class Pieces:
         self.plan = plan
         self.plan_of = lru_cache(_MOST_PARTS)(lambda p: plan if p == plan.problem else plan_of(p))
         self.bytes = needed(plan)  # device memory for the problem in one piece
-        self._cut: tuple[Any, Cut] | None = None  # the last cut, with the arguments that it is for
+        self._cut: tuple[Any, Cut] | None = None  # the last cut and its arguments
 
     def cut(self, wanted: int, most: int, starts: Starts = ()) -> Cut:
         """Cuts the problem with ``cut``, or reuses the last cut if it still applies."""
@@ -444,7 +453,10 @@ class Pieces:
 
 
 def _axes_of(plan: Plan) -> dict[str, str]:
-    """Returns the axes of inputs and outputs; captured arrays of a packed batch have sequences."""
+    """Returns the axes of inputs and outputs.
+
+    In a packed batch, the axis "batch" of captured arrays is replaced with "sequences".
+    """
     p, found = plan.problem, plan.operation.axes_of(plan.problem)
     if p.modifiers.is_packed:
         arrays = (x.input for x in p.operands if x.is_array)

@@ -25,9 +25,9 @@ from cupyfa.runtime.transfer.pieces import (
     is_divisible,
 )
 
-_LEAST_PIECES = 4  # fewest pieces of sequences per device
+_LEAST_PIECES = 4  # minimum number of pieces of sequences per device
 _ENDS = 4  # a share begins and ends with a small piece, 1/_ENDS of a piece
-_FEWEST_TILES = 128  # fewest row tiles of these small pieces: one wave of a large GPU
+_FEWEST_TILES = 128  # minimum row tiles of such a small piece: one wave of a large GPU
 _UNEVEN = 0.02  # imbalance, as a fraction of a share, that does not justify another cut
 Unit = list[Piece]  # one piece, or several pieces whose results are merged
 Axis = tuple[str, int]  # an axis of a piece, and the granularity of cuts along it
@@ -81,7 +81,7 @@ def divided(
 
 
 def _rows_of(piece: Piece) -> tuple[range, range, range]:
-    """Returns batch, key heads and rows of a piece, which are equal in pieces that are merged."""
+    """Returns a piece's batch, key heads and rows; pieces that are merged have equal ones."""
     return piece.batch, piece.kv_heads, piece.rows
 
 
@@ -118,7 +118,7 @@ class _Work:
         return self.operation.flops(piece.problem(self.problem))
 
     def _flops_of_sequences(self, piece: Piece) -> int:
-        """Counts FLOPs of sequences as if the mask hid a similar share of every sequence."""
+        """Counts FLOPs of sequences as if the mask hid the same fraction of every sequence."""
         p, every = self.problem, range(len(self.lengths[0]))
         some = piece.sequences if isinstance(piece, PieceOfSequences) else every
         rows, keys = (x[some.start : some.stop] for x in self.lengths)
@@ -165,7 +165,7 @@ class _Work:
         return heads * -(-len(piece.rows) // dict(self.axes)["rows"])
 
     def is_divisible(self, unit: Unit) -> bool:
-        """Whether a unit can be cut; pieces whose results are merged stay together."""
+        """Returns whether a unit can be cut; pieces whose results are merged stay together."""
         return len(unit) == 1 and bool(self.axes)
 
     def split(self, piece: Piece, goal: int, slack: float) -> tuple[list[Piece], list[Piece]]:

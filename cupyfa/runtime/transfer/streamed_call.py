@@ -21,7 +21,7 @@ _STARTS = [f"mods.{name}" for name in STARTS]
 _INLINE = 1 << 18  # bytes; the calling thread copies smaller calls faster than others wake up
 _CHUNK_COST = 1 << 20  # bytes that a thread could copy while a chunk waits for the GIL
 _SPARE = 0.9  # fraction of the free memory that a call may use
-_CATCH_UP = 2  # most pieces sent after each kernel, until the device holds the allowed number
+_CATCH_UP = 2  # maximum number of pieces sent after a kernel, while the device has room for more
 
 
 class Call:
@@ -92,7 +92,7 @@ class Call:
         return f"{self.plan.kernel.name} on {self.plan.problem}"
 
     def steps(self) -> Generator[int]:
-        """Does the work step by step; yields the number of pieces that have been computed.
+        """Runs the call step by step; yields the number of pieces that have been computed.
 
         When the generator ends or is closed, no copy or kernel is in flight.
         """
@@ -114,7 +114,7 @@ class Call:
         try:
             send_next()
             yield 0
-            # Threads take long to copy, so they get all first pieces before the first kernel.
+            # Threads copy slowly, so all first pieces are submitted before the first kernel.
             for _ in range(count - 1 if sent[0].end is None else 0):
                 send_next()
                 yield 0
@@ -170,7 +170,7 @@ class Call:
         return made
 
     def slot(self, i: int, memory: Mapping[str, list[Any]]) -> Slot:
-        """Returns the device memory of each array of a piece.
+        """Returns the device memory for each array of a piece.
 
         A part of an array reuses the memory of a part that none of the last ``count`` pieces read.
         """

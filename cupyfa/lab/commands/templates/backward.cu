@@ -10,8 +10,8 @@
 #include <tile/tensor.cuh>
 
 // Modifies a scaled score, and computes the derivative. Change both functions here and in the file
-// of the record, whose reference checks the results. A modification that depends on positions also
-// needs `row` and `key`.
+// of the record, whose reference checks the results. A modification that depends on positions
+// needs `row` and `key` as arguments.
 __device__ real modified(real score, real limit) {
   return score / (1 + fabs(score) / limit);
 }

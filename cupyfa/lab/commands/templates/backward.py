@@ -26,7 +26,7 @@ def scaled_scores(arrays, p):
 
 
 def forward(arrays, p, c):
-    """Computes O and lse of the forward pass, which checks pass to the kernel."""
+    """Computes the O and lse of the forward pass; checks pass these arrays to the kernel."""
     scores = modified(scaled_scores(arrays, p), c)
     P, lse = softmax(np.where(p.visible(), scores, -np.inf))
     return {"O": P @ np.repeat(arrays["V"], p.group, axis=1), "lse": lse}
@@ -54,11 +54,11 @@ def sum_of_groups(x, p):
 
 NAME = Kernel(
     name="NAME",
-    adds="gradients of damped scores",  # the kernel's new idea, for tables
+    adds="gradients of damped scores",  # what the kernel adds, for tables
     operation="backward",
     launches=(
         # args= lists the parameters of the entry point in the .cu file, in the same order. A new
-        # array also needs a line in inputs= or scratch= below, a new number one in floats=.
+        # array also needs a line in inputs= or scratch= below, a new number a line in floats=.
         Launch(
             "NAME_rows",
             args="Q K V O lse dO delta dQ sizes heads group scale limit",
@@ -81,10 +81,10 @@ NAME = Kernel(
     # constants.
     tiles=({"Br": 64, "Bc": 64}, {"Br": 128, "Bc": 128}),
     floats={"limit": lambda p, c: 4.0},  # the default; callers may override it: bind(limit=2.0)
-    # Omit these two if the kernel computes gradients of plain attention.
+    # Omit `reference` and `forward` if the kernel computes gradients of plain attention.
     reference=reference,
     forward=forward,
-    # What the kernel supports. Other calls are rejected, such as causal ones without "causal".
+    # What the kernel supports. Without "causal", for example, causal calls would be rejected.
     features=("causal", "window", "gqa", "strides", "dv"),
     folder=Path(__file__).parent,  # the folder of the .cu file
 )

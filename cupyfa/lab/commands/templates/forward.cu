@@ -8,7 +8,7 @@
 #include <tile/tensor.cuh>
 
 // Modifies a scaled score. Change the formula here and in the file of the record, whose reference
-// checks the results. A modification that depends on positions also needs `row` and `key`.
+// checks the results. A modification that depends on positions needs `row` and `key` as arguments.
 __device__ real modified(real score, real limit) {
   return score / (1 + fabs(score) / limit);
 }

@@ -25,12 +25,12 @@ def reference(arrays, p, c):
 
 NAME = Kernel(
     name="NAME",
-    adds="damped scores",  # the kernel's new idea, for tables
+    adds="damped scores",  # what the kernel adds, for tables
     launches=(
         Launch(
             "NAME_forward",
             # The parameters in the .cu file, in the same order. A new array also needs a line in
-            # inputs= or outputs= below, a new number one in floats=.
+            # inputs= or outputs= below, a new number a line in floats=.
             args="Q K V O lse sizes heads group scale limit",
             grid=lambda p, c: cdiv(p.M, c.Br) * p.heads * p.batch,
             threads=lambda p, c: c.Br,
@@ -43,7 +43,7 @@ NAME = Kernel(
     tiles=({"Br": 64}, {"Br": 128}),
     floats={"limit": lambda p, c: 4.0},  # the default; callers may override it: bind(limit=2.0)
     reference=reference,  # omit this if the kernel computes plain attention
-    # What the kernel supports. Other calls are rejected, such as causal ones without "causal".
+    # What the kernel supports. Without "causal", for example, causal calls would be rejected.
     features=("causal", "window", "gqa", "strides", "lse", "dv"),
     folder=Path(__file__).parent,  # the folder of the .cu file
 )
