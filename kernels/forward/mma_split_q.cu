@@ -49,6 +49,7 @@ template <int cols, int height, int columns>
 __device__ __forceinline__ void load_chunks(scalar (&tile)[height][columns],
                                             Tensor<const scalar> tensor, int batch, int head,
                                             int first_row, int rows) {
+  const timeline::Phase phase(timeline::loads, size_t(tensor.data) / 16);
   const bool aligned = is_aligned(tensor);
   share_out_rows<threads, height, columns / in_chunk>([&](int row, int chunk, int) {
     const int col = chunk * in_chunk;

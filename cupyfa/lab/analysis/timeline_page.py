@@ -91,17 +91,17 @@ def _data(timeline: Timeline, case: Case) -> dict[str, Any]:
     p = case.problem
     visits = timeline.visits or (Visit(0, 0, timeline.blocks[0] % p.M, 0),)
     operation = "softmax" if timeline.entry.startswith("softmax") else case.operation
-    steps = _steps(timeline, operation, visits)
-    if len(steps) > _MOST_STEPS:
-        raise ValueError(
-            f"the block has {len(steps):,} steps, and a page plays at most {_MOST_STEPS:,}; give "
-            "smaller sizes, such as -M 64 -N 64"
-        )
     of, rows = timeline.constants.get, {x.row for x in visits}
     height = _size_of_tiles(rows, int(of("Br", 0)) // int(of("pack_gqa", 1)), p.M)
     width = _size_of_tiles({x.key for x in visits}, int(of("Bc", 0)), p.N)
     if not timeline.visits:
         height = 1
+    steps = _steps(timeline, operation, visits, (height, width))
+    if len(steps) > _MOST_STEPS:
+        raise ValueError(
+            f"the block has {len(steps):,} steps, and a page plays at most {_MOST_STEPS:,}; give "
+            "smaller sizes, such as -M 64 -N 64"
+        )
     visible = p.visible()
     phases = list(dict.fromkeys(x.name for x in timeline.phases))
     actions = list(dict.fromkeys(x.work[:4] for x in steps))
@@ -133,13 +133,15 @@ def _seen(pairs: np.ndarray) -> str:
 def _size_of_tiles(starts: set[int], constant: int, whole: int) -> int:
     """Returns the rows or keys of a tile: a constant of the launch unless tiles are nearer."""
     gaps = [after - before for before, after in pairwise(sorted(starts))]
-    return min([*gaps, constant or whole, whole])
+    return max(min([*gaps, constant or whole, whole]), 1)
 
 
 # Steps
 
 
-def _steps(timeline: Timeline, operation: str, visits: Sequence[Visit]) -> list[_Step]:
+def _steps(
+    timeline: Timeline, operation: str, visits: Sequence[Visit], size: tuple[int, int]
+) -> list[_Step]:
     """Returns what warps do, in order.
 
     The simulator runs one warp until it waits, then the next one. Here warps that do the same after
@@ -153,7 +155,7 @@ def _steps(timeline: Timeline, operation: str, visits: Sequence[Visit]) -> list[
         barriers = [x.start for x in spans if x.kind is Kind.BLOCK_WAIT]
         waits = [x.start for x in spans if x.kind in (Kind.BARRIER_WAIT, Kind.NAMED_WAIT)]
         its_visits = [x for x in visits if x.warp == warp] or visits[:1]
-        for x, work in _work(timeline, operation, own, its_visits):
+        for x, work in _work(timeline, operation, own, its_visits, size):
             after = bisect_right(barriers, x.start), bisect_right(waits, x.start)
             found.append((x.start, warp, (work, *after, warp // 4 if waits else -1)))
     made: list[_Step] = []
@@ -169,7 +171,11 @@ def _steps(timeline: Timeline, operation: str, visits: Sequence[Visit]) -> list[
 
 
 def _work(
-    timeline: Timeline, operation: str, spans: Sequence[Span], visits: Sequence[Visit]
+    timeline: Timeline,
+    operation: str,
+    spans: Sequence[Span],
+    visits: Sequence[Visit],
+    size: tuple[int, int],
 ) -> Iterator[tuple[Span, _Work]]:
     """Yields what each phase of a warp does, by its place among the phases of the same tile."""
     times = [x.time for x in visits]
@@ -189,12 +195,14 @@ def _work(
             elif action == "load":
                 arrays = _loaded(timeline, x, own, number < 0 and operation == "forward"), ""
             elif action == "copy":
-                arrays = (x.name if x.name in timeline.addresses else ""), ""
+                arrays = (x.name if x.name in timeline.arrays else ""), ""
             reads, writes = arrays or _ARRAYS[operation].get(action, ("", ""))
             if writes == "dQ dK dV" and (action == "epilogue" or _has_passes(timeline)):
                 writes = next((y for part, y in _RESULTS.items() if part in timeline.entry), writes)
-            tile = (None, None) if x.name == "cp.async" else (visit.row, visit.key)
-            yield x, _Work(action, x.name, reads, writes, *tile)
+            row, key = visit.row, visit.key
+            if x.name == "cp.async":
+                reads, row, key = _copied(timeline, x, *size)
+            yield x, _Work(action, x.name, reads, writes, row, key)
 
 
 def _has_passes(timeline: Timeline) -> bool:
@@ -237,14 +245,30 @@ def _kind_of_products(
 
 def _loaded(timeline: Timeline, load: Span, of_tile: Sequence[Span], has_queries: bool) -> str:
     """Returns the names of the arrays that a phase of loads reads."""
-    for name, addresses in timeline.addresses.items():
-        distance = (load.argument - addresses.start // 16) % 2**32
-        if load.argument and distance <= len(addresses) // 16:
+    for name, array in timeline.arrays.items():
+        if load.argument and array.row_at(load.argument) is not None:
             return name
     if has_queries:
         return "Q"
     unknown = [x for x in of_tile if x.kind is Kind.LOADS and not x.argument]
     return "KV"[unknown.index(load) % 2] if len(unknown) > 1 else "K V"
+
+
+def _copied(
+    timeline: Timeline, group: Span, height: int, width: int
+) -> tuple[str, int | None, int | None]:
+    """Returns the arrays that a group of cp.async reads, and the row and the key of their tiles."""
+    groups = [x.start for x in timeline.copies if (x.warp, x.name) == (group.warp, group.name)]
+    before = max((x for x in groups if x < group.start), default=-1)
+    found: dict[str, int] = {}
+    for copy in timeline.lane_copies:
+        if copy.warp == group.warp and before < copy.time <= group.start:
+            for name, array in timeline.arrays.items():
+                if (row := array.row_at(copy.address)) is not None:
+                    found.setdefault(name.partition("_")[0], row)  # Q of Q_high and Q_low
+    rows = [row // height * height for name, row in found.items() if name[0] in "Qd"]
+    keys = [row // width * width for name, row in found.items() if name[0] in "KV"]
+    return " ".join(found), next(iter(rows), None), next(iter(keys), None)
 
 
 def _rows(
@@ -342,8 +366,8 @@ def _state(
     inputs = case.inputs()
     if any(x.startswith("mods.") for x in inputs):
         return None
-    first = (visits[0].key + width if of_keys else visits[0].row + height) - 1
-    index = min(first, (p.N if of_keys else p.M) - 1)
+    # The row that sees the most keys of its tile, or the key that most rows see.
+    index = visits[0].key if of_keys else min(visits[0].row + height, p.M) - 1
     shown: dict[int, int] = {}  # the step of each tile of keys, or of rows, that the row meets
     for number, step in enumerate(steps):
         row, key = step.work.row, step.work.key

@@ -68,13 +68,10 @@ class Kind(IntEnum):
     SHARED_BEGINS = 17
     PLACED = 18
     TILE = 19
-    WORKED_WGMMA = 20
-    WORKED_MMA = 21
-    WORKED_COPIES = 22
+    COPIED = 20
 
 
-# Entries with a block's multiprocessor, and with the work of products and copies: no phases.
-_NOT_SHOWN = (Kind.PLACED, Kind.WORKED_WGMMA, Kind.WORKED_MMA, Kind.WORKED_COPIES)
+_TIMELESS = (Kind.TILE, Kind.COPIED)  # entries that take no step
 # The names of phases; a wait for a barrier also gets the barrier's name.
 NAMES = {
     Kind.IN_BLOCK: "other",
@@ -146,6 +143,28 @@ class Visit(NamedTuple):
     key: int
 
 
+class Copy(NamedTuple):
+    """A copy by cp.async from a global address / 16, modulo 2^32; only one lane's are known."""
+
+    warp: int
+    time: float
+    address: int
+
+
+class GlobalArray(NamedTuple):
+    """The place of an array in global memory, and its rows in a head."""
+
+    start: int
+    bytes: int
+    row_bytes: int
+    rows: int
+
+    def row_at(self, address: int) -> int | None:
+        """Returns the row at an address / 16, modulo 2^32; None outside the array."""
+        distance = (address - self.start // 16) % 2**32 * 16
+        return distance // self.row_bytes % self.rows if distance < self.bytes else None
+
+
 class BufferChange(NamedTuple):
     """A buffer of shared memory that a barrier guards begins to be filled, is full, or is free."""
 
@@ -175,9 +194,10 @@ class Timeline(Shown):
     products: tuple[Span, ...] = ()  # groups of wgmma, from issue to the end of their wait
     arrows: tuple[Arrow, ...] = ()
     visits: tuple[Visit, ...] = ()  # of the simulator, in each warp's order
+    lane_copies: tuple[Copy, ...] = ()
     buffers: tuple[BufferChange, ...] = ()
     constants: Mapping[str, int | float] = field(default_factory=dict)  # of the launch
-    addresses: Mapping[str, range] = field(default_factory=dict)  # of arrays in global memory
+    arrays: Mapping[str, GlobalArray] = field(default_factory=dict)
     places: Mapping[int, int] = field(default_factory=dict)  # the multiprocessor of each block
     multiprocessors: int = 1
     is_detailed: bool = True
@@ -265,8 +285,10 @@ def record(
         blocks=tuple(sorted({x.block for x in entries})),
         phases=(),
         constants=chosen.constants,
-        addresses={
-            name: range(at := backend.address(x), at + x.nbytes) for name, x in arrays.items()
+        arrays={
+            name: GlobalArray(backend.address(x), x.nbytes, x.shape[-1] * x.itemsize, x.shape[-2])
+            for name, x in arrays.items()
+            if x.ndim > 1 and x.nbytes
         },
         multiprocessors=backend.limits.multiprocessors,
         is_detailed=block is not None,
@@ -518,7 +540,7 @@ def _of_block(
     clock: float | None,
 ) -> Timeline:
     """Makes the timeline of one block from its beginning, in cycles or in steps."""
-    shown = _complete([x for x in entries if x.kind not in _NOT_SHOWN], full)
+    shown = _complete([x for x in entries if x.kind is not Kind.PLACED], full)
     if made.in_steps:
         unit, nanoseconds, entries = "steps", _NANOSECONDS_OF_STEP, _in_steps(shown)
     else:
@@ -539,6 +561,9 @@ def _of_block(
         arrows=tuple(arrows),
         visits=tuple(
             Visit(x.warp, x.time, x.amount, x.argument) for x in entries if x.kind is Kind.TILE
+        ),
+        lane_copies=tuple(
+            Copy(x.warp, x.time, x.argument) for x in entries if x.kind is Kind.COPIED
         ),
         buffers=tuple(_buffers(by_warp, barriers)),
         unit=unit,
@@ -728,7 +753,7 @@ def _in_steps(entries: Sequence[Entry]) -> list[Entry]:
     numbered = []
     for x in sorted(entries):
         numbered.append(x._replace(time=steps[x.block]))
-        steps[x.block] += x.kind is not Kind.TILE
+        steps[x.block] += x.kind not in _TIMELESS
     return sorted(numbered, key=lambda x: (x.block, x.warp))  # stable, so each warp keeps its order
 
 

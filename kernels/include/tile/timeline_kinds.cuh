@@ -23,9 +23,7 @@ enum Kind : unsigned {
   shared_begins,   // argument: address of the block's dynamic shared memory
   placed,          // global clock in nanoseconds; argument: the SM
   tile,            // simulator only: the tile from here on; argument: first key; amount: first row
-  worked_wgmma,    // simulator only: columns of wgmma, each 64 rows by a depth of 16
-  worked_mma,      // simulator only: mma.sync products, in units of m16n8k16
-  worked_copies,   // simulator only: bytes of cp.async
+  copied,          // simulator only: cp.async of lane 0; argument: global address / 16
   ended = 0x80,    // flag, added to the kind of a phase at its end
 };
 }  // namespace timeline
