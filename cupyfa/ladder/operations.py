@@ -442,7 +442,7 @@ def tiles_of_scores(inputs: Arrays, p: Problem) -> Iterator[Tile]:
     from cupyfa.numerics import reference
 
     how = {**_score_arguments(inputs, p, _Part()), "sink": _Part().sink(inputs)}
-    return reference.tiles(*(inputs[name] for name in "QKV"), **how)
+    return reference.tiles(inputs["Q"], inputs["K"], inputs["V"], **how)
 
 
 def _dtypes(p: Problem) -> dict[str, str]:

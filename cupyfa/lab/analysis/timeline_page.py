@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
@@ -13,16 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyfa import cache_folder
+from cupyfa.lab.analysis import row_states
 from cupyfa.lab.analysis.timeline_recorder import Kind, Span, Timeline, Visit
 from cupyfa.lab.analysis.timeline_summary import merged
 from cupyfa.lab.verify.case import Case
-from cupyfa.ladder.operations import tiles_of_scores
-from cupyfa.numerics import reference
 
 _TEMPLATE = Path(__file__).with_name("timeline_page.html")
 _DATA = "{/* the recording */}"  # in the template
 _MOST_STEPS = 20_000
-_SHOWN = 4  # elements of each array in the state of a row
 _PRODUCTS = (Kind.PRODUCTS, Kind.ISSUE, Kind.ARITHMETIC)
 _ACTIONS = {
     **dict.fromkeys(_PRODUCTS, "products"),
@@ -122,7 +121,7 @@ def _data(timeline: Timeline, case: Case) -> dict[str, Any]:
         "actions": actions,
         "steps": list(_rows(timeline, steps, phases, actions)),
         "buffers": _buffers(timeline, steps),
-        "state": _state(case, visits, steps, height, width, "columns" in timeline.entry),
+        "state": _state(timeline, case, steps, height, width),
     }
 
 
@@ -155,17 +154,20 @@ def _steps(
         barriers = [x.start for x in spans if x.kind is Kind.BLOCK_WAIT]
         waits = [x.start for x in spans if x.kind in (Kind.BARRIER_WAIT, Kind.NAMED_WAIT)]
         its_visits = [x for x in visits if x.warp == warp] or visits[:1]
+        repeated: Counter[Any] = Counter()
         for x, work in _work(timeline, operation, own, its_visits, size):
             after = bisect_right(barriers, x.start), bisect_right(waits, x.start)
-            found.append((x.start, warp, (work, *after, warp // 4 if waits else -1)))
+            same = work, *after, warp // 4 if waits else -1
+            found.append((x.start, warp, (*same, repeated[same])))
+            repeated[same] += 1
     made: list[_Step] = []
-    latest: dict[Any, int] = {}  # the last step of the same work after the same waits
+    shared: dict[Any, int] = {}  # the step of the same work after the same waits
     last = [-1] * timeline.warps  # the last step of each warp
-    for time, warp, same in sorted(found, key=lambda x: x[:2]):
-        if latest.get(same, -1) <= last[warp]:
-            latest[same] = len(made)
-            made.append(_Step(same[0], {}))
-        last[warp] = latest[same]
+    for time, warp, key in sorted(found, key=lambda x: x[:2]):
+        if shared.get(key, -1) <= last[warp]:
+            shared[key] = len(made)
+            made.append(_Step(key[0], {}))
+        last[warp] = shared[key]
         made[last[warp]].times[warp] = time
     return made
 
@@ -199,10 +201,10 @@ def _work(
             reads, writes = arrays or _ARRAYS[operation].get(action, ("", ""))
             if writes == "dQ dK dV" and (action == "epilogue" or _has_passes(timeline)):
                 writes = next((y for part, y in _RESULTS.items() if part in timeline.entry), writes)
-            row, key = visit.row, visit.key
             if x.name == "cp.async":
-                reads, row, key = _copied(timeline, x, *size)
-            yield x, _Work(action, x.name, reads, writes, row, key)
+                yield x, _Work(action, x.name, *_copied(timeline, x, *size))
+            else:
+                yield x, _Work(action, x.name, reads, writes, visit.row, visit.key)
 
 
 def _has_passes(timeline: Timeline) -> bool:
@@ -256,8 +258,8 @@ def _loaded(timeline: Timeline, load: Span, of_tile: Sequence[Span], has_queries
 
 def _copied(
     timeline: Timeline, group: Span, height: int, width: int
-) -> tuple[str, int | None, int | None]:
-    """Returns the arrays that a group of cp.async reads, and the row and the key of their tiles."""
+) -> tuple[str, str, int | None, int | None]:
+    """Returns the arrays that a group of cp.async reads, none that it writes, and their tile."""
     groups = [x.start for x in timeline.copies if (x.warp, x.name) == (group.warp, group.name)]
     before = max((x for x in groups if x < group.start), default=-1)
     found: dict[str, int] = {}
@@ -268,7 +270,7 @@ def _copied(
                     found.setdefault(name.partition("_")[0], row)  # Q of Q_high and Q_low
     rows = [row // height * height for name, row in found.items() if name[0] in "Qd"]
     keys = [row // width * width for name, row in found.items() if name[0] in "KV"]
-    return " ".join(found), next(iter(rows), None), next(iter(keys), None)
+    return " ".join(found), "", next(iter(rows), None), next(iter(keys), None)
 
 
 def _rows(
@@ -344,120 +346,35 @@ def _buffers(timeline: Timeline, steps: Sequence[_Step]) -> list[dict[str, Any]]
     ]
 
 
-# The state of a row
-
-
 def _state(
-    case: Case,
-    visits: Sequence[Visit],
-    steps: Sequence[_Step],
-    height: int,
-    width: int,
-    of_keys: bool,
+    timeline: Timeline, case: Case, steps: Sequence[_Step], height: int, width: int
 ) -> dict[str, Any] | None:
-    """Computes a row's state after each tile that the block visits, in the first head.
-
-    For the forward pass these are m, l and O of the online softmax. A block of a backward kernel
-    adds to dQ of its rows or to dK and dV of its keys. None for inputs that are not plain arrays.
-    """
-    p = case.problem
-    if p.is_ragged or p.pages or p.options.dropout:
-        return None
-    inputs = case.inputs()
-    if any(x.startswith("mods.") for x in inputs):
-        return None
-    # The row that sees the most keys of its tile, or the key that most rows see.
-    index = visits[0].key if of_keys else min(visits[0].row + height, p.M) - 1
-    shown: dict[int, int] = {}  # the step of each tile of keys, or of rows, that the row meets
+    """Returns the states of a row or a key, each with its step and the start of its tile."""
+    of_keys = "columns" in timeline.entry
+    has_softmax = any(x.work.action == "softmax" for x in steps)
+    found: dict[tuple[int, int], int] = {}  # the step of each tile
     for number, step in enumerate(steps):
         row, key = step.work.row, step.work.key
-        if row is None or key is None or step.work.action in ("load", "copy"):
-            continue
-        start, size, other = (key, width, row) if of_keys else (row, height, key)
-        if start <= index < start + size and step.work.action in ("softmax", "scores"):
-            softmax = step.work.action == "softmax"
-            if other not in shown or (softmax and steps[shown[other]].work.action != "softmax"):
-                shown[other] = number
-    compute = {"softmax": _softmax_states, "forward": _forward_states}.get(case.operation)
+        is_shown = step.work.action == ("softmax" if has_softmax else "scores")
+        if is_shown and row is not None and key is not None:
+            found.setdefault((row, key), number)
+    if not found:
+        return None
+    first_row, first_key = next(iter(found))
+    # The row that sees the most keys of its tile, or the key that most rows see.
+    index = first_key if of_keys else min(first_row + height, case.problem.M) - 1
+    of_tile = {
+        row if of_keys else key: number
+        for (row, key), number in found.items()
+        if (key == first_key if of_keys else row == first_row)
+    }
     size = height if of_keys else width
-    if compute is None:
-        states = _gradient_states(case, inputs, index, of_keys, list(shown), size)
-    else:
-        states = compute(case, inputs, index, list(shown), size)
+    states = row_states.states(case, index, of_keys, [*of_tile], size)
+    if states is None:
+        return None
     return {
         "of": "key" if of_keys else "row",
         "index": index,
         "size": size,
-        "entries": [[step, at, values] for (at, step), values in zip(shown.items(), states)],
+        "entries": [[step, start, x] for (start, step), x in zip(of_tile.items(), states)],
     }
-
-
-_State = dict[str, Any]
-
-
-def _rounded(**values: Any) -> _State:
-    """Rounds numbers and the first elements of arrays to four digits, as text."""
-    return {
-        name: [f"{x:.4g}" for x in np.atleast_1d(value)[:_SHOWN].tolist()]
-        for name, value in values.items()
-    }
-
-
-def _online_softmax(
-    scores: np.ndarray, starts: Sequence[int], width: int, V: np.ndarray | None
-) -> Iterator[_State]:
-    maximum, total, sums = -np.inf, 0.0, 0.0
-    for start in starts:
-        S = scores[start : start + width]
-        before, maximum = maximum, max(maximum, S.max(initial=-np.inf))
-        if maximum == -np.inf:
-            factor, P = 1.0, np.zeros_like(S)  # the row sees no key yet
-        else:
-            factor, P = np.exp(before - maximum), np.exp(S - maximum)
-        total = total * factor + P.sum()
-        state = {"S": S, "m": maximum, "factor": factor, "P": P, "l": total}
-        if V is not None:
-            sums = sums * factor + P @ V[start : start + width]
-            state |= {"O": sums, "O / l": sums / total if total else sums}
-        yield _rounded(**state)
-
-
-def _softmax_states(
-    case: Case, inputs: Any, row: int, starts: Sequence[int], width: int
-) -> Iterator[_State]:
-    yield from _online_softmax(inputs["S"][0, 0, row].astype(np.float64), starts, width, None)
-
-
-def _forward_states(
-    case: Case, inputs: Any, row: int, starts: Sequence[int], width: int
-) -> Iterator[_State]:
-    scores = np.full(case.problem.N, -np.inf)
-    for tile in tiles_of_scores(inputs, case.problem):
-        heads, rows = tile.where
-        if heads.start == 0 and rows.start <= row < rows.stop:
-            scores[tile.keys] = reference.masked_scores(tile)[0, row - rows.start]
-    yield from _online_softmax(scores, starts, width, inputs["V"][0, 0].astype(np.float64))
-
-
-def _gradient_states(
-    case: Case, inputs: Any, index: int, of_keys: bool, starts: Sequence[int], size: int
-) -> Iterator[_State]:
-    p = case.problem
-    P, dS = np.zeros((2, p.M, p.N))
-    grad, out, lse = (reference.flat(inputs[x]).astype(np.float64) for x in ("dO", "O", "lse"))
-    for tile in tiles_of_scores(inputs, p):
-        heads, rows = tile.where
-        if heads.start == 0:
-            given = grad[heads, rows], out[heads, rows], lse[heads, rows]
-            found = reference.differentiate(tile, *given, np.zeros(1))
-            P[rows, tile.keys], dS[rows, tile.keys] = found.P[0], found.dS[0]
-    Q, K, dO = (inputs[x][0, 0].astype(np.float64) for x in ("Q", "K", "dO"))
-    dQ = dK = dV = 0.0
-    for start in starts:
-        part = slice(start, start + size)
-        if of_keys:
-            dV, dK = dV + P[part, index] @ dO[part], dK + dS[part, index] @ Q[part] * p.scale
-            yield _rounded(P=P[part, index], dS=dS[part, index], dV=dV, dK=dK)
-        else:
-            dQ = dQ + dS[index, part] @ K[part] * p.scale
-            yield _rounded(P=P[index, part], dS=dS[index, part], dQ=dQ)
