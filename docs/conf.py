@@ -33,7 +33,11 @@ sys.path.insert(0, str(ROOT))  # of cli.py
 import cupyfa  # noqa: E402
 from cli import main  # noqa: E402
 from cupyfa import errors  # noqa: E402
+from cupyfa.lab.analysis import timeline_page, timeline_recorder  # noqa: E402
+from cupyfa.lab.bench import sweeps  # noqa: E402
+from cupyfa.lab.verify.case import Case  # noqa: E402
 from cupyfa.ladder import LADDER  # noqa: E402
+from cupyfa.runtime.simulator import Simulator  # noqa: E402
 
 project = "cupyfa"
 author = "The cupyfa authors"
@@ -90,6 +94,12 @@ HEADERS = {
     for file in sorted(KERNELS.glob("include/**/*.cuh"))
     for name in (file.name, str(file.relative_to(KERNELS / "include")))
 }
+# Rungs of which a block is played, and its problem.
+BLOCKS = {
+    "fa2": {"M": 128, "N": 256, "dtype": "float32"},
+    "mma_async": {"M": 128, "N": 256, "dtype": "float16"},
+    "wgmma_overlap": {"M": 192, "N": 512, "dtype": "float16"},
+}
 LEXERS = {".cu": "cuda", ".cuh": "cuda", ".py": "python", ".diff": "diff"}
 
 
@@ -97,6 +107,9 @@ def translated_page(app: Sphinx, name: str, source: list[str]) -> None:
     """Markdown for Sphinx: links to files and folders outside of docs/, and pages of all rungs."""
     source[0] = _with_links(source[0], DOCS / name, (DOCS / name).parent)
     source[0] = INDEXED.sub(r"```{index} ! \1\n```", source[0])
+    folder, _, rung = name.rpartition("/")
+    if folder == "rungs" and rung in BLOCKS:
+        source[0] += f'\n\n<a href="../blocks/{rung}.html">Step through a block of {rung}</a>\n'
     if name == "rungs/README":
         course = (DOCS / "index.md").read_text("utf-8")
         rungs = [x for kernels in LADDER.values() for x in kernels if f"rungs/{x}\n" not in course]
@@ -289,6 +302,20 @@ def inline_pictures(app: Sphinx, document: nodes.document, name: str) -> None:
             image.replace_self(nodes.raw("", svg, format="html"))
 
 
+def write_blocks(app: Sphinx, exception: Exception | None) -> None:
+    """Writes the pages that play blocks of some rungs, from recordings of the simulator."""
+    if exception or app.builder.format != "html":
+        return
+    (folder := Path(app.outdir) / "blocks").mkdir(exist_ok=True)
+    for name, sizes in BLOCKS.items():
+        kernel = LADDER["forward"][name]
+        given = {"batch": 1, "heads": 1, "d": 64, "causal": True, **sizes}
+        (problem,) = sweeps.problems("forward", given, kernel, small=True)
+        case = Case("forward", problem)
+        found = timeline_recorder.record(kernel, case, Simulator(), block=0)
+        timeline_page.save(found, case, folder / f"{name}.html")
+
+
 def write_formula(translator: Any, node: nodes.Element) -> None:
     """Writes a formula as MathML, which browsers typeset without scripts or a network."""
     display = "block" if isinstance(node, nodes.math_block) else "inline"
@@ -327,6 +354,7 @@ def setup(app: Sphinx) -> None:
     app.connect("html-collect-pages", source_pages)
     app.connect("doctree-read", linked_code)
     app.connect("doctree-resolved", inline_pictures)
+    app.connect("build-finished", write_blocks)
     app.connect("autodoc-process-signature", plain_signature)
     app.connect("autodoc-process-docstring", with_definitions)
     app.connect("sphinx-click-process-description", plain_help)

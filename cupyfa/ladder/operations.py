@@ -33,6 +33,7 @@ from cupyfa.problem.problem import Problem
 from cupyfa.score.dropout import KeptWeights
 
 if TYPE_CHECKING:
+    from cupyfa.numerics.reference import Tile
     from cupyfa.numerics.tolerance import Expected, ExpectedOfEach, Roundings
     from cupyfa.score.numpy_evaluation import Modifications
 
@@ -433,6 +434,14 @@ def exact_attention(inputs: Arrays, p: Problem) -> tuple[np.ndarray, np.ndarray]
         how = {**_score_arguments(inputs, p, part), "sink": part.sink(inputs)}
         part.of("O", out)[...], part.of("lse", lse)[...] = reference.attention(*arrays, **how)
     return out, lse
+
+
+def tiles_of_scores(inputs: Arrays, p: Problem) -> Iterator[Tile]:
+    """Splits a problem without packed sequences, pages and descales into tiles of the reference."""
+    from cupyfa.numerics import reference
+
+    how = {**_score_arguments(inputs, p, _Part()), "sink": _Part().sink(inputs)}
+    return reference.tiles(inputs["Q"], inputs["K"], inputs["V"], **how)
 
 
 def _dtypes(p: Problem) -> dict[str, str]:

@@ -143,6 +143,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_columns(
   }
   for (int turn = 0; walk.left > 0; turn = 1 - turn) {
     const TilePair<Br, Bc> pair = {extent_of_head(extent, walk.head), walk.first_row, first_key};
+    timeline::event(timeline::tile, first_key, walk.first_row);
     const int head = walk.head;
     if (first_key + Bc <= extent.N && pair.reaches_all())
       step_down<false>(shared, walk, pair, sums_K, sums_V, turn, scorer);

@@ -131,6 +131,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_row
   for (int first_key = rows.kv_begin; first_key < rows.kv_end;
        first_key = rows.after<Bc>(first_key)) {
     const TilePair<Br, Bc> pair = {extent, first_row, first_key};
+    timeline::event(timeline::tile, first_key, first_row);
     if (pair.is_whole() && pair.reaches_all())
       step_along<false>(shared, keys, pair, rows, buffer, sums, largest, scorer, own_row, lane);
     else

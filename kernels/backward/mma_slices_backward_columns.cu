@@ -117,6 +117,7 @@ __device__ __forceinline__ void sum_tile(Shared& shared, const operand* left,
   float sums[Wr / step][width / 8][4] = {};
 #pragma unroll 1
   for (RowWalk rows = all; rows.left > 0; rows.advance()) {
+    timeline::event(timeline::tile, key, rows.row);
     Slice<cols>& slice = ring.next().template as<Slice<cols>>();
     multiply_tiles<true>(sums, slice.left, slice.right, Own(width), own_lane());
     ring.done();

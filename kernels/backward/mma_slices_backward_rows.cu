@@ -122,6 +122,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_row
   }
 #pragma unroll 1
   for (int key = start; key < end; key += Bd) {
+    timeline::event(timeline::tile, key, first_row);
     Slice& slice = ring.next().template as<Slice>();
     multiply_tiles<false>(sums, slice.dS, slice.K, Own(own_cols), own_lane());
     ring.done();

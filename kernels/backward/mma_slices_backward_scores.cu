@@ -186,6 +186,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_sco
     return;  // the whole block returns: no row of its tile sees any of its keys
 
   const TilePair<Br, Bc> pair = {extent, first_row, key};
+  timeline::event(timeline::tile, key, first_row);
   RowLoads<threads, Br> loads;
   loads.load({lse, delta, batch}, head, first_row, M);
   Ring<Source, Stage, stages> ring = {

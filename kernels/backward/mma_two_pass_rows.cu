@@ -135,6 +135,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_rows(
   for (int first_key = rows.kv_begin; first_key < rows.kv_end;
        first_key = rows.after<Bc>(first_key)) {
     const TilePair<Br, Bc> pair = {extent, first_row, first_key};
+    timeline::event(timeline::tile, first_key, first_row);
     if (first_key + Bc <= extent.N && pair.reaches_all())
       step_along<false>(shared, keys, pair, rows, rows.kv_end, buffer, sums, scorer, own, lane);
     else

@@ -50,6 +50,7 @@ extern "C" __global__ __launch_bounds__(threads) void two_pass_columns(
     for (int first_row = map.from<Br>(first); first_row < end;
          first_row = map.after<Br>(first_row)) {
       const TilePair<Br, Bc> pair = {own, first_row, first_key};
+      timeline::event(timeline::tile, first_key, first_row);
       __syncthreads();  // before this tile overwrites rows that a slower thread still reads
       load_row_sums<threads>(shared.lse, shared.delta, lse, delta, batch, head, first_row, M);
       __syncthreads();  // lse is written

@@ -47,6 +47,7 @@ extern "C" __global__ __launch_bounds__(threads) void two_pass_rows(
   for (int first_key = keys.kv_begin; first_key < keys.kv_end;
        first_key = keys.after<Bc>(first_key)) {
     const TilePair<Br, Bc> pair = {extent, first_row, first_key};
+    timeline::event(timeline::tile, first_key, first_row);
     __syncthreads();  // before this tile overwrites keys that a slower thread still reads
     load_tile<threads, d>(shared.K, K, batch, kv_head, first_key, N);
     load_tile<threads, dv>(shared.V, V, batch, kv_head, first_key, N);

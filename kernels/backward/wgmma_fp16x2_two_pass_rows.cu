@@ -57,6 +57,7 @@ __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, con
 #pragma unroll 1  // not unrolled: the producer has few registers
   for (int first_key = task.kv_begin; first_key < task.kv_end;
        first_key = task.after<Bk>(first_key), keys.advance(), values.advance()) {
+    timeline::event(timeline::tile, first_key, task.row);
     const int key = task.packed_key(first_key);
     load_split(shared.K[keys.stage], K, shared.K_pipeline.acquire(keys), key, kv_head, batch);
     load_split(shared.V[values.stage], V, shared.V_pipeline.acquire(values), key, kv_head, batch);
@@ -84,6 +85,7 @@ struct Consumer {
 
   // Processes one key tile.
   __device__ __forceinline__ void advance(const Pair& pair) {
+    timeline::event(timeline::tile, pair.first_key, pair.first_row);
     const auto& K = shared.K[keys.stage];
     SplitScores<Bk> scores, gradients;
     SplitSums<Bk> P, PS, dS;

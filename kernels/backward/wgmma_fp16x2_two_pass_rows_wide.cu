@@ -60,6 +60,7 @@ __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, con
 #pragma unroll 1  // not unrolled: the producer has few registers
   for (int first_key = task.kv_begin; first_key < task.kv_end;
        first_key = task.after<Bk>(first_key), keys.advance(), values.advance()) {
+    timeline::event(timeline::tile, first_key, task.row);
     const int key = task.packed_key(first_key);
     wait(shared.V_empty, values.phase ^ 1);
     load_split(shared.V, V, shared.V_full[keys.stage], key, kv_head, batch);
@@ -93,6 +94,7 @@ struct Consumer {
     keys.advance();
   }
   __device__ __forceinline__ void add(const Pair& pair) {
+    timeline::event(timeline::tile, pair.first_key, pair.first_row);
     const auto& K = shared.K[warpgroup];
     SplitSums<Bk> P, PS, dS;
     {

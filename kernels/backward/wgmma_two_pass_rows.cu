@@ -60,6 +60,7 @@ __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, con
 #pragma unroll 1  // not unrolled: the producer has few registers
   for (int first_key = task.kv_begin; first_key < task.kv_end;
        first_key = task.after<Bk>(first_key), keys.advance()) {
+    timeline::event(timeline::tile, first_key, task.row);
     load_async(shared.K[keys.stage], K, shared.pipeline.acquire(keys), task.packed_key(first_key),
                kv_head, task.packed_batch(task.batch));
     load_async(shared.V[keys.stage], V, shared.pipeline.full[1][keys.stage],
@@ -127,6 +128,7 @@ __device__ __forceinline__ void consume(Shared& shared, const RowTile& task, int
 #pragma unroll 1
   for (int first_key = task.kv_begin; first_key < task.kv_end;
        first_key = task.after<Bk>(first_key), keys.advance()) {
+    timeline::event(timeline::tile, first_key, task.row);
     const auto& K = shared.K[keys.stage];
     Sums<Bk> S, dP;
     Operands<Bk> dS;

@@ -117,7 +117,7 @@ extern "C" __global__ __launch_bounds__(threads) void fa2(
     const int M = extent.M, N = extent.N, row = tile * Br + threadIdx.x;
     const auto keys_of_tile = row_tile<Br, Bc>(extent, tile * Br, head, batch);
 
-    timeline::event(timeline::loads, 32 * d * sizeof(scalar));
+    timeline::event(timeline::loads);
     load_row(shared.Q[threadIdx.x], Q, batch, head, row, M);  // only this thread reads the row
     for (int col = 0; col < dv; ++col) shared.O[threadIdx.x][col] = 0;
     timeline::end(timeline::loads);
@@ -126,8 +126,9 @@ extern "C" __global__ __launch_bounds__(threads) void fa2(
 
     for (int first_key = keys_of_tile.kv_begin; first_key < keys_of_tile.kv_end;
          first_key = keys_of_tile.after<Bc>(first_key)) {
+      timeline::event(timeline::tile, first_key, tile * Br);
       __syncthreads();  // before this tile overwrites keys that a slower thread still reads
-      timeline::event(timeline::loads, Bc * (d + dv) * sizeof(scalar) * 32 / threads);
+      timeline::event(timeline::loads);
       for (int key = threadIdx.x; key < Bc; key += threads) {
         load_row(shared.K[key], rows_of(K, mods), batch, head / group, first_key + key, N);
         load_row(shared.V[key], rows_of(V, mods), batch, head / group, first_key + key, N);

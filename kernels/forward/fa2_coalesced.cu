@@ -129,6 +129,7 @@ extern "C" __global__ __launch_bounds__(threads) void fa2_coalesced(
 
     for (int first_key = keys_of_tile.kv_begin; first_key < keys_of_tile.kv_end;
          first_key = keys_of_tile.after<Bc>(first_key)) {
+      timeline::event(timeline::tile, first_key, tile * Br);
       __syncthreads();  // before K overwrites values that a slower thread still reads
       load_tile<threads, d>(shared.KV, rows_of(K, mods), batch, head / group, first_key, N);
       __syncthreads();  // K has arrived

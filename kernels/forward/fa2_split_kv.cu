@@ -65,7 +65,7 @@ struct Split {
 };
 
 __device__ void load_queries(Shared& shared, Tensor<const scalar> Q, const Rows& rows, int batch) {
-  const timeline::Phase phase(timeline::loads, Br * d * sizeof(scalar) * 32 / threads);
+  const timeline::Phase phase(timeline::loads, size_t(Q.data) / 16);
   share_out<threads, Br * d, 4>([&](int i, int) {
     const int row = i / d, col = i % d;
     shared.Q[row][col] =
@@ -160,6 +160,7 @@ extern "C" __global__ __launch_bounds__(threads) void fa2_split_kv(
   }
   real sums[Br][own_cols] = {};
   for (int first_key = split.begin; first_key < split.end; first_key += Bc) {
+    timeline::event(timeline::tile, first_key, rows.query(0));
     __syncthreads();  // before K overwrites values that a slower thread still reads
     load_tile<threads, d>(shared.KV, rows_of(K, mods), batch, head / group, first_key, split.end);
     __syncthreads();  // K has arrived

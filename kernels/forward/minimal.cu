@@ -28,7 +28,7 @@ static_assert(Br <= threads, "one thread owns one row of the Q tile");
 
 template <int width>
 __device__ void load_row(scalar (&tile)[width], const scalar* row) {
-  const timeline::Phase phase(timeline::loads, 32 * width * sizeof(scalar));
+  const timeline::Phase phase(timeline::loads, size_t(row) / 16);
   for (int col = 0; col < width; ++col) tile[col] = row[col];
 }
 
@@ -70,6 +70,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void minimal(
 
   for (int tile = 0; tile <= last_tile(extent.N, Bc); ++tile) {
     const int first_key = tile * Bc;
+    timeline::event(timeline::tile, first_key, 0);
     __syncthreads();  // before this tile overwrites keys that a slower thread still reads
     if (first_key + int(threadIdx.x) < extent.N) {
       load_row(shared.K[threadIdx.x], K.row(batch, kv_head, first_key + threadIdx.x));
@@ -82,6 +83,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void minimal(
       const int last = last_tile(kv_end, Bc);
       if (tile > last) continue;
 
+      timeline::event(timeline::tile, first_key, row);
       OnlineSoftmax softmax;
       if (tile > 0) softmax = {*row_max.row(batch, head, row), *row_sum.row(batch, head, row)};
       load_row(shared.Q[threadIdx.x], Q.row(batch, head, row));

@@ -134,6 +134,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_async(
   Rows<Wr> rows(tile.row + own_row + lane / 4, extent, scorer.scale2());
   int buffer = 0;
   for (int first_key = tile.kv_begin, next; first_key < tile.kv_end; first_key = next) {
+    timeline::event(timeline::tile, first_key, tile.row);
     next = tile.after<Bc>(first_key);
     cp_async_wait_group<0>();
     __syncthreads();  // this tile has arrived, and no warp still reads the previous one

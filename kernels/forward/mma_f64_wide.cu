@@ -221,6 +221,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64_wide(
   const Task task = {map, shared, scorer, keys, values, own_team, turn, warp, lane, end};
   const int last_row = first_row + (own_team + 1) * team_rows - 1;
   for (int first_key = start; first_key < end; first_key = task.after<Bc>(first_key)) {
+    timeline::event(timeline::tile, first_key, first_query);
     if (is_masked(extent, first_query, last_query + 1 - first_query, first_key, Bc))
       attend<true>(task, first_key, sums, own_rows, last_row);
     else

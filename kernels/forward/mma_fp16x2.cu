@@ -121,6 +121,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2(
   EarlierSums<Wr / step> earlier;
   int buffer = 0, section_end = end_of_section(start);
   for (int first_key = start; first_key < task.end; first_key = task.after<Bc>(first_key)) {
+    timeline::event(timeline::tile, first_key, first_query);
     if (first_key >= section_end) {
       const Place own =
           place_of_rows<Br, pack_gqa>(opaque(int(blockIdx.x)), sizes, mods, heads / pack_gqa);

@@ -335,6 +335,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
     const int keys = min(span, tile.kv_end - first_key);
 #pragma unroll 1
     for (int key = 0; key < keys; key += Bc) {
+      timeline::event(timeline::tile, first_key + key, first_row);
       Fragments<Wr, Wc> S = {};
 #pragma unroll 1
       for (int slice = 0; slice < slices; ++slice) {

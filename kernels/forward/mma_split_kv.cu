@@ -177,6 +177,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
                index / tiles == 0 && key_warp == 0);
   int buffer = 0;
   for (int first_key = split.first_key; first_key < split.end; first_key += Bc) {
+    timeline::event(timeline::tile, first_key, first_query);
     if (is_masked(extent, first_query, last_query + 1 - first_query, first_key, Bc))
       attend<true>(task, first_key, buffer, sums, rows);
     else

@@ -50,6 +50,7 @@ template <int cols, int height, int columns>
 __device__ __forceinline__ void load_chunks(scalar (&tile)[height][columns],
                                             Tensor<const scalar> tensor, int batch, int head,
                                             int first_row, int rows) {
+  const timeline::Phase phase(timeline::loads, size_t(tensor.data) / 16);
   const bool aligned = is_aligned(tensor);
   share_out_rows<threads, height, columns / in_chunk>([&](int row, int chunk, int) {
     const int col = chunk * in_chunk;
@@ -131,6 +132,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_swizzled(
   Rows<Wr> rows(tile.row + own_row + lane / 4, extent, scorer.scale2());
   for (int first_key = tile.kv_begin; first_key < tile.kv_end;
        first_key = tile.after<Bc>(first_key)) {
+    timeline::event(timeline::tile, first_key, tile.row);
     __syncthreads();  // before this tile overwrites keys that a slower warp still reads
     load_chunks<d>(shared.K, K, batch, kv_head, first_key, extent.N);
     load_chunks<dv>(shared.V, V, batch, kv_head, first_key, extent.N);

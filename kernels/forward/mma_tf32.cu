@@ -209,6 +209,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_tf32(
   const Task task = {map, shared, scorer, keys, values, own_row, lane, end, seen};
   int buffer = 0;
   for (int first_key = start; first_key < end; first_key = task.after<Bc>(first_key)) {
+    timeline::event(timeline::tile, first_key, first_query);
     if (is_masked(extent, first_query, last_query + 1 - first_query, first_key, Bc))
       attend<true>(task, first_key, buffer, sums, rows);
     else

@@ -59,6 +59,7 @@ extern "C" __global__ __launch_bounds__(threads) void v1(
 
   for (int tile = 0; tile <= last_tile(extent.N, Bc); ++tile) {
     const int first_key = tile * Bc;
+    timeline::event(timeline::tile, first_key, 0);
     __syncthreads();  // before this tile overwrites keys that a slower thread still reads
     load_tile<threads, d>(shared.K, K, batch, kv_head, first_key, extent.N);
     load_tile<threads, dv>(shared.V, V, batch, kv_head, first_key, extent.N);
@@ -68,7 +69,8 @@ extern "C" __global__ __launch_bounds__(threads) void v1(
       const int last = last_tile(kv_end, Bc);
       if (tile > last) continue;
 
-      timeline::event(timeline::loads, cdiv(d, threads) * 32 * sizeof(scalar));
+      timeline::event(timeline::tile, first_key, row);
+      timeline::event(timeline::loads, size_t(Q.data) / 16);
       for (int k = threadIdx.x; k < d; k += threads) shared.Q[k] = Q.row(batch, head, row)[k];
       timeline::end(timeline::loads);
       __syncthreads();  // Q, K and V have arrived; the last row's partial sums are no longer read

@@ -52,6 +52,7 @@ extern "C" __global__ __launch_bounds__(threads) void v2(
 
   for (int tile = 0; tile <= last_tile(extent.N, Bc); ++tile) {
     const int first_key = tile * Bc;
+    timeline::event(timeline::tile, first_key, 0);
     __syncthreads();  // before this tile overwrites keys that a slower warp still reads
     load_tile<threads, d>(shared.K, K, batch, kv_head, first_key, extent.N);
     load_tile<threads, dv>(shared.V, V, batch, kv_head, first_key, extent.N);
@@ -62,7 +63,8 @@ extern "C" __global__ __launch_bounds__(threads) void v2(
       const int last = last_tile(kv_end, Bc);
       if (tile > last) continue;
 
-      timeline::event(timeline::loads, d * sizeof(scalar));
+      timeline::event(timeline::tile, first_key, row - warp);
+      timeline::event(timeline::loads, size_t(Q.data) / 16);
       for (int k = lane; k < d; k += warp_size) shared.Q[warp][k] = Q.row(batch, head, row)[k];
       timeline::end(timeline::loads);
       OnlineSoftmax softmax;

@@ -61,7 +61,7 @@ struct WarpTile {
 template <int height>
 __device__ void load_slice(__half (&slice)[height][Bd], Tensor<const scalar> tensor, int batch,
                            int head, int first_row, int rows, int first_col, int cols) {
-  const timeline::Phase phase(timeline::loads, height * Bd * sizeof(scalar) * 32 / threads);
+  const timeline::Phase phase(timeline::loads, size_t(tensor.data) / 16);
   share_out<threads, height * Bd, 16>([&](int i, int) {
     const int row = i / Bd, col = i % Bd;
     const bool inside = first_row + row < rows && first_col + col < cols;
@@ -164,6 +164,7 @@ extern "C" __global__ __launch_bounds__(threads) void v3(
       const int last = last_tile(extent.kv_end(min(first_row + Br, M) - 1), Bc);
       if (tile > last) continue;
 
+      timeline::event(timeline::tile, first_key, first_row);
       WarpTile S(warp);
       for (int row = threadIdx.x; row < Br; row += threads) {
         const bool begun = tile > 0 && first_row + row < M;

@@ -61,6 +61,7 @@ __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, con
 #pragma unroll 1  // the producer has few registers
   for (int first_key = task.kv_begin; first_key < task.kv_end;
        first_key = task.after<Bc>(first_key), tile.advance()) {
+    timeline::event(timeline::tile, first_key, task.row);
     load_async(shared.K[tile.stage], K, shared.K_pipeline.acquire(tile), task.packed_key(first_key),
                kv_head, batch);
     load_async(shared.V[tile.stage], V, shared.V_pipeline.acquire(tile), task.packed_key(first_key),
@@ -118,6 +119,7 @@ struct Consumer {
 
   // Processes a tile of keys: S = Q K^T, P = softmax(S), O += P V.
   __device__ __forceinline__ void advance(const RowTile& task, int first_key) {
+    timeline::event(timeline::tile, first_key, task.row);
     begin_scores();
     wgmma_wait_group<0>(flat(S));
     release_keys();

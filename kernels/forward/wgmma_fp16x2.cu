@@ -84,6 +84,7 @@ __device__ __forceinline__ void produce(Shared& shared, Tasks tasks, const Split
 #pragma unroll 1  // the producer has few registers
     for (int first_key = task.kv_begin; first_key < task.kv_end;
          first_key = task.after<Bc>(first_key), tile.advance()) {
+      timeline::event(timeline::tile, first_key, task.row);
       load_split(shared.K[tile.stage], K, shared.K_pipeline.acquire(tile),
                  task.packed_key(first_key), kv_head, batch);
       // A single stage of Q is free only after the previous tile's last scores; K is free earlier.
@@ -160,6 +161,7 @@ struct Consumer {
 
   // Waits for the scores of a tile of keys, computes its softmax and adds its P V to O.
   __device__ __forceinline__ void add(const RowTile& task, int first_key, bool is_last) {
+    timeline::event(timeline::tile, first_key, task.row);
     Fragments<step, Bc> S;
     float weight[1][2];
     scores.wait(S);

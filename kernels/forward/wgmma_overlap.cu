@@ -66,6 +66,7 @@ __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, con
 #pragma unroll 1  // the producer has few registers
   for (int first_key = task.kv_begin; first_key < task.kv_end;
        first_key = task.after<Bc>(first_key), tile.advance()) {
+    timeline::event(timeline::tile, first_key, task.row);
     load_async(shared.K[tile.stage], K, shared.K_pipeline.acquire(tile), task.packed_key(first_key),
                kv_head, batch);
     load_async(shared.V[tile.stage], V, shared.V_pipeline.acquire(tile), task.packed_key(first_key),
@@ -130,6 +131,7 @@ struct Consumer {
 
   // Prologue: computes P of the first tile of keys; no P V is in flight yet.
   __device__ __forceinline__ void begin(const RowTile& task) {
+    timeline::event(timeline::tile, task.kv_begin, task.row);
     float factor[1][2];
     shared.bias.own().load(rows, task.kv_begin);
     if (warpgroup == 0) Turns::arrive(consumers - 1);  // gives warpgroup 0 the first turn
@@ -143,6 +145,7 @@ struct Consumer {
 
   // Main loop step: computes P of this tile, while O += P V of the previous tile is in flight.
   __device__ __forceinline__ void advance(const RowTile& task, int first_key) {
+    timeline::event(timeline::tile, first_key, task.row);
     float factor[1][2];
     begin_scores();
     begin_output();

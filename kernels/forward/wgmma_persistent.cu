@@ -71,6 +71,7 @@ __device__ __forceinline__ void produce(Shared& shared, Tasks tasks, const Tenso
 #pragma unroll 1  // the producer has few registers
     for (int first_key = task.kv_begin; first_key < task.kv_end;
          first_key = task.after<Bc>(first_key), tile.advance()) {
+      timeline::event(timeline::tile, first_key, task.row);
       load_async(shared.K[tile.stage], K, shared.K_pipeline.acquire(tile),
                  task.packed_key(first_key), kv_head, batch);
       // A single stage of Q is free only after the previous tile's last scores; K is free earlier.
@@ -140,6 +141,7 @@ struct Consumer {
 
   // Prologue: computes P of the first tile of keys; no P V is in flight yet.
   __device__ __forceinline__ void begin(const RowTile& task) {
+    timeline::event(timeline::tile, task.kv_begin, task.row);
     float factor[1][2];
     shared.bias.own().load(rows, task.kv_begin);
     if (warpgroup == 0) Turns::arrive(consumers - 1);  // gives warpgroup 0 the first turn
@@ -153,6 +155,7 @@ struct Consumer {
 
   // Main loop step: computes P of this tile, while O += P V of the previous tile is in flight.
   __device__ __forceinline__ void advance(const RowTile& task, int first_key) {
+    timeline::event(timeline::tile, first_key, task.row);
     float factor[1][2];
     begin_scores();
     begin_output();
@@ -178,6 +181,7 @@ struct Consumer {
     begin_scores();
     Turns::arrive(warpgroup);
     const RowTile next = tasks.task();
+    timeline::event(timeline::tile, next.kv_begin, next.row);
     wgmma_wait_group<1>(flat(O));
     release_values();
     skip_values(skips);

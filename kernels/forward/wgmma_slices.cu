@@ -93,6 +93,7 @@ __device__ __forceinline__ void produce(Shared& shared, PipelineState<stages>& s
     const Span keys(task, first_key);
 #pragma unroll 1
     for (int tile = 0; tile < keys.tiles(); ++tile) {
+      timeline::event(timeline::tile, first_key + tile * Bc, task.row);
 #pragma unroll 1
       for (int slice = 0; slice < d_slices; ++slice, state.advance()) {
         auto& to = shared.ring[state.stage].scores;
@@ -265,6 +266,7 @@ struct Consumer {
     for (int tile = 0; tile < keys.tiles(); ++tile) {
       Fragments<step, Bc> S = {};
       float factor[1][2];
+      timeline::event(timeline::tile, keys.first_key + tile * Bc, task.row);
       multiply_scores(slices, S, warpgroup);
       const int first_key = keys.first_key + tile * Bc;
       scorer.apply(S, rows, first_key);

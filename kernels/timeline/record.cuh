@@ -28,6 +28,7 @@ __device__ __forceinline__ void record_with(Clock clock, unsigned kind, unsigned
         make_uint4(unsigned(time), unsigned(time >> 32), kind, argument);
 }
 __device__ __forceinline__ void record(unsigned kind, unsigned argument) {
+  if ((kind & 0xff) == tile) return;  // tiles would cost time
   // A barrier of the block may stall a warp only at its next memory access (BAR.SYNC with
   // .DEFER_BLOCKING) and not at a clock read. After barriers the index is read first.
   if (kind == (named_wait | ended) || kind == (block_wait | ended)) {

@@ -85,7 +85,7 @@ def test_the_wheel_has_exactly_the_package(built):
     files = set(contents(built[1]))
     expected = {"cupyfa/cli.py"}
     expected |= {f"cupyfa/{file.relative_to(TREE)}" for file in (TREE / "kernels").rglob("*.cu*")}
-    endings = "*.py *.csv *.h *.cu *.cuh *.cpp *.md *.toml py.typed"
+    endings = "*.py *.csv *.h *.cu *.cuh *.cpp *.md *.toml *.html py.typed"
     for ending in endings.split():
         expected |= {str(file.relative_to(TREE)) for file in (TREE / "cupyfa").rglob(ending)}
     info = {file for file in files if file.startswith(f"cupyfa-{VERSION}.dist-info/")}

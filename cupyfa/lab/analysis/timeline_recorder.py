@@ -67,13 +67,11 @@ class Kind(IntEnum):
     COPIES_BEGUN = 16
     SHARED_BEGINS = 17
     PLACED = 18
-    WORKED_WGMMA = 19
-    WORKED_MMA = 20
-    WORKED_COPIES = 21
+    TILE = 19
+    COPIED = 20
 
 
-# Kinds that do not begin or end a phase: they log a block's multiprocessor, or amounts of work.
-_NOT_SHOWN = (Kind.PLACED, Kind.WORKED_WGMMA, Kind.WORKED_MMA, Kind.WORKED_COPIES)
+_TIMELESS = (Kind.TILE, Kind.COPIED)  # entries that take no step
 # Phase names. The barrier's name is appended to a wait for a barrier.
 NAMES = {
     Kind.IN_BLOCK: "other",
@@ -117,6 +115,7 @@ class Span:
     end: float
     bytes: int = 0
     is_first: bool = True  # False for later pieces of a phase that nested phases split
+    argument: int = 0  # argument of the entry that begins the phase
 
     @property
     def length(self) -> float:
@@ -133,6 +132,46 @@ class Arrow:
     end_warp: int
     end: float
     is_copy: bool
+
+
+class Visit(NamedTuple):
+    """From this time on a warp works on the tile that begins at a row and a key."""
+
+    warp: int
+    time: float
+    row: int
+    key: int
+
+
+class Copy(NamedTuple):
+    """A copy by cp.async from a global address / 16, modulo 2^32; only one lane's are known."""
+
+    warp: int
+    time: float
+    address: int
+
+
+class GlobalArray(NamedTuple):
+    """The place of an array in global memory, and its rows in a head."""
+
+    start: int
+    bytes: int
+    row_bytes: int
+    rows: int
+
+    def row_at(self, address: int) -> int | None:
+        """Returns the row at an address / 16, modulo 2^32; None outside the array."""
+        distance = (address - self.start // 16) % 2**32 * 16
+        return distance // self.row_bytes % self.rows if distance < self.bytes else None
+
+
+class BufferChange(NamedTuple):
+    """A buffer of shared memory that a barrier guards begins to be filled, is full, or is free."""
+
+    time: float
+    name: str
+    stage: int
+    state: str  # "in flight", "full" or "empty"
 
 
 @dataclass(frozen=True, repr=False)
@@ -154,6 +193,11 @@ class Timeline(Shown):
     copies: tuple[Span, ...] = ()
     products: tuple[Span, ...] = ()  # wgmma groups, from issue to the end of the wait for them
     arrows: tuple[Arrow, ...] = ()
+    visits: tuple[Visit, ...] = ()  # simulator only, in each warp's order
+    lane_copies: tuple[Copy, ...] = ()
+    buffers: tuple[BufferChange, ...] = ()
+    constants: Mapping[str, int | float] = field(default_factory=dict)  # constants of the launch
+    arrays: Mapping[str, GlobalArray] = field(default_factory=dict)
     places: Mapping[int, int] = field(default_factory=dict)  # maps blocks to multiprocessors
     multiprocessors: int = 1
     is_detailed: bool = True
@@ -240,6 +284,12 @@ def record(
         warps=chosen.warps,
         blocks=tuple(sorted({x.block for x in entries})),
         phases=(),
+        constants=chosen.constants,
+        arrays={
+            name: GlobalArray(backend.address(x), x.nbytes, x.shape[-1] * x.itemsize, x.shape[-2])
+            for name, x in arrays.items()
+            if x.ndim > 1 and x.nbytes
+        },
         multiprocessors=backend.limits.multiprocessors,
         is_detailed=block is not None,
         lost=sum(full.values()),
@@ -442,17 +492,25 @@ class _Barriers:
 
     def name(self, address: int) -> str:
         """Returns a barrier's name such as "K full", or "barrier +64" if its member is unknown."""
+        name, _, is_full = self.buffer(address)
+        return name if is_full is None else f"{name} {'full' if is_full else 'empty'}"
+
+    def buffer(self, address: int) -> tuple[str, int, bool | None]:
+        """Returns a barrier's buffer, its stage, and whether the barrier says that it is full.
+
+        The last is None for a barrier that is not one of a Pipeline.
+        """
         offset = address - self.base
         index = bisect_right(self._found, offset, key=itemgetter(0)) - 1
         if index < 0:
-            return f"barrier +{offset}"
+            return f"barrier +{offset}", 0, None
         start, name, element, full = self._found[index]
         name = re.sub(r"_?pipeline$", "", name) or "pipeline"
-        within = (offset - start) % element
         if not full:
-            return name
-        number = within // 8
-        return f"{name} {'full' if number < full else 'empty'}"
+            return name, (offset - start) // 8, None
+        which, within = divmod(offset - start, element)
+        stages, number = element // 8 - full, within // 8
+        return name, which * stages + (number - full * (number >= full)) % stages, number < full
 
 
 _CALLED = re.compile(r"\bbarrier_(?:sync|arrive)\((\w+),")
@@ -491,7 +549,7 @@ def _of_block(
     clock: float | None,
 ) -> Timeline:
     """Builds the timeline of one block, in cycles or simulator steps from the block's start."""
-    shown = _complete([x for x in entries if x.kind not in _NOT_SHOWN], full)
+    shown = _complete([x for x in entries if x.kind is not Kind.PLACED], full)
     if made.in_steps:
         unit, nanoseconds, entries = "steps", _NANOSECONDS_OF_STEP, _in_steps(shown)
     else:
@@ -510,6 +568,13 @@ def _of_block(
         copies=tuple(copies),
         products=tuple(chain.from_iterable(products)),
         arrows=tuple(arrows),
+        visits=tuple(
+            Visit(x.warp, x.time, x.amount, x.argument) for x in entries if x.kind is Kind.TILE
+        ),
+        lane_copies=tuple(
+            Copy(x.warp, x.time, x.argument) for x in entries if x.kind is Kind.COPIED
+        ),
+        buffers=tuple(_buffers(by_warp, barriers)),
         unit=unit,
         nanoseconds=nanoseconds,
     )
@@ -537,7 +602,11 @@ def _phases(
             name = _name(top, barriers, marks)
             first = len(open_) not in cut
             cut.add(len(open_))
-            yield Span(top.block, top.warp, top.kind, name, since, now, is_first=first)
+            yield Span(
+                *(top.block, top.warp, top.kind, name, since, now),
+                is_first=first,
+                argument=top.argument,
+            )
 
     for entry in own:
         if entry.kind is Kind.IN_BLOCK and entry.ended and entry is not own[-1]:
@@ -615,6 +684,38 @@ def _copies(
     return copies, arrows
 
 
+def _buffers(
+    by_warp: Mapping[tuple[int, int], Sequence[Entry]], barriers: _Barriers
+) -> list[BufferChange]:
+    """Returns when copies into a buffer begin, when a warp finds them complete, and when the last
+    warp has read them.
+    """
+    events = []
+    for own in by_warp.values():
+        waited = 0
+        for x in own:
+            if x.kind is Kind.BARRIER_WAIT and not x.ended:
+                waited = x.argument
+            elif x.kind is Kind.BARRIER_WAIT:
+                name, stage, is_full = barriers.buffer(waited)
+                if is_full:
+                    events.append(BufferChange(x.time, name, stage, "full"))
+            elif x.kind is Kind.BARRIER_ARRIVE:
+                name, stage, is_full = barriers.buffer(x.argument)
+                if x.amount or is_full is False:
+                    state = "in flight" if x.amount else "empty"
+                    events.append(BufferChange(x.time, name, stage, state))
+    made: dict[tuple[str, int], list[BufferChange]] = defaultdict(list)
+    for change in sorted(events):
+        before = made[change.name, change.stage]
+        state = before[-1].state if before else "empty"
+        if state == "empty" == change.state and before:
+            before[-1] = change  # another warp was still reading
+        elif state != change.state and (change.state != "full" or state == "in flight"):
+            before.append(change)
+    return sorted(chain.from_iterable(made.values()))
+
+
 # All blocks
 
 
@@ -664,7 +765,7 @@ def _in_steps(entries: Sequence[Entry]) -> list[Entry]:
     numbered = []
     for x in sorted(entries):
         numbered.append(x._replace(time=steps[x.block]))
-        steps[x.block] += 1
+        steps[x.block] += x.kind not in _TIMELESS
     return sorted(numbered, key=lambda x: (x.block, x.warp))  # stable, so each warp keeps its order
 
 

@@ -1,13 +1,14 @@
 """``cupyfa timeline``."""
 
 import json
+from itertools import combinations
 from math import inf
 from pathlib import Path
 from typing import Any
 
 import click
 
-from cupyfa.lab.analysis import timeline_recorder as timelines, timeline_trace
+from cupyfa.lab.analysis import timeline_page, timeline_recorder as timelines, timeline_trace
 from cupyfa.lab.analysis.timeline_plot import draw
 from cupyfa.lab.analysis.timeline_summary import lines, rounded, shares
 from cupyfa.lab.commands import command_options
@@ -74,6 +75,11 @@ class _Window(click.ParamType):
     type=command_options.FILE,
     help="Write a trace for https://ui.perfetto.dev.",
 )
+@click.option(
+    "--html",
+    type=command_options.FILE,
+    help="Write a page that plays the simulated block step by step.",
+)
 @command_options.backend_option
 @click.option(
     "--format",
@@ -92,6 +98,7 @@ def timeline(
     plot: Path | None,
     zoom: tuple[float, float] | None,
     save: Path | None,
+    html: Path | None,
     backend: str,
     tiles: dict[str, int],
     form: str,
@@ -109,8 +116,11 @@ def timeline(
     check_target(save)
     if plot:
         plots.check(plot)
-    if save and plot and save.resolve() == plot.resolve():
-        raise ValueError(f"--save and --plot both name {save}; name two files")
+    check_target(html)
+    files = {"--save": save, "--plot": plot, "--html": html}
+    for (one, first), (other, second) in combinations(files.items(), 2):
+        if first and second and first.resolve() == second.resolve():
+            raise ValueError(f"{one} and {other} both name {first}; name two files")
     if zoom and not plot:
         command_options.refuse_idle("without --plot there is no picture", "zoom")
     small = on.name == "simulator"
@@ -128,6 +138,8 @@ def timeline(
         )
     if save:
         timeline_trace.save(found, save)
+    if html:
+        timeline_page.save(found, case, html)
     if plot:
         draw(found, plot, zoom)
     if form == PERFETTO:

@@ -35,7 +35,7 @@ __device__ __forceinline__ void load_row_sums(real (&tile_lse)[tile_rows],
                                               real (&tile_delta)[tile_rows], Tensor<const real> lse,
                                               Tensor<const real> delta, int batch, int head,
                                               int first_row, int M) {
-  const timeline::Phase phase(timeline::loads, 2 * tile_rows * sizeof(real) * 32 / threads);
+  const timeline::Phase phase(timeline::loads, size_t(lse.data) / 16);
   share_out<threads, tile_rows, 1>([&](int i, int) {
     const int row = first_row + i;
     tile_lse[i] = row < M ? *lse.row(batch, head, row) : real(-infinity);
@@ -48,7 +48,7 @@ template <int threads, int width, int rows, int stride>
 __device__ __forceinline__ void load_rows(scalar (&tile)[rows][stride], Tensor<const scalar> tensor,
                                           const real (&lse)[rows], int batch, int head,
                                           int first_row) {
-  const timeline::Phase phase(timeline::loads, rows * width * sizeof(scalar) * 32 / threads);
+  const timeline::Phase phase(timeline::loads, size_t(tensor.data) / 16);
   share_out<threads, rows * width, 8>([&](int i, int) {
     const int row = i / width, col = i % width;
     const bool counts = lse[row] != -infinity;

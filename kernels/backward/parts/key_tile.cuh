@@ -5,6 +5,7 @@
 #include <backward/parts/longest_first.cuh>
 #include <backward/parts/row_range.cuh>
 #include <backward/parts/row_tile_number.cuh>
+#include <timeline.cuh>
 
 // A key tile and, in each query head of its group, the row tiles that see some of its keys.
 template <int Br, int Bc>
@@ -21,8 +22,10 @@ struct KeyTile {
       const auto map = map_of(head);
 #pragma unroll 1
       for (int row = map.template from<Br>(first_row); row < end_row;
-           row = map.template after<Br>(row))
+           row = map.template after<Br>(row)) {
+        timeline::event(timeline::tile, first_key, row);
         body(head, row, number(head, row));
+      }
     }
   }
   // Returns the first row of the next row tile of a head, or -1 after the last one.

@@ -12,6 +12,7 @@
 #include <attention/dropped_weights.cuh>
 #include <attention/weight.cuh>
 #include <tile/tensor.cuh>
+#include <timeline.cuh>
 
 static_assert(shared_bytes == 0, "nothing is shared");
 
@@ -25,6 +26,7 @@ extern "C" __global__ __launch_bounds__(threads) void score_gradients(
   scalar *row_P = P.row(batch, head, row), *row_dS = dS.row(batch, head, row);
   const real row_lse = *lse.row(batch, head, row), row_delta = *delta.row(batch, head, row);
 
+  const timeline::Phase phase(timeline::softmax, cdiv(extent.N, threads));
   for (int col = threadIdx.x; col < extent.N; col += threads) {
     const bool counts = row_lse != -infinity && extent.sees(row, col);
     const auto [score, slope] = scorer.with_slope(row_S[col], extent, row, col);

@@ -22,7 +22,7 @@ template <int threads, int width, int height, int stride, class Rows>
 __device__ __forceinline__ void load_tile(scalar (&tile)[height][stride], Rows tensor, int batch,
                                           int head, int first_row, int rows) {
   static_assert(width <= stride, "a row of the tile must hold a row of the tensor");
-  const timeline::Phase phase(timeline::loads, height * width * sizeof(scalar) * 32 / threads);
+  const timeline::Phase phase(timeline::loads);
   share_out<threads, height * width, 16>([&](int i, int) {
     const int row = i / width, col = i % width;
     tile[row][col] =

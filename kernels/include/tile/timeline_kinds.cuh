@@ -1,6 +1,5 @@
 #pragma once
-// Kinds of timeline entries, numbered as in cupyfa/lab/analysis/timeline_recorder.py: first phases,
-// which start and end, then events without duration.
+// Kinds of timeline entries, as in timeline_recorder.py: phases, then events without duration.
 
 namespace timeline {
 enum Kind : unsigned {
@@ -15,7 +14,7 @@ enum Kind : unsigned {
   issue,           // issues a wgmma group, up to its commit
   softmax,         // computes P from scores, or dS from P and dP
   epilogue,        // divides, rounds and stores results
-  loads,           // synchronous loads; argument: bytes per warp
+  loads,           // synchronous loads; argument: an address in global memory / 16, or 0
   arithmetic,      // scalar products; argument: multiply-adds per thread
   marked,          // a phase named by mark(); argument: hash of its name
   barrier_arrive,  // arrives at an mbarrier; amount: bytes that it expects
@@ -23,9 +22,8 @@ enum Kind : unsigned {
   copies_begun,    // commits a cp.async group
   shared_begins,   // argument: address of the block's dynamic shared memory
   placed,          // global clock in nanoseconds; argument: the SM
-  worked_wgmma,    // simulator only: columns of wgmma, each 64 rows by a depth of 16
-  worked_mma,      // simulator only: mma.sync products, in units of m16n8k16
-  worked_copies,   // simulator only: bytes of cp.async
+  tile,            // simulator only: the tile from here on; argument: first key; amount: first row
+  copied,          // simulator only: cp.async of lane 0; argument: global address / 16
   ended = 0x80,    // flag, added to the kind of a phase at its end
 };
 }  // namespace timeline

@@ -214,7 +214,7 @@ def test_a_recording_is_in_the_body_of_the_entry_point():
     declared = "void mine(int);  // mine(1) {\nint f() { return 1; }\n"
     found = sources._recorded(f"{declared}void mine(int x) /* y */\n{{\n}}", "mine", "x.cu")
     assert found.startswith(f"{declared}void mine(int x) /* y */\n{{ timeline::Block")
-    with pytest.raises(ValueError, match=r"put the body of mine into its \.cu file"):
+    with pytest.raises(ValueError, match=r"move the body of mine into its \.cu file"):
         sources._recorded('#include "body.cuh"\nvoid mine(int);\n', "mine", "x.cu")
 
 

@@ -8,7 +8,6 @@
 //
 // Two neighbouring D fragments, packed in pairs, form an A fragment: P stays in registers.
 #include <ptx/pack.cuh>
-#include <timeline.cuh>
 
 namespace simulator {
 
@@ -130,7 +129,6 @@ template <class T>
 inline void multiply_add(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1,
                          simulator::Here here = {}) {
   simulator::check_whole_warp("multiplies matrices in a warp of less than 32 threads", here);
-  timeline::event(timeline::worked_mma, 0, 1);
   simulator::Operands mine = simulator::widen_operands<T>(a, b0, b1);
   simulator::multiply_operands(d, simulator::warp_gather(mine, "multiply_add", here));
 }

@@ -40,7 +40,6 @@ __attribute__((no_sanitize("thread"), noinline)) inline DoubleOperands both_oper
 inline void multiply_add_f64(double (&d)[4], const double (&a)[8], const double (&b)[4],
                              simulator::Here here = {}) {
   simulator::check_whole_warp("multiplies matrices in a warp of less than 32 threads", here);
-  timeline::event(timeline::worked_mma, 0, 15);
   simulator::DoubleOperands mine = simulator::both_operands(a, b);
   simulator::multiply_operands(d, simulator::warp_gather(mine, "multiply_add_f64", here));
 }

@@ -56,7 +56,6 @@ inline unsigned round_to_tf32(float x) {
 inline void multiply_add_tf32(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1,
                               simulator::Here here = {}) {
   simulator::check_whole_warp("multiplies matrices in a warp of less than 32 threads", here);
-  timeline::event(timeline::worked_mma, 0, 1);
   simulator::Tf32Operands mine = simulator::cut_operands(a, b0, b1);
   simulator::multiply_operands(d, simulator::warp_gather(mine, "multiply_add_tf32", here));
 }

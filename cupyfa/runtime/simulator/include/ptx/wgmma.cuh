@@ -98,7 +98,6 @@ constexpr void check_columns() {
 template <class T, int count>
 inline void multiply(float (&d)[count], Matrix a, Matrix b, bool added, simulator::Here here = {}) {
   simulator::check_columns<2 * count>();
-  timeline::event(timeline::worked_wgmma, 0, 2 * count);
   if (a.rows != 0 || b.rows != 0) simulator::fault("multiplies A or B by_columns", here);
   simulator_multiply(d, nullptr, a.address, b.address, 0, 2 * count, simulator::format<T>, added,
                      here.file, here.line);
@@ -109,7 +108,6 @@ template <class T, int count>
 inline void multiply(float (&d)[count], const unsigned (&a)[4], Matrix b, bool added,
                      simulator::Here here = {}) {
   simulator::check_columns<2 * count>();
-  timeline::event(timeline::worked_wgmma, 0, 2 * count);
   if (sizeof(T) == 1 && b.rows != 0) simulator::fault("multiplies B of e4m3 by_columns", here);
   if (sizeof(T) == 2 && b.rows == 0)
     simulator::fault("multiplies A in registers with B by_rows", here);

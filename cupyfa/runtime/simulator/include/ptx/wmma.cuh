@@ -3,7 +3,6 @@
 //
 // In the simulator lane l holds half a row of a tile: row l / 2, from column 8 * (l % 2) on.
 #include <cuda_fp16.h>
-#include <timeline.cuh>
 
 namespace simulator {
 
@@ -88,7 +87,6 @@ inline MatrixBColumns load_b_columns(const __half* tile, int stride, simulator::
 namespace simulator {
 
 inline void multiply_tiles(Accumulator& d, const TilePart& a, const TilePart& b, Here here) {
-  timeline::event(timeline::worked_mma, 0, 2);
   float a_row[tile_side];
   const TilePart* all = warp_gather(a, "multiply_add", here);
   for (int k = 0; k < tile_side; ++k) {
