@@ -89,7 +89,7 @@ struct Consumer {
 
   __device__ __forceinline__ Rows<step> rows_of(const RowTile& task) const {
     const int lane = threadIdx.x % warp_size, first = threadIdx.x / warp_size * step;
-    return Rows<step>(task.row + first - warpgroup_rows + lane / 4,  // warps 0-3 only load
+    return Rows<step>(task.row + first - warpgroup_rows + lane / 4,  // warps 0-3 are producers
                       extent_of(sizes, scorer.mods, task.batch, task.head), scorer.scale2());
   }
 
@@ -166,7 +166,7 @@ struct Consumer {
            first_key = task.after<Bc>(first_key))
         advance(task, first_key);
       begin_output();
-      wgmma_wait_group<0>(flat(O));  // no later load waits for this stage
+      wgmma_wait_group<0>(flat(O));  // no release: no later load reuses this stage
     }
     finish(O, rows, task);
   }

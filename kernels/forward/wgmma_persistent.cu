@@ -98,7 +98,7 @@ struct Consumer {
 
   __device__ __forceinline__ Rows<step> rows_of(const RowTile& task) const {
     const int lane = threadIdx.x % warp_size, first = threadIdx.x / warp_size * step;
-    return Rows<step>(task.row + first - warpgroup_rows + lane / 4,  // warps 0-3 only load
+    return Rows<step>(task.row + first - warpgroup_rows + lane / 4,  // warps 0-3 are producers
                       extent_of(sizes, scorer.mods, task.batch, task.head), scorer.scale2());
   }
 

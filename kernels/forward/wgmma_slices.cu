@@ -177,7 +177,7 @@ __device__ __forceinline__ void multiply_output(Slices& slices, const PackedP& P
   slices.wait(flat(O));
 }
 
-// Returns an operand of the saved P, that of a span's first tile, which is in shared memory.
+// Returns an operand of the saved P: P of the span's first tile, in shared memory.
 __device__ __forceinline__ uint4& piece(SavedP& saved, int i) {
   return saved[i][threadIdx.x - warpgroup_size];
 }

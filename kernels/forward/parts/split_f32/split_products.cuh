@@ -11,8 +11,8 @@
 
 static_assert(sizeof(operand) == 2, "these tensor-core products take 16-bit numbers");
 
-// Accumulators of the products with a low part. If `apart`, the low parts of A and of B have
-// separate ones, so that few products in flight need not wait for each other.
+// Accumulators of the products with a low part. If `apart`, products with A's low part and with B's
+// low part have separate accumulators, so that neither waits for the other.
 template <int m, int n, bool apart>
 struct LowSums {
   static constexpr int kinds = apart ? 2 : 1;
