@@ -1,6 +1,6 @@
 #pragma once
 // Batch elements and their tiles. Here every batch element uses all rows of the arrays. For ragged
-// batches or paged keys the host replaces this header by kernels/with/attention/batch.cuh.
+// batches or paged keys the host replaces this header with kernels/with/attention/batch.cuh.
 
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
@@ -9,7 +9,8 @@
 struct Sizes {
   int M, N;  // queries and keys of a head
   // Query i sees key j if i + window_offset <= j <= i + causal_offset. Both are N - M
-  // (bottom-right) or 0 (top-left), minus a window's left keys, plus its right keys.
+  // (bottom-right) or 0 (top-left); with a window, the first less its left keys, the second plus
+  // its right keys.
   int causal_offset;
   int window_offset;
 };

@@ -71,9 +71,9 @@ struct Dropout {
   }
 };
 
-// Returns a lane's words for 16 rows and keys: those of `row` and `row` + 8, first for its keys
-// below 8, then for the others. Place is an Extent. With packed GQA, row r is query r / heads of
-// head r % heads.
+// Returns a lane's words for 16 rows and 16 keys: the words of `row` and `row` + 8, first for the
+// lane's keys below 8, then for its keys from 8 on. Place is an Extent. With packed GQA, row r is
+// query r / heads of head r % heads.
 template <int heads, class Place>
 __device__ __forceinline__ Bits bits_of(const Dropout& dropout, const Place& place, int row,
                                         int key) {

@@ -65,7 +65,8 @@ struct HeadContext<true, Arrays> {
   __device__ __forceinline__ bool shows(Index query, Key key, int more) const {
     return mask_mod(mods, batch, head + more, query, key, queries, keys);
   }
-  // Returns the block mask's map of key tiles for a row tile; row_tiles() returns the converse.
+  // Returns the block mask's key tiles for a row tile; row_tiles() returns row tiles for a key
+  // tile.
   __device__ __forceinline__ TileMap<has_key_tiles> key_tiles([[maybe_unused]] int tile) const {
     if constexpr (has_key_tiles)
       return {line_of(mods.key_tiles_, tile)};
@@ -87,7 +88,7 @@ struct HeadContext<true, Arrays> {
   __device__ __forceinline__ const int* line_of(const Map& map, int tile) const {
     return map.data + (batch * map.stride[0] + head * map.stride[1] + tile * map.stride[2]);
   }
-  // Returns -infinity if a head has no sink.
+  // Returns the head's sink, or -infinity if there is none.
   __device__ __forceinline__ real sink(int more = 0) const {
     if constexpr (has_sink) return sink_of(mods.sink_, batch, head + more);
     return -infinity;
@@ -161,8 +162,8 @@ __device__ __forceinline__ void apply_expressions(const Scorer& scorer, T (&prod
     apply_expressions<false, hides>(scorer, products, rows, first_key, bias);
 }
 
-// Starts rows, whose sums are 0, with their sinks. One of the four lanes of a row sets the sum to
-// the sink's term: 1, or NaN if the sink is NaN or infinite, so that the row is recomputed.
+// Initialises rows, whose sums are 0, with their sinks. One of the four lanes of a row sets the sum
+// to the sink's term: 1, or NaN if the sink is NaN or infinite, so that the row is recomputed.
 template <class Rows>
 __device__ __forceinline__ void begin_with_sinks(Rows& rows, bool takes_sink) {
   if (!takes_sink) return;

@@ -1,6 +1,6 @@
 #pragma once
-// Converts products q·k to scores, and differentiates this step, for all kernels, forward and
-// backward. Without modifications only the scale remains.
+// Converts products q·k to scores, and computes their derivatives, for all forward and backward
+// kernels. Without modifications the score is the scaled product.
 //
 //   score = scale * q·k  ->  softcap, score_mod, ALiBi and bias, one after the other
 //                        ->  -infinity where the mask hides the key

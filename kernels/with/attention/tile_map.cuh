@@ -1,6 +1,6 @@
 #pragma once
-// A kernel visits only the tiles that a block mask's map lists as showing a pair. It evaluates the
-// mask expression only in partial tiles, which also hide a pair. Without a map it visits all tiles.
+// A kernel visits only the tiles that a block mask's map lists: those with visible pairs. It
+// evaluates the mask expression only in partial tiles. Without a map it visits all tiles.
 //
 // The host defines has_key_tiles and has_row_tiles above every kernel: true if the launch has a map
 // of key tiles for each row tile, or of row tiles for each key tile.
@@ -22,7 +22,7 @@ struct TileMap {
   __device__ __forceinline__ int stride(int) const {
     return size;
   }
-  // Returns whether the mask is known to show all pairs of a tile.
+  // Returns whether the mask is known to hide no pair of a tile.
   template <int size>
   __device__ __forceinline__ bool is_full(int) const {
     return false;
@@ -30,7 +30,7 @@ struct TileMap {
 };
 
 // Element t of a line is 2 * n, or 2 * n + 1 if tile n is partial. Tile n is the first tile from t
-// on that shows a pair; n is the number of tiles if there is none.
+// on with a visible pair; n is the number of tiles if there is none.
 template <>
 struct TileMap<true> {
   const int* line;

@@ -13,9 +13,9 @@
 constexpr int split_exponent = 14;  // exponent of the largest numbers after scaling
 constexpr float low_unit = 0x1p-11f;
 
-// Returns the mean relative error of a dot product of `columns` terms. Hopper truncates the partial
-// sum after every 16 columns, which costs half an ulp on average: 0.72 * 2^-23 of a partial sum that
-// averages half the result. Other architectures, not measured, use the same factor.
+// Returns the mean relative error of a dot product of `columns` terms. After every 16 columns
+// Hopper truncates the partial sum, which loses half an ulp on average: 0.72 * 2^-23 of a partial
+// sum that averages half the result. Other architectures, not measured, use the same factor.
 __host__ __device__ constexpr float mean_cut(int columns) {
   return float((columns + 15) / 16) * (0.5f * 0.5f * 0.72f * 0x1p-23f);
 }
