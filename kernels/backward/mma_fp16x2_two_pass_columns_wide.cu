@@ -27,7 +27,7 @@ struct Shared {  // index 0: high halves, index 1: low halves
   operand Q[2][Br][depth];
   operand dO[2][Br][width];
   SplitStats stats[2][Br];
-  Given given[givens];  // for dS and P, or one that both use in turn
+  Given given[givens];  // one each for dS and P, or a single buffer for both
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(warps == Bc / team_rows * team, "four warps own 32 keys");

@@ -1,4 +1,4 @@
-// mma_slices_backward_rows: computes dQ = dS K of a round, as a plain product.
+// mma_slices_backward_rows: computes dQ = dS K for a round of heads and keys.
 //
 // A block owns a tile of dQ and loops over the keys that its rows see, in slices of Bd keys. If a
 // round does not cover all keys, the accumulators are kept in global memory for the next round.

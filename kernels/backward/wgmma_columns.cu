@@ -124,7 +124,7 @@ struct Consumer {
   }
 
   // Processes one row tile. Tiles without masked pairs use an instance without mask tests. Two more
-  // instances are for tiles whose first 64 rows see none of the last 64 keys: the warpgroup that
+  // instances process tiles whose first 64 rows see none of the last 64 keys: the warpgroup that
   // owns these keys skips the rows, and the one that computes dQ of these rows skips the keys.
   __device__ __forceinline__ void advance(const TilePair<Br, Bc>& pair, int next_row) {
     constexpr int all = Layout::count == 1 ? warpgroup_rows : Bc, half = warpgroup_rows;

@@ -87,7 +87,7 @@ __device__ __forceinline__ void mask(Sums<Bk>& P, const OwnRows& rows, int first
   }
 }
 
-// Replaces S by PS: P = 2^(S * scale2 - lse2) times the slope of the modified score.
+// Replaces S by PS: P = 2^(S * scale2 - lse2) times the derivative of the score modification.
 __device__ __forceinline__ void compute_PS(Sums<Bk>& S, const OwnRows& rows,
                                            const Scorer<float>& scorer, const RowTile& task,
                                            int first_key, const Extent& extent) {

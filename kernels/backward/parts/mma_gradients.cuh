@@ -10,7 +10,7 @@
 #include <timeline.cuh>
 
 // Replaces S by P = 2^(S * scale2 - lse2), or by 0 where masked or dropped. Sets PS to P before
-// dropout, times the slope of the modified score. hides: a mask expression may hide pairs.
+// dropout, times the derivative of the score modification. hides: a mask expression may hide pairs.
 template <bool masked, bool hides, class Own, int m, int n, int rows, int keys>
 __device__ __forceinline__ void compute_P_if(real (&S)[m][n][4], real (&PS)[m][n][4],
                                              const RowStats (&stats)[rows], const Own& own,

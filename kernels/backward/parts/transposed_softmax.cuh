@@ -75,7 +75,7 @@ struct KeyRows {
     }
   }
 
-  // Replaces S^T by P^T = 2^(S^T * scale2 - lse2). Sets PS^T to P^T times the score's slope.
+  // Replaces S^T by P^T = 2^(S^T * scale2 - lse2). Sets PS^T to P^T times the slope.
   template <bool masks = true, int Br, int Bc, class StoredSums, class Bias = const NoBias&>
   __device__ __forceinline__ void compute_P(Sums<Br>& S, Sums<Br>& PS, const StoredSums& sums,
                                             const Scorer<float>& scorer,

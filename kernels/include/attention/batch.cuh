@@ -9,8 +9,7 @@
 struct Sizes {
   int M, N;  // queries and keys of a head
   // Query i sees key j if i + window_offset <= j <= i + causal_offset. Both are N - M
-  // (bottom-right) or 0 (top-left); with a window, the first less its left keys, the second plus
-  // its right keys.
+  // (bottom-right) or 0 (top-left); a window subtracts its left keys or adds its right keys.
   int causal_offset;
   int window_offset;
 };

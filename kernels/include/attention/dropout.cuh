@@ -172,8 +172,8 @@ __device__ __forceinline__ void for_dropped_weights(const real (&P)[m][n][4], in
 }
 
 // The backward pass also applies dropout to dP, which is complete only later. Until then PS, P
-// times the slope of the score modification, stores whether the weight is kept: in its sign where
-// the slope is 1, since P is never negative, else in its last bit, below the rounding error.
+// times the derivative of the score modification, stores whether the weight is kept: in its sign
+// where the slope is 1, since P is never negative, else in its last bit, below the rounding error.
 template <int bytes>
 struct WordOf {
   using Type = unsigned;

@@ -96,7 +96,7 @@ __device__ void repair_row(Queries Q, Keys K, Keys V, Tensor<result> O, Tensor<r
   }
 }
 
-// Calls repair_row() out of line, which leaves the main loop more registers but serialises wgmma.
+// Calls repair_row() out of line. The main loop has more registers, but a call serialises wgmma.
 template <int d, int dv, class... Args>
 __device__ __noinline__ void call_repair_row(Args... args) {
   repair_row<d, dv>(args...);

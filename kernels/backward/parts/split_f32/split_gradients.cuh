@@ -40,7 +40,7 @@ __device__ __forceinline__ void multiply_units(float (&numbers)[m][n][4],
 }
 
 // Replaces S by P = 2^(S * unit - lse2), or by 0 where masked or dropped. Sets PS to P before
-// dropout, times the slope of the modified score. hides: mask expressions may hide pairs.
+// dropout, times the derivative of the score modification. hides: mask expressions may hide pairs.
 template <bool masked, bool hides, bool of_keys, int m, int n, int rows, int keys>
 __device__ __forceinline__ void compute_P_if(float (&S)[m][n][4], float (&PS)[m][n][4],
                                              const SplitStats (&stats)[rows],
@@ -67,7 +67,7 @@ __device__ __forceinline__ void compute_P_if(float (&S)[m][n][4], float (&PS)[m]
   else
     mark(PS, pair.extent, row, key);
   drop_marked(S, PS);
-  if constexpr (has_dropout && !unit_slope)  // unit slopes: NaN counts as kept
+  if constexpr (has_dropout && !unit_slope)  // with unit slopes, NaN counts as kept
     own.for_each(S, [&](int i, int j, int e, int, int) {
       if (isnan(PS[i][j][e])) S[i][j][e] = PS[i][j][e];
     });
@@ -132,8 +132,8 @@ struct Largest {
   }
 };
 
-// Returns, to all lanes of a fragment row, whether it has inaccurate sums. has_numbers(col) tells
-// whether a sum of 0 is wrong in a column. The columns begin at first_col.
+// Returns, to all lanes of a fragment row, whether the row has inaccurate sums. has_numbers(col):
+// whether a sum of 0 in this column is wrong. The columns begin at first_col.
 template <int cols, int m, int n, class HasNumbers>
 __device__ __forceinline__ bool is_wrong(const float (&sums)[m][n][4], int i, int half, float least,
                                          int lane, HasNumbers has_numbers, int first_col = 0) {
@@ -147,7 +147,7 @@ __device__ __forceinline__ bool is_wrong(const float (&sums)[m][n][4], int i, in
     wrong |= !held && at(j) != 0 && column(j) < cols;
     zero |= !held && at(j) == 0 && column(j) < cols;
   }
-  if (zero && !wrong) {  // rare; the loop has a single copy of has_numbers()
+  if (zero && !wrong) {  // rare; a rolled loop inlines has_numbers() only once
     unsigned long long zeros = 0;
 #pragma unroll
     for (int j = 0; j < 2 * n; ++j) zeros |= (unsigned long long)(at(j) == 0) << j;
