@@ -99,7 +99,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_row
   const int head = (first_head + local_head) % heads, batch = (first_head + local_head) / heads;
   const Extent extent = extent_of(sizes, mods, batch, head);
   const int M = extent.M, N = extent.N;
-  const int first_row = (cdiv(M, Br) - 1 - row_tile) * Br;  // longest causal rows first
+  const int first_row = (cdiv(M, Br) - 1 - row_tile) * Br;  // longest causal tiles first
   const int last_row = min(first_row + Br, M) - 1, col = tile * tile_cols;
   const int kv_begin = extent.kv_begin(first_row);
   const int kv_end = extent.kv_end(last_row);

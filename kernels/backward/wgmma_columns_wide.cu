@@ -48,7 +48,7 @@ static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup l
 // compute-sanitizer would report divergent threads.
 constexpr int P_full = 1;   // P is written, and the previous dS is no longer read
 constexpr int dS_full = 2;  // dS is written, and P is no longer read
-constexpr int dS_kept = 8;  // dS is written, for the second warpgroup alone
+constexpr int dS_kept = 8;  // dS is written; only the second warpgroup waits
 
 __device__ __forceinline__ void init_pipelines(Shared& shared) {
   shared.K_pipeline.init(1);

@@ -25,7 +25,7 @@
 #include <tile/shared.cuh>
 
 constexpr int width = cdiv(dv, step) * step;    // columns of O
-constexpr int consumers = Br / warpgroup_rows;  // consumer warpgroups; one more warpgroup loads
+constexpr int consumers = Br / warpgroup_rows;  // consumer warpgroups, besides one that loads
 static_assert(Br % warpgroup_rows == 0 && Wr == step && pack_gqa == 1, "a warpgroup owns 64 rows");
 static_assert(Bc % step == 0, "tiles are multiples of the MMA depth");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
@@ -81,7 +81,7 @@ __device__ __forceinline__ void produce(Shared& shared, Tasks tasks, const Split
                    task.packed_row(task.row + i * warpgroup_rows), task.head, batch);
     };
     if (Q_stages > 1) load_queries();
-#pragma unroll 1  // the producer has few registers
+#pragma unroll 1  // not unrolled: the producer has few registers
     for (int first_key = task.kv_begin; first_key < task.kv_end;
          first_key = task.after<Bc>(first_key), tile.advance()) {
       load_split(shared.K[tile.stage], K, shared.K_pipeline.acquire(tile),

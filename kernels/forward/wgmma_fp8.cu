@@ -34,7 +34,7 @@
 #include <tile/warpgroup_products.cuh>
 
 constexpr int width = cdiv(dv, step) * step;    // columns of O
-constexpr int consumers = Br / warpgroup_rows;  // consumer warpgroups; one more warpgroup loads
+constexpr int consumers = Br / warpgroup_rows;  // consumer warpgroups, besides one that loads
 constexpr int offset = 6;
 constexpr float tolerated = 2.75;  // slack: P is at most 2^(6 + 2.75) = 431 < 448, the e4m3 maximum
 constexpr int depth = 32;          // columns of an operand per instruction
@@ -77,7 +77,7 @@ __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, con
     load_async(shared.Q[0][i], Q, shared.Q_pipeline[i].acquire({}), task.row + i * warpgroup_rows,
                task.head, task.batch);
   PipelineState<stages> tile;
-#pragma unroll 1  // the producer has few registers
+#pragma unroll 1  // not unrolled: the producer has few registers
   for (int first_key = task.kv_begin; first_key < task.kv_end;
        first_key = task.after<Bc>(first_key), tile.advance()) {
     load_async(shared.K[tile.stage], K, shared.K_pipeline.acquire(tile), first_key, kv_head,

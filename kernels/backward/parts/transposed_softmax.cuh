@@ -27,7 +27,7 @@ struct NothingBetween {
 
 // Positions of a thread's scores in a tile: the first of its two keys, and the first of its two
 // rows in every 8. `rows` is opaque, so that loops keep the addresses of row-sum loads in
-// registers. Indices are divided as unsigned numbers, which takes fewer instructions.
+// registers. Indices are divided as unsigned integers, which takes fewer instructions.
 struct KeyRows {
   int warpgroup, warp, lane, rows;
 

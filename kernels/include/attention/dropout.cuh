@@ -128,7 +128,7 @@ __device__ __forceinline__ void for_transposed(const real (&)[count], const Plac
 #pragma unroll
   for (int first = 0; first < count; first += 8) {
     const Bits bits = dropout.bits(place.batch, place.head, row + first * 2 + odd, key);
-    unsigned words[2][2];  // [row][next 8 rows]; key + 8 uses the upper half
+    unsigned words[2][2];  // element i: [i % 2][i / 4]; key + 8 uses the upper half
 #pragma unroll
     for (int next = 0; next < 2; ++next) {
       const unsigned near = bits.words[next], far = bits.words[2 + next];

@@ -18,7 +18,8 @@ __device__ __forceinline__ int paired(int row) {
   return chunks % 8 == 0 ? row : row ^ (row / 2 & 1);
 }
 
-// Returns a chunk's address. Eight lanes read 4 chunks of 2 rows of doubles, or 2 of 4 even rows.
+// Returns a chunk's address. Eight lanes that load doubles read 4 chunks in each of 2 rows, or 2
+// chunks in each of 4 even rows.
 template <int height, int columns>
 __device__ __forceinline__ operand* at(operand (&tile)[height][columns], int row, int chunk) {
   if constexpr (sizeof(operand) == 4) row = paired<columns / in_chunk>(row);
@@ -26,7 +27,7 @@ __device__ __forceinline__ operand* at(operand (&tile)[height][columns], int row
   return &tile[row][swizzled<columns / in_chunk>(line, chunk) * in_chunk];
 }
 
-// Returns the address `below` rows further on, a multiple of 8, after which the swizzle repeats.
+// Returns the address `below` rows down. `below` is a multiple of 8, the period of the swizzle.
 template <int height, int columns>
 __device__ __forceinline__ operand* at(operand (&tile)[height][columns], int row, int chunk,
                                        int below) {

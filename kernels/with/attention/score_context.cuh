@@ -42,7 +42,8 @@ struct HeldIndex : Index {
       : Index(key), pair(pair), second(second) {}
 };
 
-// Returns the index base + more; for a tile `at_end`, clamped below `count`, where arrays may end.
+// Returns the index base + more. In a tile `at_end`, clamps the index to count - 1, because arrays
+// may end there.
 template <bool at_end>
 __device__ __forceinline__ Index index_of(int base, int more, [[maybe_unused]] int count) {
   return at_end ? Index(min(base + more, count - 1)) : Index(base, more);

@@ -7,12 +7,12 @@
 
 template <bool used>
 struct TileMap {
-  // Returns where the first tile of `size` keys or rows to visit starts, not before `first`.
+  // Returns the start of the first tile to visit, of `size` keys or rows, at or after `first`.
   template <int size>
   __device__ __forceinline__ int from(int first) const {
     return first;
   }
-  // Returns where the next tile to visit starts, after the tile at `first`.
+  // Returns the start of the next tile to visit after the tile at `first`.
   template <int size>
   __device__ __forceinline__ int after(int first) const {
     return first + size;

@@ -102,7 +102,7 @@ __device__ __forceinline__ void compute_dS(float (&dP)[m][n][4], const float (&P
 // Running maxima of the weights in a lane's fragment rows.
 template <int m>
 struct Largest {
-  static constexpr int least = -112;  // exponent for which 2^(14 - least) is still a float
+  static constexpr int least = -112;  // smallest exponent for which 2^(14 - least) is finite
   float weight[m][2] = {};
 
   // Scales each fragment row so that its largest weight is in 2^14 … 2^15; `factor` undoes this.
