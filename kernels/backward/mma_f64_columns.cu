@@ -52,7 +52,7 @@ struct Exchange {
       parts[role - 1][i][threadIdx.x % (warps / sharing * warp_size)] =
           part[i / 4 / blocks][i / 4 % blocks][i % 4];
   }
-  // Adds the partial sums of the warp with this role.
+  // Adds the partial sums that the warp with this role has written.
   __device__ __forceinline__ void add(Scores::Sums& sum, int role) const {
     constexpr int blocks = Scores::cols / 8;
 #pragma unroll

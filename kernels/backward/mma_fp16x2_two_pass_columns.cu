@@ -14,7 +14,7 @@
 //   row_maxima: see split_maxima.cu    lse, delta [batch, heads, M]
 //   dK_flags, dV_flags [batch, kv_heads, N]
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (32 * warps)
-//   the host sets: scalar, result, operand, real, Br, Bc, warps, stages, row_slabs (those of
+//   the host sets: scalar, result, operand, real, Br, Bc, warps, stages, row_slabs (slabs of
 //   row_maxima), d, dv, threads, shared_bytes and options (extent.cuh)
 #include <attention/tile_index.cuh>
 #include <backward/parts/split_f32/split_gradients.cuh>

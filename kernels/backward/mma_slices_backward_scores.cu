@@ -97,7 +97,7 @@ __device__ __forceinline__ void drop(Sums& P, Shared& shared, const Own& own, co
                   });
 }
 
-// Replaces S by P = 2^(S * scale2 - lse2) and parks PS, P times the derivative of the score
+// Replaces S with P = 2^(S * scale2 - lse2) and parks PS, P times the derivative of the score
 // modification. masked: pairs may be hidden, or a row's lse may be huge; then lse2 is NaN, and
 // lse_of(row) is used.
 template <bool masked, class LseOf>
@@ -131,7 +131,7 @@ __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& ow
   drop(S, shared, own, pair, lane);
 }
 
-// Replaces dP by the unscaled dS = PS * (dP - delta).
+// Replaces dP with the unscaled dS = PS * (dP - delta).
 template <bool masked>
 __device__ __forceinline__ void compute_dS(Sums& dP, const Shared& shared, const Own& own,
                                            const TilePair<Br, Bc>& pair, int lane) {

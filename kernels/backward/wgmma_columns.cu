@@ -252,7 +252,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
         task.extent, Q, K, V, dO, stats, scorer, task.batch, task.kv_head};
     store_or_repair<false>(consumer.dK, dK, consumer.own, task, repair);
     store_or_repair<true>(consumer.dV, dV, consumer.own, task, repair);
-    __syncwarp();  // reconverges, so that the next products take uniform registers
+    __syncwarp();  // reconverges, so that the next products use uniform registers
     if constexpr (finishes) {
       barrier_sync(sums_left, leaving_threads);
       if (shared.is_last[0] || shared.is_last[1])

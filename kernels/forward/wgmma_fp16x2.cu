@@ -247,7 +247,7 @@ __device__ __forceinline__ void store_row_pairs(const Fragments<step, width>& O,
   }
 }
 
-// Normalizes and stores the rows of a tile of Q, and flags inaccurate ones.
+// Normalizes and stores the rows of a tile of O, and flags inaccurate rows.
 struct Epilogue {
   const int* V_exponents;
   Tensor<unsigned char> flags;

@@ -220,7 +220,7 @@ struct Consumer {
       if ((descales.q < 0) != (descales.k < 0))
         for (float& x : flat(S)) x = -x;
     }
-    if constexpr (has_score_mod) {  // score_mod takes dequantized products
+    if constexpr (has_score_mod) {  // score_mod expects dequantized products
       for (float& x : flat(S)) x *= scales.own * units.K / rows.scale2;
     } else {
       rows.scale2 = scales.of_scores(units.K);

@@ -215,7 +215,8 @@ struct Consumer {
     shared.Q_pipeline[warpgroup].wait(queries);
     begin(task);
     for (;;) {
-      // Skips at most stages - 1 tiles: a stage of V stays occupied until the next Q has arrived.
+      // Skips at most stages - 1 tiles, because a stage of V stays occupied until the next Q
+      // arrives.
       const int end = tasks.own_end<warpgroup_rows>(task, warpgroup, stages - 1);
       int first_key = task.after<Bc>(task.kv_begin), skips = 0;
       for (; first_key < end; first_key = task.after<Bc>(first_key)) advance(task, first_key);

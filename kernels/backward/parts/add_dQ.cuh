@@ -95,7 +95,7 @@ __device__ __forceinline__ bool is_last(int& count, int all) {
   return last;
 }
 
-// Ends a warp that adds dQ: waits for its reduce-adds and records whether it is the last one.
+// Ends a warp that adds dQ: waits for its reduce-adds and records whether the warp is the last one.
 __device__ __forceinline__ void leave_sums(int& was_last, int& count, int all) {
   if (elect_one()) {
     bulk_wait_group();

@@ -351,7 +351,7 @@ struct Consumer {
       flat(sums)[i] += flat(S)[i] * (flat(dP)[i] - rows.stats.rows[i / 2 % 2].delta);
   }
 
-  // Replaces S by P, or by 0 where the pair is hidden.
+  // Replaces S with P, or with 0 where the pair is hidden.
   template <class Pairs>
   __device__ __forceinline__ void compute_P(Products& S, const OwnRows& rows, const Task& task,
                                             int first_key, const Pairs& bias) const {

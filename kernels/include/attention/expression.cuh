@@ -697,7 +697,7 @@ struct Unsigned<4> {
   using type = unsigned;
 };
 
-// True for bfloat16, whose bits are the upper half of a float; the host specialises it.
+// True for bfloat16, whose bits are the upper half of a float; the host specialises this template.
 template <class Element>
 constexpr bool is_bfloat16 = false;
 
@@ -727,7 +727,7 @@ struct Array {
   long long stride[rank];
   int size[rank];
 
-  // Loads one element. Each axis takes an Index, Whole, int or long long, or an index that
+  // Loads one element. Each index is an Index, Whole, int or long long, or an index that
   // bounded() keeps inside the axis.
   template <class... Indices>
   __device__ __forceinline__ auto read(const Indices&... indices) const {
@@ -813,7 +813,7 @@ struct Array {
 // these elements.
 template <int count>
 struct Tape {
-  using Number = Dual<1 + count>;  // derivatives by the score and by each element
+  using Number = Dual<1 + count>;  // derivatives w.r.t. the score and each element
   long long place[count];
 
   template <int slot, class Array, class... Indices>

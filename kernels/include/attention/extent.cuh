@@ -54,7 +54,7 @@ struct Extent : Context, BatchElement {  // M and N are members of Sizes
   }
 };
 
-// Returns the geometry of a batch element, from which every kernel takes its sizes.
+// Returns the geometry of a batch element, from which every kernel reads its sizes.
 __device__ __forceinline__ Extent extent_of(const Sizes& sizes, [[maybe_unused]] int batch) {
   return {{}, {{}, sizes}};
 }

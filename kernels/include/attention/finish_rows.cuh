@@ -21,7 +21,7 @@ __device__ __forceinline__ void finish_rows(real (&O)[m][n][4],
     const real kept = rows.extent.kept_factor();
     const real inverse = sum == 0            ? real(0)
                          : sizeof(real) == 8 ? kept / sum
-                                             : __fdividef(kept, sum);  // if sum < 2^126
+                                             : __fdividef(kept, sum);  // accurate if sum < 2^126
 #pragma unroll
     for (int j = 0; j < 2 * n; ++j) O[i / 2][j / 2][i % 2 * 2 + j % 2] *= inverse;
     if (lane % 4 == i % 4) own_sum = sum, own_maximum = rows.maximum[i / 2][i % 2];

@@ -55,7 +55,7 @@ struct Head {
   }
 };
 
-// Starts to copy `width` columns of a head's rows in chunks of 16 bytes, with zeros beyond its rows
+// Starts copying `width` columns of a head's rows in chunks of 16 bytes, with zeros beyond its rows
 // and its `cols` columns. Unaligned rows are copied synchronously, one element at a time.
 template <int threads, int width, bool whole, int heads = 1, int height, int columns>
 __device__ __forceinline__ void copy_tile(operand (&tile)[height][columns], const Head& head,
@@ -85,7 +85,7 @@ __device__ __forceinline__ void copy_tile(operand (&tile)[height][columns], cons
   }
 }
 
-// Starts to copy all `cols` columns of a head's rows, padded with zeros to a multiple of `step`.
+// Starts copying all `cols` columns of a head's rows, padded with zeros to a multiple of `step`.
 template <int threads, int cols, int heads = 1, int height, int columns>
 __device__ __forceinline__ void copy_rows(operand (&tile)[height][columns], const Head& head,
                                           int first_row) {

@@ -22,7 +22,7 @@ struct TileMap {
   __device__ __forceinline__ int stride(int) const {
     return size;
   }
-  // Returns whether the mask is known to hide no pair of a tile.
+  // Returns whether all pairs of a tile are known to be visible.
   template <int size>
   __device__ __forceinline__ bool is_full(int) const {
     return false;

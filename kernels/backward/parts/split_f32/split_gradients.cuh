@@ -39,7 +39,7 @@ __device__ __forceinline__ void multiply_units(float (&numbers)[m][n][4],
   });
 }
 
-// Replaces S by P = 2^(S * unit - lse2), or by 0 where masked or dropped. Sets PS to P before
+// Replaces S with P = 2^(S * unit - lse2), or with 0 where masked or dropped. Sets PS to P before
 // dropout, times the derivative of the score modification. hides: mask expressions may hide pairs.
 template <bool masked, bool hides, bool of_keys, int m, int n, int rows, int keys>
 __device__ __forceinline__ void compute_P_if(float (&S)[m][n][4], float (&PS)[m][n][4],
@@ -87,7 +87,7 @@ __device__ __forceinline__ void compute_P(float (&S)[m][n][4], float (&PS)[m][n]
     compute_P_if<masked, true>(S, PS, stats, own, pair, scorer);
 }
 
-// Replaces the split product dP by the unscaled dS, times 2^60: PS * (dP - delta) * 2^60.
+// Replaces the split product dP with the unscaled dS, times 2^60: PS * (dP - delta) * 2^60.
 template <bool of_keys, int m, int n, int rows>
 __device__ __forceinline__ void compute_dS(float (&dP)[m][n][4], const float (&PS)[m][n][4],
                                            const SplitStats (&stats)[rows],
