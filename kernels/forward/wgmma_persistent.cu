@@ -215,8 +215,7 @@ struct Consumer {
     shared.Q_pipeline[warpgroup].wait(queries);
     begin(task);
     for (;;) {
-      // Skips at most stages - 1 tiles, because a stage of V stays occupied until the next Q
-      // arrives.
+      // Skips at most stages - 1 tiles: one stage of V stays occupied until the next Q has arrived.
       const int end = tasks.own_end<warpgroup_rows>(task, warpgroup, stages - 1);
       int first_key = task.after<Bc>(task.kv_begin), skips = 0;
       for (; first_key < end; first_key = task.after<Bc>(first_key)) advance(task, first_key);

@@ -65,8 +65,7 @@ struct HeadContext<true, Arrays> {
   __device__ __forceinline__ bool shows(Index query, Key key, int more) const {
     return mask_mod(mods, batch, head + more, query, key, queries, keys);
   }
-  // Returns the block mask's key tiles for a row tile; row_tiles() returns row tiles for a key
-  // tile.
+  // Returns the block mask's key tiles of a row tile; row_tiles() the row tiles of a key tile.
   __device__ __forceinline__ TileMap<has_key_tiles> key_tiles([[maybe_unused]] int tile) const {
     if constexpr (has_key_tiles)
       return {line_of(mods.key_tiles_, tile)};

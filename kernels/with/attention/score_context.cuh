@@ -42,8 +42,7 @@ struct HeldIndex : Index {
       : Index(key), pair(pair), second(second) {}
 };
 
-// Returns the index base + more. In a tile `at_end`, clamps the index to count - 1, because arrays
-// may end there.
+// Returns the index base + more; in a tile `at_end` clamped to count - 1, where arrays may end.
 template <bool at_end>
 __device__ __forceinline__ Index index_of(int base, int more, [[maybe_unused]] int count) {
   return at_end ? Index(min(base + more, count - 1)) : Index(base, more);
