@@ -188,7 +188,7 @@ struct Consumer {
   }
 
   // Computes softmax() in halves: exponentials of the first half overlap with the previous P V,
-  // those of the second half with the packing of P. P is scaled without a branch, in its exponents.
+  // those of the second half with the packing of P. Added exponents scale P without a branch.
   __device__ __forceinline__ bool softmax_in_halves(int row, int first_key, float (&factor)[1][2]) {
     using Half = float (&)[1][Bc / 16][4];
     Half low = reinterpret_cast<Half>(S[0][0]), high = reinterpret_cast<Half>(S[0][Bc / 16]);

@@ -78,7 +78,7 @@ struct HeadContext<true, Arrays> {
     else
       return {};
   }
-  // Returns the row tile of this rank, longest first; `tiles` is the number of key tiles.
+  // Returns the row tile with this rank by decreasing length; `tiles` is the number of key tiles.
   __device__ __forceinline__ int longest([[maybe_unused]] int tiles, int rank) const {
     if constexpr (has_key_tiles) return key_tiles(rank).line[tiles + 1];
     return rank;
@@ -114,7 +114,7 @@ struct HeadContext<true, Arrays> {
   }
 };
 
-// Returns the index of a lane's key j.
+// Returns the index of a lane's j-th key.
 template <bool at_end, class Bias>
 __device__ __forceinline__ auto key_of(int even, int j, const Bias& bias,
                                        [[maybe_unused]] const typename Bias::Part& part,

@@ -1,5 +1,5 @@
 #pragma once
-// Products of split float32 operands (split_pair.cuh) by warps that own their rows.
+// Products of split float32 operands (split_pair.cuh) in which each warp owns its rows.
 //
 // x y = (xh + xl / 2^11) (yh + yl / 2^11). The product xl yl is left out, because it is below
 // float32 precision. The two products with one low part have separate accumulators, scaled by 2^11.
