@@ -1,6 +1,6 @@
 #pragma once
-// Memory layout of the dQ accumulators, which follows from how two warpgroups divide dQ = dS K of a
-// tile of Br rows. Each part is a RegisterTile with `width` columns.
+// Memory layout of the dQ accumulators. It depends on how two warpgroups split dQ = dS K
+// for a tile of Br rows. Each part of the split is a RegisterTile with `width` columns.
 
 #include <tile/math.cuh>
 

@@ -23,7 +23,7 @@ enum Kind : unsigned {
   copies_begun,    // commits a cp.async group
   shared_begins,   // argument: address of the block's dynamic shared memory
   placed,          // global clock in nanoseconds; argument: the SM
-  worked_wgmma,    // simulator only: columns of wgmma, each 64 rows by a depth of 16
+  worked_wgmma,    // simulator only: wgmma columns of 64 rows and depth 16
   worked_mma,      // simulator only: mma.sync products, in units of m16n8k16
   worked_copies,   // simulator only: bytes of cp.async
   ended = 0x80,    // flag, added to the kind of a phase at its end
