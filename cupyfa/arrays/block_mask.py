@@ -68,7 +68,7 @@ class BlockMask:
         _ = self._problem  # raises if the expression does not match the captured arrays
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles the mask's definition, without maps, device copies and the lock."""
+        """Pickles the mask's definition, without maps, device copies or the lock."""
         return BlockMask, (self.text, self._unchanging(), self.sizes, self.backend)
 
     @property
@@ -469,7 +469,7 @@ def _of_array(array: Any, given: tuple[int | None, ...], backend: str | Backend)
 
 
 def rename_in_text(text: str, names: Mapping[str, str]) -> str:
-    """Substitutes names in an expression by other names or expressions."""
+    """Replaces names in an expression with other names or expressions."""
     trees = {name: ast.parse(x, mode="eval").body for name, x in names.items()}
 
     class Renaming(ast.NodeTransformer):

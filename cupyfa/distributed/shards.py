@@ -93,7 +93,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Shards:
-    """The division of n rows among ranks."""
+    """How n rows are divided among ranks."""
 
     n: int
     ranks: int

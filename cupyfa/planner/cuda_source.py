@@ -38,9 +38,10 @@ _ELEMENTS = {
 }
 _NUMBERS = {"bool": ("bool", "?"), "int": ("long long", "i8")}  # types in C++ and in NumPy
 _EMPTY = np.zeros((), "V1")  # sizeof of an empty C++ struct is 1
-_FIRST = "first_position"  # member: position of query 0
-_PAGES = "page_count"  # member: number of pages
-_UNIT = "unit"  # member: 1 / scale
+# Names of members of struct Mods.
+_FIRST = "first_position"  # position of query 0
+_PAGES = "page_count"  # number of pages in the KV cache
+_UNIT = "unit"  # 1 / scale
 _MOST_INLINE = 100  # maximum number of operations to inline for every pair
 _MOST_SLOPES = 20_000  # maximum number of derivatives with respect to elements of captured arrays
 # Parameters of every C++ function that evaluates expressions.

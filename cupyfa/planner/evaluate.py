@@ -31,7 +31,8 @@ from cupyfa.problem.problem import MOST_ELEMENTS, Problem
 _LARGEST_GRID = (2**31 - 1, 65535, 65535)
 # NumPy dtype of struct Sizes in extent.cuh.
 SIZES = np.dtype([(name, "i4") for name in ("M", "N", "causal_offset", "window_offset")])
-_BYTES = {"": "V32", "data": "V8", "map": "V128"}  # dtypes of array arguments, by form
+# Bytes of an array argument that is passed as a descriptor, a data pointer or a tensor map.
+_BYTES = {"": "V32", "data": "V8", "map": "V128"}
 _FIRST_WITH_EARLY_LAUNCHES = 90  # first compute capability with programmatic dependent launch
 _MOST_ROUNDS = 65536  # every launch of every round is planned separately
 
@@ -46,8 +47,8 @@ def plan_of(kernel: Kernel, problem: Problem, limits: Limits, constants: Mapping
     for rule, holds in kernel.rules.items():
         if not kernel.evaluated(f"rule {rule!r}", holds, c):
             raise ValueError(
-                f"{kernel.name} with {_listed(constants)} breaks its rule: {rule}; "
-                "choose other constants, or leave them to the plan"
+                f"constants {_listed(constants)} violate a constraint of {kernel.name}: {rule}; "
+                "choose other constants, or omit them to let the planner choose"
             )
     return _Planner(kernel, problem, limits, constants).plan()
 

@@ -72,7 +72,7 @@ def viewed(problem: Problem, layout: str | None, axes: str, array: Any) -> Any:
 
 
 def _reshaped(shape: tuple[int, ...], array: Any) -> Any:
-    """Reshapes an array of a custom kernel; returns arrays without columns unchanged."""
+    """Reshapes an array; returns an array with zero columns, planned as one column, unchanged."""
     return array.reshape(shape) if array.size == prod(shape) else array
 
 

@@ -263,7 +263,7 @@ class _Walk:
         if name in ("queries", "keys"):
             return Number(np.asarray(getattr(self.mods, name)))
         if name not in self.mods.names:
-            raise self._error(f"{name!r} is not given")
+            raise self._error(f"no value was given for {name!r}")
         return self._given(self.mods.names[name])
 
     def _element(self, node: ast.Subscript) -> Number:

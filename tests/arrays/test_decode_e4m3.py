@@ -1,7 +1,7 @@
-"""Attention to a cache with e4m3 keys and values and their scales.
+"""Attention over a KV cache of e4m3 keys and values with scales.
 
-The reference is dense float64 attention to the dequantized values. Unused cache rows, and scales of
-unused pages, are NaN.
+The reference is dense float64 attention over the dequantized keys and values. Unused cache rows and
+the scales of unused pages are NaN.
 """
 
 import ml_dtypes

@@ -43,7 +43,7 @@ def pairs_of(dtype, other):
 
 
 def in_python(texts, arrays, n):
-    """Yields the sum of 2^i over all conditions i that hold, computed with Python integers."""
+    """Yields a bit mask of the conditions that hold for each element, using Python integers."""
     names = {"where": lambda test, x, y: x if test else y, "min": min, "max": max, "abs": abs}
     for row in zip(*(x.tolist() for x in arrays.values())):
         given = {**names, **dict(zip("ABC", row)), "n": n}

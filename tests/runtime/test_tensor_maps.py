@@ -358,7 +358,10 @@ def skip_unless_it_runs(kernel, backend):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_tma_tiles_are_copied_unchanged(kernel, backend, dtype):
-    """With one key, every row of O is V, so each bit was copied into a box and out of another."""
+    """With one key, every row of O equals V.
+
+    O matches V bit for bit only if the TMA load and the TMA store copied all elements unchanged.
+    """
     skip_unless_it_runs(kernel, backend)
     plan = planned(kernel, backend, {**SIZES, "N": 1}, dtype)
     inputs = inputs_of(plan)

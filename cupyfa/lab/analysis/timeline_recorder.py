@@ -469,7 +469,7 @@ def _name(entry: Entry, barriers: _Barriers, marks: Mapping[int, str]) -> str:
     return NAMES[entry.kind]
 
 
-# Conversion of entries to phases
+# Converting entries to phases
 
 
 def _of_block(

@@ -145,10 +145,11 @@ def some_lengths(used: bool) -> Packed:
 
 
 def lengths_near(tile: "Tile", like: Packed, pick: random.Random, *, is_full: bool) -> Packed:
-    """Draws sequence lengths (0, 1, near a tile's edge, several tiles) and rows outside sequences.
+    """Draws sequence lengths (0, 1, near a tile boundary, several tiles) and padding rows.
 
-    is_full: draws two sequences. The second one starts at a tile's edge and ends with the array,
-    so that every tile index is used.
+    Padding rows precede the first sequence or follow the last one. is_full: whether to draw two
+    sequences such that the second one starts on a tile boundary and extends to the end of the
+    array, so that every tile index is used.
     """
     kinds = [_ROWS_OF_SEQUENCES[0], *pick.sample(_ROWS_OF_SEQUENCES[1:], pick.randrange(1, 6))]
     pick.shuffle(kinds)

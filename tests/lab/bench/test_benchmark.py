@@ -469,13 +469,13 @@ def test_unsupported_problems_are_rows_with_a_note():
 def test_constants_that_break_a_rule_are_rows_with_a_note():
     tiles = {"Br": [32, 8], "Bc": 24}
     rows = quick(["v1", "fa2"], tiles=tiles)
-    rule = "fa2 with Br={}, Bc=24 breaks its rule: Bc is below 16 or a multiple of it"
+    rule = "constants Br={}, Bc=24 violate a constraint of fa2: Bc is below 16 or a multiple of it"
     assert [(row.time is not None, row.note.partition(";")[0]) for row in rows] == [
         (True, ""),
         (False, rule.format(32)),
         (False, rule.format(8)),
     ]
-    with pytest.raises(ValueError, match="Br=32, Bc=24 breaks its rule"):
+    with pytest.raises(ValueError, match="Br=32, Bc=24 violate a constraint"):
         quick("fa2", tiles=tiles)
 
 

@@ -798,7 +798,7 @@ def test_a_machine_without_a_device(warm):
 
 
 class DriverError(RuntimeError):
-    """Replaces CUDADriverError, which cannot be created without a driver."""
+    """Stands in for CUDADriverError, which cannot be created without a driver."""
 
     def __init__(self, status):
         super().__init__(f"CUDA_ERROR number {status}")
