@@ -290,11 +290,11 @@ def _read_own(path: Path, most: int) -> bytes:
     with os.fdopen(handle, "rb") as file:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
+            raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
         if status.st_uid != os.geteuid() or status.st_mode & _OTHERS_WRITE:
-            raise PermissionError(errno.EPERM, "other users can write to it", os.fspath(path))
+            raise PermissionError(errno.EPERM, "file writable by other users", os.fspath(path))
         if status.st_size > most:
-            raise OSError(errno.EFBIG, f"it is larger than {most:,} bytes", os.fspath(path))
+            raise OSError(errno.EFBIG, f"file larger than {most:,} bytes", os.fspath(path))
         return file.read(most)
 
 

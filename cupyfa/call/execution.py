@@ -84,7 +84,7 @@ def _read_numbers(devices: Devices, backend: Backend, *, on_host: bool) -> tuple
     """Returns the devices that share a call; the first one also runs a call that is not split."""
     if not on_host:
         raise TypeError(
-            f"backend is Devices({described(devices.numbers)}), and the arrays are already on a "
+            f"backend is Devices({described(devices.numbers)}), but the arrays are already on a "
             "device; leave backend out, or give NumPy arrays"
         )
     return devices_of(backend, devices.numbers)

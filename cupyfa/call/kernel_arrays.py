@@ -27,7 +27,7 @@ def add_kernel_arrays(
     names = tuple(name for name in bound.kernel.inputs if name in bound.own)
     if of_shapes and names:
         raise TypeError(
-            f"{bound.kernel.name} is bound to {', '.join(names)}, and q is a shape; do not bind "
+            f"{bound.kernel.name} is bound to {', '.join(names)}, but q is a shape; do not bind "
             "arrays when compiling from shapes"
         )
     inputs, outputs = (*call.inputs, *names), (*call.outputs, *bound.returns)
@@ -51,17 +51,17 @@ def check_kernel_arrays(
     found = {}
     for name, wanted in record.inputs.items():
         shape, dtype = wanted.shape(p), wanted.dtype(p)
-        takes = f"{name} must be {dtype} {shape}"
+        takes = f"it must be {dtype} {shape}"
         if isinstance(wanted.axes, str):
             takes += f", [{', '.join(wanted.axes.split())}]"
         if not wanted.when(p):
             if name in given:
-                raise ValueError(f"{record.name} does not read {name} for {p}; do not bind it")
+                raise ValueError(f"{record.name} does not read {name} for {p}; do not bind {name}")
         elif backend is not None:
             found[name] = backend.empty(shape, dtype)
         elif name not in given:
             raise TypeError(
-                f"{record.name} needs the array {name}; {takes}: pass "
+                f"{record.name} requires the array {name}; {takes}: pass "
                 f"kernel={record.name}.bind({name}=…)"
             )
         elif tuple(given[name].shape) not in (shape, _with_leading_axes(wanted.axes, shape, lead)):

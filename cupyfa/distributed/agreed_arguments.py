@@ -115,14 +115,14 @@ def _check_shards(shards: Mapping[str, Any]) -> None:
         if not isinstance(x, Sharded):
             other = next(y for y, z in shards.items() if isinstance(z, Sharded))
             raise TypeError(
-                f"{name} is {described(x)}, and {other} is Sharded; give q, k and v as Sharded"
+                f"{name} is {described(x)}, but {other} is Sharded; give q, k and v as Sharded"
             )
     q, k, v = shards.values()
     for name in ("group", "order", "schedule"):
         if not getattr(q, name) == getattr(k, name) == getattr(v, name):
             raise ValueError(f"q, k and v have different {name}; give all three the same {name}")
     if k.rows != v.rows:
-        raise ValueError(f"k has rows={k.rows} and v has rows={v.rows}; make them equal")
+        raise ValueError(f"k has rows={k.rows}, but v has rows={v.rows}; both must be equal")
 
 
 @dataclass(frozen=True)
@@ -239,8 +239,8 @@ def _read_shards(name: str, given: Sharded, array: Any) -> Shards:
     own = shards.sizes[group.rank]
     if have != own:
         raise ValueError(
-            f"{name} has {have} rows, and rank {group.rank} of {group.ranks} must have {own} of "
-            f"{n}; give the rows listed by rows({n}, group, order={given.order!r})"
+            f"{name} has {have} rows, but rank {group.rank} of {group.ranks} must have {own} of "
+            f"the {n} rows; give the rows listed by rows({n}, group, order={given.order!r})"
         )
     return shards
 
@@ -273,6 +273,6 @@ def _refuse_places(p: Problem, schedule: str) -> None:
             others = [repr(x) for x, s in _SCHEDULES.items() if place in s.known]
             instead = f"use schedule={' or '.join(others)}" if others else "write position - key"
             raise Unsupported(
-                f'{name} names {place}, which starts at 0 on each rank with schedule="{schedule}"; '
-                f"{instead}, or leave it out"
+                f"{name} uses the index {place}, which starts at 0 on each rank with "
+                f'schedule="{schedule}"; {instead}, or leave {name} out'
             )

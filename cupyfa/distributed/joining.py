@@ -80,8 +80,8 @@ def group(
         for name, x in given.items():
             if x is not None:
                 raise ValueError(
-                    f"{name} is {described(x)}, and over='mpi' takes the ranks from MPI and uses "
-                    "no GPU; leave it out"
+                    f"{name} is {described(x)}, but with over='mpi' the ranks come from MPI and no "
+                    f"GPU is used; leave {name} out"
                 )
         from cupyfa.distributed.mpi import MpiGroup
 
@@ -135,13 +135,13 @@ def _use_device(place: Place) -> Backend:
     except DeviceError as error:
         why = str(error).partition(";")[0]
         raise DeviceError(
-            f"rank {place.rank} needs a GPU for NCCL: {why}; use group(over='mpi') for NumPy "
-            "arrays, or threads() to try a program in one process"
+            f"rank {place.rank} needs a GPU for NCCL ({why}); for NumPy arrays, use "
+            "group(over='mpi'); to try a program in one process, use threads()"
         ) from error
     if place.device >= len(cuda.models):
         raise DeviceError(
-            f"rank {place.rank} is assigned device {place.device}, and this host has "
-            f"{len(cuda.models)} devices; start as many ranks as GPUs, or give device="
+            f"rank {place.rank} is assigned device {place.device}, but this host has only "
+            f"{len(cuda.models)} devices; start at most one rank per GPU, or give device="
         )
     cuda.use(place.device)
     return cuda
@@ -233,6 +233,8 @@ def _within(timeout: float, make: Callable[[], Any], what: str) -> Any:
     try:
         return made.result(timeout)
     except TimeoutError:
-        raise DeviceError(f"{what} took more than {timeout:g} s; do all ranks run?") from None
+        raise DeviceError(
+            f"{what} took more than {timeout:g} s; check that all ranks are running"
+        ) from None
     except Exception as error:
         raise DeviceError(f"{what} failed: {error}") from error

@@ -271,8 +271,8 @@ def _refuse_slopes(p: Problem, accesses: int) -> None:
         names = ", ".join(x.name for x in p.modifiers.differentiated)
         raise ValueError(
             f"wrt: the expressions read elements of {names} in {accesses} places and have about "
-            f"{work} operations, which makes {work * accesses:,} derivatives; the limit is "
-            f"{_MOST_SLOPES:,}: name fewer arrays in wrt, or read fewer elements"
+            f"{work} operations, which would require {work * accesses:,} derivatives; the limit is "
+            f"{_MOST_SLOPES:,}: list fewer arrays in wrt, or read fewer elements"
         )
 
 

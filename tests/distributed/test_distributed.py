@@ -387,17 +387,21 @@ WRONG = {
     ),
     "dtype": ({"q": X.astype(int)}, TypeError, "q has dtype int64, which is not supported"),
     "list": ({"q": [1.0]}, TypeError, "q is"),
-    "bias": ({"bias": X}, Unsupported, "bias is of type ndarray, but parts read only the arrays"),
+    "bias": (
+        {"bias": X},
+        Unsupported,
+        "bias is of type ndarray, but partitioned calls support no arrays",
+    ),
     "head": (
         {"score_mod": "score + head"},
         Unsupported,
         "names head, .*; write position - key, or",
     ),
-    "window": ({"window": ([1], 2)}, TypeError, r"a window's side is \[1\]; sizes are whole"),
+    "window": ({"window": ([1], 2)}, TypeError, r"a window's side is \[1\]; sizes must be whole"),
     "no character": (
         {"score_mod": "score + \ud800"},
         ValueError,
-        r"'\\ud800' is not available; use",
+        r"'\\ud800' is not allowed; use",
     ),
 }
 
@@ -668,7 +672,7 @@ def test_what_is_no_group():
         (
             lambda group: ranks.Sharded(X, group, 8),
             ValueError,
-            "k has rows=None and v has rows=8; make them equal",
+            "k has rows=None, but v has rows=8; both must be equal",
         ),
     ],
     ids=["array", "order", "rows"],

@@ -104,7 +104,11 @@ def test_numbers_are_not_compiled_in(kernel):
         ({"seed": None}, ValueError, "dropout is 0.5 without a seed; give"),
         ({"seed": -1}, ValueError, r"dropout_seed is -1; .* number from 0 to 2\*\*64 - 1"),
         ({"seed": 2**64}, ValueError, "dropout_seed is 18446744073709551616; "),
-        ({"seed": 1.5}, TypeError, "dropout_seed is 1.5; give a whole number, or an array of one"),
+        (
+            {"seed": 1.5},
+            TypeError,
+            "dropout_seed is 1.5; give a whole number or a one-element array",
+        ),
         ({"offset": 2**32}, ValueError, "dropout_offset is 4294967296; "),
     ],
     ids=str,

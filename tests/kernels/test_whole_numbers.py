@@ -92,7 +92,7 @@ def test_block_masks_look_at_the_same_numbers(text):
 def test_a_check_refuses_a_result_of_more_than_64_bits(text):
     arrays = pairs_of("int64", "int64")
     captured = {x: arrays[x] for x in "ab" if f"{x}[" in text}
-    with pytest.raises(ValueError, match="needs more than 64 bits, for batch 0, head 0, query"):
+    with pytest.raises(ValueError, match="needs more than 64 bits at batch 0, head 0, query"):
         scores(f"score + ({text})", captured, 99, "simulator", check=True)
 
 

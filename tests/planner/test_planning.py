@@ -173,7 +173,7 @@ def test_kernels_without_a_feature_name_those_with(feature):
             continue
         problem = NEEDS[feature](M=16, d=8, dtype=usual_dtype(kernel))
         message = (
-            f"^{kernel.name} cannot do .*: it does not support {feature}.*; kernels that can: "
+            f"^{kernel.name} cannot compute .*: it does not support {feature}.*; kernels that can: "
         )
         with pytest.raises(Unsupported, match=message) as error:
             planning.plan(kernel, problem, H100)

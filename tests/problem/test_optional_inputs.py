@@ -31,7 +31,7 @@ def test_every_form_is_a_keyword():
 
 @pytest.mark.parametrize("name", RESERVED)
 def test_no_captured_array_has_the_name_of_an_argument(name):
-    with pytest.raises(ValueError, match=f"captured has '{name}', which expressions use for"):
+    with pytest.raises(ValueError, match=f"captured contains '{name}', which has another meaning"):
         operand(name, 1.0)
 
 

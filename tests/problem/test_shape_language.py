@@ -102,7 +102,7 @@ def test_drawn_arrays_can_be_read(values):
 @pytest.mark.parametrize(
     "arrays, message",
     [
-        ({"bias": "xyz"}, "bias is 'xyz'; give its shape by letters, for example 1hmn"),
+        ({"bias": "xyz"}, "bias is 'xyz'; write its shape as letters, for example 1hmn"),
         ({"bias": "f99[1hmn]"}, "bias is 'f99"),
         ({"bias": "1mn"}, "broadcastable to"),
         ({"mask": "f32[11mn]"}, "mask is float32; it must be bool"),
@@ -110,7 +110,7 @@ def test_drawn_arrays_can_be_read(values):
         ({"captured": {"x": "f32[d]"}}, "captured x is 'f32\\[d\\]'; give a number, or a dtype"),
         ({"captured": {"x": "heads"}}, "captured x is 'heads'"),
         ({"captured": {"x": 1.0}}, "no expression reads x"),
-        ({"captured": {"score": 1.0}}, "which expressions use for something else"),
+        ({"captured": {"score": 1.0}}, "which has another meaning in expressions"),
         ({"bias": (2.5, 3)}, "the shape of bias is"),
     ],
     ids=str,
@@ -325,7 +325,7 @@ def test_shapes_and_forms_are_compiled_too():
     one = cupyfa.compile(*given[:6], dlse=lse, **TEXT, **READ, **on)
     arrays = {"bias": READ["bias"], "mask": READ["mask"], "slope": given[-1], "dlse": lse}
     np.testing.assert_array_equal(one(*given[:6], **arrays)[2], wanted[2])
-    with pytest.raises(ValueError, match=r"dlse is \(3,\); it must be that of lse, "):
+    with pytest.raises(ValueError, match=r"dlse has shape \(3,\); it must be .*, the shape of lse"):
         cupyfa.compile(*every, dtype="float32", **{**forms, "dlse": (3,)})
     arrays = cupyfa.compile(expected, Q, K, V, expected, lse, **TEXT, **READ, **on)
     made = arrays(expected, Q, K, V, expected, lse, READ["bias"], READ["mask"], given[-1])

@@ -66,7 +66,7 @@ def draw(timeline: Timeline, path: str | Path, window: tuple[float, float] | Non
     path = Path(path)
     check(path)
     if not timeline.phases:
-        raise ValueError(f"there is nothing to draw: no warp of {timeline.entry} recorded anything")
+        raise ValueError(f"there is nothing to plot: no warp of {timeline.entry} recorded anything")
     if window is not None and not window[0] < window[1]:
         raise ValueError(
             f"the window {window[0]:g}:{window[1]:g} is empty; give the earlier time first"

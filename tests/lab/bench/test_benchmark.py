@@ -549,7 +549,7 @@ def test_graphs_are_replayed_and_incomplete_ones_found():
     assert row.passed and row.time
     (row,) = bench("fa2", backend=Forgetful(), **how)
     assert (row.passed, row.time) == (False, None)
-    assert row.note == "WRONG: fa2: its CUDA graph does not write all of O"
+    assert row.note == "WRONG: the CUDA graph of fa2 does not write all of O"
 
 
 @pytest.fixture
@@ -717,7 +717,7 @@ def test_times_of_a_gpu_are_not_replaced_by_those_of_the_simulator(tmp_path, com
     Results({"backend": "cuda", "device": "an H100"}, []).save(saved)
     before = saved.read_text()
     message = refused(*command, "--backend", "simulator", "--save", saved, code=2)
-    assert "a.json has times of an H100, which times of the simulator would overwrite" in message
+    assert "a.json contains times of an H100, which simulator times would overwrite" in message
     assert saved.read_text() == before
 
 

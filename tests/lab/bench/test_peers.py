@@ -114,10 +114,14 @@ def test_nothing_is_copied_for_torch(simulator, name):
 @pytest.mark.parametrize(
     "name, sizes, reason",
     [
-        ("cudnn", {}, "torch cudnn cannot do batch=2 heads=4 M=24 .*: ."),
-        ("cudnn", {"causal": True}, "its causal mask is aligned to the top left"),
-        ("fa2", {"causal": True, "M": 50}, "it returns NaN for rows without visible keys"),
-        ("cudnn-frontend", {}, "cudnn-frontend cannot do .*: it needs a GPU"),
+        ("cudnn", {}, "torch cudnn cannot compute batch=2 heads=4 M=24 .*: ."),
+        ("cudnn", {"causal": True}, "this implementation aligns causal masks to the top left"),
+        (
+            "fa2",
+            {"causal": True, "M": 50},
+            "this implementation returns NaN for rows without visible keys",
+        ),
+        ("cudnn-frontend", {}, "cudnn-frontend cannot compute .*: it needs a GPU"),
     ],
 )
 def test_unsupported_problems_have_a_reason(simulator, name, sizes, reason):

@@ -371,7 +371,7 @@ def test_a_file_size_limit_in_the_cache(tmp_path):
     env = {"CUPYFA_CACHE_DIR": tmp_path / "cache", "TMPDIR": tmp_path}
     done = process(RUN, env=env, preexec_fn=limited)
     assert done.returncode == 3, done.stderr
-    says(line_of(done.stderr), "the C\\+\\+ compiler ran out of space in", "free some")
+    says(line_of(done.stderr), "the C\\+\\+ compiler ran out of disk space in", "free some space")
     assert list(tmp_path.rglob("*")) == [tmp_path / "cache"]
 
 
