@@ -80,8 +80,7 @@ class OfThisProcess:
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
             f"a {type(self).__name__} is tied to the process that created it and cannot be "
-            "pickled; "
-            f"{self._instead}"
+            f"pickled; {self._instead}"
         )
 
     def __copy__(self) -> Any:

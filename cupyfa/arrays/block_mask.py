@@ -39,8 +39,8 @@ from cupyfa.score.expressions import Expression
 
 # A call adds this prefix to the names of a block mask's arrays.
 _PREFIX = optional_inputs.OF_BLOCKS
-_DRAWN = 128  # rows and keys of a tile in `density` and `str`
-_MOST_DRAWN = 64  # largest number of lines, and of columns, in a drawing
+_DRAWN = 128  # rows per tile, and keys per tile, in `density` and `str`
+_MOST_DRAWN = 64  # largest number of lines, and of columns, that `str` returns
 _SIGNS = " ░█"  # characters for EMPTY, PARTIAL and FULL
 
 

@@ -38,7 +38,7 @@ SCALES = optional_inputs.SCALES
 E4M3_SINCE = 89
 _IDENTIFIED = ("q", "lengths", "pages", "k", "v", "cos", "sin")  # arrays compared by identity
 THREADS = 128  # threads per block; each warp writes one row
-_MOST_KEPT = 1 << 20  # limit for the bytes of q, k and v that a cache keeps until its next step
+_MOST_KEPT = 1 << 20  # largest size in bytes of the q, k and v that a cache keeps for a repeat
 APPEND = Launch(
     "append_keys",
     args="Q turned_Q new_K new_V K V cosines sines positions lengths.data used.data pages.data "
@@ -282,8 +282,8 @@ class KVCache(Structured):
         check_page_size("page_size", self.page_size, Unsupported)
         if not (count and columns):
             raise ValueError(
-                f"k has {count} pages and the page table has {columns} columns; give at least one "
-                "of each"
+                f"k has {count} pages and the page table has {columns} columns; both must have at "
+                "least one"
             )
 
     @property
@@ -490,7 +490,7 @@ def check_keys(k: Any, v: Any, layout: str) -> None:
     if len(k.shape) != 4 or len(v.shape) != 4 or k.shape[:3] != v.shape[:3]:
         axes = "rows, kv_heads" if layout == "bshd" else "kv_heads, rows"
         raise ValueError(
-            f"{shapes}; both must be [batch or pages, {axes}, columns] and differ only in columns"
+            f"{shapes}; both must be [batch or pages, {axes}, columns], and only columns may differ"
         )
     for name, x in (("k", k), ("v", v)):
         if (str(x.dtype) not in DTYPES and x.dtype != E4M3) or x.dtype != k.dtype:
@@ -598,7 +598,9 @@ def _check_contents(backend: Backend, given: Mapping[str, Any], cache: KVCache) 
     for name in ("cache.k", "cache.v"):
         array = given[name]
         if isinstance(array, np.ndarray) and not array.flags.writeable:
-            raise ValueError(f"{name} is read-only, and the call appends to it; make it writable")
+            raise ValueError(
+                f"{name} is read-only, but the call appends to it; make {name} writable"
+            )
         for other in ("q", "k", "v"):
             if overlap(array, given[other]):
                 raise ValueError(

@@ -106,7 +106,7 @@ def remedy(variable: str = "CUPYFA_CACHE_DIR") -> str:
 
 
 def give_cupy_a_folder() -> None:
-    """Sets CUPY_CACHE_DIR if CuPy's cache is not writable, because import of CuPy would fail."""
+    """Sets CUPY_CACHE_DIR if CuPy's cache is not writable; importing CuPy would otherwise fail."""
     usual = os.path.expanduser("~/.cupy/kernel_cache")
     if not can_write(Path(os.environ.get("CUPY_CACHE_DIR", usual))):
         os.environ["CUPY_CACHE_DIR"] = str(folder() / "cupy")
@@ -137,7 +137,7 @@ def _make_folder(path: Path) -> None:
 
 
 def facts_file(kind: str, about: str) -> Path:
-    """Returns the path of the JSON file with this kind of facts about a device or other subject."""
+    """Returns the path of a JSON file. kind: what it stores. about: a device or other subject."""
     return folder() / kind / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', about)}.json"
 
 
@@ -184,7 +184,7 @@ def write_whole(path: Path, content: bytes) -> None:
                 stream.write(content)
         else:
             _replace(Path(os.path.realpath(path)), content)
-    except OSError as error:  # whose path may be that of a temporary file
+    except OSError as error:  # its path may be that of a temporary file
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
@@ -205,13 +205,13 @@ def compiled(path: Path) -> bytes | None:
     place = place_of(path)
     content = unsealed(place)
     if content is not None:
-        with suppress(OSError):  # the folder is read-only
+        with suppress(OSError):  # the folder may be read-only
             os.utime(place, follow_symlinks=False)
     return content
 
 
 def keep_compiled(path: Path, content: bytes) -> None:
-    """Writes a compiled kernel, and now and then removes the least recently used kernels.
+    """Writes a compiled kernel, and occasionally removes the least recently used kernels.
 
     If ``path`` cannot be written, warns and stores the kernel in a temporary folder of this
     process; see ``place_of``.
@@ -236,7 +236,7 @@ def place_of(path: Path) -> Path:
 
 
 def trim(folder: Path) -> None:
-    """Removes the least recently used compiled kernels until the rest is within the limit.
+    """Removes the least recently used compiled kernels until the cache is within its limit.
 
     Kernels used in the last hour are kept, because another process may be about to load them. A
     process whose kernel was removed nevertheless compiles it again. Processes may trim in parallel.

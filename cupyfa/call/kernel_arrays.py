@@ -36,7 +36,7 @@ def add_kernel_arrays(
         return call, arrays
     theirs = [as_array(backend, name, bound.own[name]) for name in names]
     if others := {x: y for x, y in zip(names, theirs) if not hasattr(y, "dtype")}:
-        adopt(backend, **others)  # raises TypeError with the name
+        adopt(backend, **others)  # raises TypeError with the array's name
     return call, (*arrays, *(backend.move_beside(arrays[0], x) for x in theirs))
 
 

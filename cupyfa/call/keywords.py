@@ -158,7 +158,7 @@ def read_out(out: Any, q: Any, asked: OptionKeywords) -> tuple[Any, OptionKeywor
     if isinstance(out, DTYPES):
         return None, {**asked, "out_dtype": out}  # type: ignore[typeddict-item]
     name, of = (str(getattr(x, "dtype", "")).removeprefix("torch.") for x in (out, q))
-    if name == of or of not in INPUTS or not can_give(name, INPUTS[of]):  # later checks raise
+    if name == of or of not in INPUTS or not can_give(name, INPUTS[of]):  # a later check raises
         return out, asked
     return out, {**asked, "out_dtype": name}  # type: ignore[typeddict-item]
 

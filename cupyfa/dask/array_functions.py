@@ -113,7 +113,7 @@ class _Call:
         if devices.numbers is not None or devices.progress is not None:
             raise Unsupported(
                 "backend is Devices with numbers or progress, which calls on Dask arrays do not "
-                "support; give Devices only limits, and use dask.diagnostics.ProgressBar"
+                "support; pass only limits to Devices, and use dask.diagnostics.ProgressBar"
             )
         how = {"backend": backend, "check": read_flag("check", options.pop("check", False))}
         fan_in: int | None = None

@@ -39,7 +39,9 @@ class Schedule(NamedTuple):
 
     forward: Callable[..., tuple[Any, Any]]
     backward: Callable[..., tuple[Any, ...]]
-    known: frozenset[str]  # index names that have the same value in a rank's calls as in the whole
+    known: frozenset[
+        str
+    ]  # names of indices that have the same value in a rank's calls as in the whole
     # Whether "auto" may choose a kernel with persistent blocks. NCCL kernels that wait for another
     # rank occupy multiprocessors, and persistent blocks would queue behind them.
     persistent: bool = True
@@ -54,7 +56,7 @@ _SCHEDULES = {
 
 
 class AgreedCall(NamedTuple):
-    """A checked call. fields: descriptions that must be equal on all ranks, for error messages."""
+    """A checked call. fields: descriptions of the call, which must be equal on all ranks."""
 
     fields: Mapping[str, str]
     schedule: Schedule
@@ -77,7 +79,7 @@ def agree_on_call(
     group = next(x.group for x in shards.values() if isinstance(x, Sharded))
     if not isinstance(group, Group):
         raise TypeError(
-            f"group is {described(group)}; give Sharded the result of cupyfa.distributed.group()"
+            f"group is {described(group)}; it must be the result of cupyfa.distributed.group()"
         )
     group.calls += 1
     fields: dict[str, str] = {}
@@ -157,7 +159,10 @@ class _Given:
         return made
 
     def _key(self, arrays: Sequence[Any]) -> tuple[Any, ...] | None:
-        """Returns the call's cache key, with arrays' forms only; None if an argument is mutable."""
+        """Returns the call's cache key, or None if an argument is mutable.
+
+        The key contains the shapes and dtypes of arrays, but not the arrays themselves.
+        """
         named: dict[str, Any] = {}
         for name, x in self.how.items():
             if isinstance(x, Mapping):
@@ -232,7 +237,7 @@ def _find_schedule(name: Any) -> Schedule:
 
 
 def _read_shards(name: str, given: Sharded, array: Any) -> Shards:
-    """Returns the division of rows; raises ValueError if this rank's array has a wrong size."""
+    """Returns how rows are divided; raises ValueError if this rank's array has a wrong length."""
     have, group = array.shape[2], given.group
     n = have * group.ranks if given.rows is None else whole("rows", given.rows, 0)
     shards = Shards.of(n, group.ranks, given.order)
@@ -267,7 +272,10 @@ def _describe_call(p: Problem, how: Mapping[str, Any], limits: Limits) -> dict[s
 
 
 def _refuse_places(p: Problem, schedule: str) -> None:
-    """Raises Unsupported for index names whose values on a rank differ from those in the whole."""
+    """Raises Unsupported if an expression uses an index that a rank counts differently.
+
+    The value of such an index in a rank's call differs from its value in the whole problem.
+    """
     for place, name in places(p.options).items():
         if place not in _SCHEDULES[schedule].known:
             others = [repr(x) for x, s in _SCHEDULES.items() if place in s.known]

@@ -50,7 +50,7 @@ def group(
 ) -> Group:
     """Joins this process to the group of all processes that a launcher has started.
 
-    All processes call it at the same time. By default it reads rank and ranks from the environment:
+    All processes must call this function. By default it reads rank and ranks from the environment:
     RANK, WORLD_SIZE and LOCAL_RANK as set by torchrun, or the variables of mpirun and srun. A
     process without a launcher becomes a group of one.
 
@@ -61,8 +61,8 @@ def group(
         there, and removes the file when the ranks are connected.
     device: the GPU to use, which becomes the current device; by default the rank on this host, and
         for a group of one the current device.
-    timeout: how many seconds a rank waits for a message of another rank, including the time that
-        the other rank needs to compute it.
+    timeout: how many seconds a rank waits for a message from another rank, including the time that
+        the other rank needs to compute the message.
     over: "nccl" sends arrays in GPU memory, "mpi" sends NumPy arrays by mpi4py.
 
     Raises ImportError if NCCL or mpi4py is missing, ValueError for wrong arguments, and DeviceError
@@ -148,7 +148,7 @@ def _use_device(place: Place) -> Backend:
 
 
 def _id_in_file(place: Place, file: Path, timeout: float) -> bytes:
-    """Writes a new unique id to a file on rank 0; reads it from there on all other ranks."""
+    """Writes a new unique id to a file on rank 0; reads the id from that file on other ranks."""
     if place.rank == 0:
         made = unique_id()
         try:

@@ -77,7 +77,7 @@ def operation_of(name: str) -> str:
 def _from_script(name: str) -> Kernel:
     script, _, variable = name.rpartition(":")
     if not script:
-        raise ValueError(f"{name!r} lacks the name of a Kernel in the script; write {name}:name")
+        raise ValueError(f"{name!r} does not name a Kernel in the script; write {name}:name")
     if not Path(script).is_file():
         raise ValueError(f"file {script!r} does not exist; give a script that defines a Kernel")
     found = _variables_of(Path(script).resolve())

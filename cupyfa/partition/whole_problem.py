@@ -1,4 +1,4 @@
-"""Reads the whole problem of a call on parts, and rejects arguments that parts do not support."""
+"""Reads the whole problem of a partitioned call; rejects unsupported arguments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read_problem(
     keywords: Mapping[str, Any],
     out: Any = None,
 ) -> Problem:
-    """Returns the problem of whole arrays q, k and v. Raises if parts do not support an argument.
+    """Returns the problem of the whole arrays; raises if an argument is not supported.
 
     keywords: the function's arguments without its kernel choice. out: the output's dtype or None.
     """

@@ -496,8 +496,7 @@ def _check_given(kernel: Kernel, given: Mapping[str, int]) -> None:
         if name not in known:
             raise ValueError(
                 f"{kernel.name} has no tile size {name!r}{nearest(name, known)}; its tile sizes "
-                "are "
-                f"{', '.join(known) or 'none'}"
+                f"are {', '.join(known) or 'none'}"
             )
         if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name}={value!r} must be a positive integer")

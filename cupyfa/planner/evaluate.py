@@ -359,7 +359,7 @@ class _Planner:
                 return single
         raise ValueError(
             f"{self.kernel.name}: the record's constant {what} is {value!r} for {self.problem}; "
-            "give a bool, a whole number of 32 bits or a finite float"
+            "give a bool, a 32-bit integer or a finite float"
         )
 
     def check_formulas(

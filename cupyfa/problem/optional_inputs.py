@@ -690,6 +690,5 @@ def with_four_axes(name: str, array: Any, lead: Sequence[int]) -> Any:
         return array.reshape(-1 if array.size else int(np.prod(own)), *shape[-3:])
     raise ValueError(
         f"{name} has shape {shape}; its leading axes must equal q's leading axes, {tuple(lead)}, "
-        "or "
-        "all be 1: broadcast the array"
+        "or all be 1: broadcast the array"
     )

@@ -91,7 +91,7 @@ def unwrap(q: Any, k: Any, v: Any) -> tuple[tuple[Any, Any, Any], dict[str, Any]
                 raise TypeError(f"{name} is a {kind} inside another {kind}; wrap {name} only once")
             layers[type(x)], x = x, x.array
         if isinstance(x, Structured):
-            raise TypeError(f"{name} contains {described(x)}; {name} must contain a plain array")
+            raise TypeError(f"{name} wraps a {type(x).__name__}; {name} must wrap a plain array")
         found[name] = layers
         arrays.append(x)
     _require_one_form(found)

@@ -556,7 +556,7 @@ def test_the_first_error_of_threads_is_raised():
         ranks.threads(2, of_rank)
     with pytest.raises(ValueError, match="ranks is 0; give a whole number from 1"):
         ranks.threads(0, of_rank)
-    with pytest.raises(ValueError, match="timeout is None; give seconds above 0"):
+    with pytest.raises(ValueError, match="timeout is None; give a number of seconds above 0"):
         ranks.threads(1, of_rank, timeout=None)
 
 
@@ -656,7 +656,7 @@ def test_equal_calls_are_checked_and_planned_once(monkeypatch):
 
 
 def test_what_is_no_group():
-    with pytest.raises(TypeError, match="group is 3; give Sharded the result of cupyfa.dis"):
+    with pytest.raises(TypeError, match="group is 3; it must be the result of cupyfa.dis"):
         cupyfa.attention(*sharded(X, X, X, 3))
 
 

@@ -73,8 +73,8 @@ def draw(timeline: Timeline, path: str | Path, window: tuple[float, float] | Non
         )
     if window is not None and not (window[0] < timeline.end and window[1] > 0):
         raise ValueError(
-            f"the window {window[0]:g}:{window[1]:g} shows nothing; the timeline runs from 0 to "
-            f"{timeline.end:g} {timeline.unit}; give two times within it"
+            f"the window {window[0]:g}:{window[1]:g} lies outside the timeline, which runs from 0 "
+            f"to {timeline.end:g} {timeline.unit}; give two times within the timeline"
         )
     said = [
         *summary.lines(timeline),

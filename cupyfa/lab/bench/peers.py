@@ -70,7 +70,8 @@ def peer(
             raise Unsupported(f"bench does not time this implementation with {', '.join(others)}")
         if p.wrt:
             raise Unsupported(
-                f"bench does not time its gradients with respect to {', '.join(p.wrt)}"
+                "bench does not time this implementation's gradients with respect to "
+                f"{', '.join(p.wrt)}"
             )
         if name in _OF_TORCH:
             more = {x: y for x, y in arrays.items() if x.startswith("mods.")}

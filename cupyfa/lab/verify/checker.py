@@ -319,8 +319,9 @@ def replay(
         )
     if kernel is None and not any(name in records for records in LADDER.values()):
         raise ValueError(
-            f"{file} contains a failure of {name!r}, whose script is not run without being asked "
-            "for; pass the kernel as kernel= or, on the command line, as --kernel script.py:name"
+            f"{file} contains a failure of {name!r}, but scripts named in such files are not "
+            "executed; pass the kernel as kernel= or, on the command line, as --kernel "
+            "script.py:name"
         )
     chosen = kernel or name
     record = record_named(chosen) if isinstance(chosen, str) else chosen

@@ -87,7 +87,7 @@ def test_gradients_mean_the_same(simulator, name, mask):
 
 
 def test_peers_without_gradients_are_refused(simulator):
-    with pytest.raises(Unsupported, match="bench does not time its gradients"):
+    with pytest.raises(Unsupported, match="bench does not time this implementation's gradients"):
         asked(simulator, "cudnn-frontend", operation="backward")
 
 
