@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa.errors import described
 from cupyfa.problem import optional_inputs
 
 _QKV = ("q", "k", "v")

@@ -87,7 +87,9 @@ def test_gradients_mean_the_same(simulator, name, mask):
 
 
 def test_peers_without_gradients_are_refused(simulator):
-    with pytest.raises(Unsupported, match="bench does not time this implementation's gradients"):
+    with pytest.raises(
+        Unsupported, match="bench does not time the gradients of this implementation"
+    ):
         asked(simulator, "cudnn-frontend", operation="backward")
 
 
@@ -121,7 +123,11 @@ def test_nothing_is_copied_for_torch(simulator, name):
             {"causal": True, "M": 50},
             "this implementation returns NaN for rows without visible keys",
         ),
-        ("cudnn-frontend", {}, "cudnn-frontend cannot compute .*: it needs a GPU"),
+        (
+            "cudnn-frontend",
+            {},
+            "cudnn-frontend cannot compute .*: this implementation requires a GPU",
+        ),
     ],
 )
 def test_unsupported_problems_have_a_reason(simulator, name, sizes, reason):
