@@ -221,7 +221,7 @@ class BlockMask:
             )
 
     def maps(self, plan: Plan, backend: Backend, on_host: bool, alone: bool) -> dict[str, Any]:
-        """Returns the tile maps that a plan's kernel reads; empty if it visits all tiles.
+        """Returns the tile maps that a plan's kernel reads; empty if the kernel visits all tiles.
 
         alone: whether this is the call's only mask expression. If so, the kernel skips its
         evaluation in full tiles.
@@ -265,7 +265,7 @@ class BlockMask:
         return p.first_position if "position" in self.text.positions else self.N - self.M
 
     def _array(self, backend: Backend, on_host: bool, name: str) -> Any:
-        """Returns the copy of a captured array on the host or a device; makes it if necessary."""
+        """Returns a captured array's copy on the host or a device; creates it on first use."""
         key = _place(backend, on_host), name
         with self._lock:
             if key not in self._placed:
@@ -275,7 +275,7 @@ class BlockMask:
             return self._placed[key]
 
     def _map(self, backend: Backend, on_host: bool, name: str, *how: Any) -> Any:
-        """Returns the tile map on the host or a device; makes it if necessary."""
+        """Returns a tile map on the host or a device; creates it on first use."""
         key = _place(backend, on_host), name, *how
         *tiles, alone = how
         with self._lock:

@@ -452,10 +452,10 @@ def step(
 
 
 def _may_keep(given: Mapping[str, Any], arrays: Iterable[Any]) -> bool:
-    """Whether a cache may keep a step: q, k and v are small, and no array is a copy or a view.
+    """Whether a cache may keep a step: q, k and v must be small, and no array a copy or a view.
 
-    A copy would not show later changes of the caller's array. A view of another library's array
-    would keep its old address if that library reallocates it.
+    A copy would not reflect later changes to the caller's array. A view of another library's array
+    would keep the old address if that library reallocates the array.
     """
     are_given = all(x is given.get(name) for name, x in zip(_IDENTIFIED, arrays))
     return are_given and sum(given[x].nbytes for x in "qkv" if x in given) <= _MOST_KEPT

@@ -271,7 +271,7 @@ def _levels(given: Any) -> Iterator[_Prefix]:
 
 
 def _check(prefix: _Prefix, cache: KVCache, outer: int) -> None:
-    """Raises ValueError or TypeError if a prefix does not match the cache's batch, k and v."""
+    """Raises ValueError or TypeError if a prefix's batch, k or v does not match the cache's."""
     name, groups, batch = prefix.name, prefix.groups, cache.batch
     if groups < 1 or batch % groups or groups % outer:
         of_outer = f" and be a multiple of the previous prefix's {outer}" * (outer > 1)

@@ -142,7 +142,10 @@ def facts_file(kind: str, about: str) -> Path:
 
 
 def recall(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file, or {} if it is missing, or damaged (with a warning)."""
+    """Returns the JSON object in a file, or {} if the file is missing or damaged.
+
+    Warns if the file is damaged.
+    """
     try:
         facts = records.parsed(_read_own(path, _MOST_FACTS))
         if isinstance(facts, dict):
@@ -172,7 +175,7 @@ def can_write_to(path: Path) -> bool:
             return os.access(path, os.W_OK)
         folder = Path(os.path.realpath(path)).parent
         return folder.is_dir() and can_write(folder)
-    except OSError:  # no permission to enter a directory, or too long a name
+    except OSError:  # no permission to enter a directory, or the name is too long
         return False
 
 
@@ -197,7 +200,7 @@ def limit() -> int:
 
 
 def compiled(path: Path) -> bytes | None:
-    """Returns a compiled kernel without its digest, or None; updates its time of last use.
+    """Returns a compiled kernel without its digest, or None; updates the file's time of last use.
 
     Raises ValueError for an invalid limit, even if nothing has to be compiled.
     """
@@ -244,7 +247,7 @@ def trim(folder: Path) -> None:
     found = []
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
-            with suppress(FileNotFoundError):  # removed by another process
+            with suppress(FileNotFoundError):  # another process may have removed the file
                 if COMPILED.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                     status = entry.stat(follow_symlinks=False)
                     found.append((status.st_mtime, status.st_size, entry.path))
@@ -309,7 +312,7 @@ def _opened(folder: Path, flags: int = 0) -> Iterator[int]:
 
 
 def _replace(path: Path, content: bytes, *, is_own: bool = False) -> None:
-    """Writes a file atomically. is_own: whether it is a cache file, readable by this user only."""
+    """Writes a file atomically. is_own: whether only this user may read it, as for cache files."""
     if not is_own:
         path.parent.mkdir(parents=True, exist_ok=True)
     with _opened(path.parent, os.O_NOFOLLOW if is_own else 0) as folder:

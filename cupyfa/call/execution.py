@@ -45,7 +45,7 @@ def run_call(
 
     given: optional inputs: bias, mask and other arrays, lengths, captured numbers. before: called
     after all checks and before the launches. repeat: how to store the call for repetition; ignored
-    unless its Prepared came from the cache and its arguments are immutable. devices: the caller's
+    unless the call's Prepared was cached and all its arguments are immutable. devices: the caller's
     ``Devices``.
     """
     call, check = read_call(call, check)

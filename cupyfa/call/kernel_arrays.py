@@ -16,10 +16,10 @@ from cupyfa.runtime.prepared import Result
 def add_kernel_arrays(
     call: Call, backend: Backend, arrays: Sequence[Any], *, of_shapes: bool = False
 ) -> tuple[Call, Sequence[Any]]:
-    """Adds the arrays, floats and outputs that a call's kernel is bound to.
+    """Adds to a call the arrays, floats and outputs that its kernel is bound to.
 
     Returns the call and all of its arrays. Bound arrays may be in host or GPU memory; with
-    ``of_shapes`` the kernel must not be bound to any.
+    ``of_shapes`` the kernel must not be bound to any arrays.
     """
     bound = call.kernel
     if not isinstance(bound, BoundKernel):

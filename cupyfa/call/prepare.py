@@ -164,7 +164,7 @@ def find_prepared(
 
 
 def _make_key(call: Call, forms: tuple[Form, ...]) -> tuple[Any, ...]:
-    """Returns a call's cache key. It contains the options' repr, because True equals 1."""
+    """Returns a call's cache key, which contains the repr of options, because True equals 1."""
     # The cached plan keeps the Kernel alive, so that its id stays unique.
     kernel = call.kernel if isinstance(call.kernel, str) else id(call.kernel)
     asked = repr(call.asked) if call.asked else None

@@ -81,14 +81,14 @@ class Parts:
         return product(range(batch), range(heads))
 
     def keys_of(self, rows: range, tile: int) -> Strip:
-        """Returns the keys that rows see, extended to key 0 if an expression uses key indices."""
+        """Returns the keys that these rows see, from key 0 if an expression uses key indices."""
         visible = visible_keys(self.problem, rows, tile)
         if self.counted & {"position", "key", "keys"}:
             visible = range(visible.stop)
         return strip_of(visible, self.keys)
 
     def rows_of(self, keys: range, tile: int) -> Strip:
-        """Returns the rows that see keys, extended to row 0 if an expression uses query indices."""
+        """Returns the rows that see these keys, from row 0 if an expression uses query indices."""
         visible = visible_rows(self.problem, keys, tile)
         if self.counted & {"query", "queries"}:
             visible = range(visible.stop)

@@ -72,7 +72,7 @@ def agree_on_call(
     """Returns the call and its arrays if the calls of all ranks are valid and equal.
 
     Otherwise all ranks raise. arguments: the call's arguments by name. of_rows: dout, out, lse and
-    dlse, where given.
+    dlse, if given.
     """
     of_rows = of_rows or {}
     shards = {name: arguments[name] for name in "qkv"}
@@ -131,7 +131,7 @@ def _check_shards(shards: Mapping[str, Any]) -> None:
 class _Given:
     """One rank's arguments of a call.
 
-    how: keyword arguments that differ from their defaults. of_rows: dout, out, lse and dlse, where
+    how: keyword arguments that differ from their defaults. of_rows: dout, out, lse and dlse, if
     given.
     """
 

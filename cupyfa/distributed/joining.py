@@ -173,10 +173,10 @@ def _id_in_file(place: Place, file: Path, timeout: float) -> bytes:
 
 
 def _id_by_mpi(place: Place, timeout: float) -> bytes:
-    """Gets rank 0's unique id by MPI; raises ValueError if MPI has not started the ranks."""
+    """Receives rank 0's unique id by MPI; raises ValueError if MPI has not started the ranks."""
     if "mpi4py.MPI" in sys.modules:
         world = _mpi().COMM_WORLD
-        # Otherwise a library has imported mpi4py, but MPI has not started the processes.
+        # If these differ, some library has imported mpi4py, but MPI has not started the processes.
         if (world.Get_rank(), world.Get_size()) == place[:2]:
             from cupyfa.distributed.mpi import MpiGroup
 

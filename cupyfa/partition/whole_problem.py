@@ -33,7 +33,8 @@ def read_problem(
     for name, remedy in _REMEDIES.items():
         if keywords.get(name) is not None:
             raise Unsupported(
-                f"{name} is {described(keywords[name])}, which partitioned calls reject; {remedy}"
+                f"{name} is {described(keywords[name])}, but partitioned calls do not support "
+                f"{name}; {remedy}"
             )
     if out is not None and not isinstance(out, DTYPES):
         raise Unsupported(
@@ -56,8 +57,8 @@ def read_problem(
     problem = Problem.of(*arrays, options=options, operands=operands)
     if problem.dtype.result:
         raise Unsupported(
-            f"q, k and v are {problem.dtype.name}, which partitioned calls reject; convert them "
-            "to float16 or bfloat16"
+            f"q, k and v are {problem.dtype.name}, but partitioned calls do not support this "
+            "dtype; convert them to float16 or bfloat16"
         )
     return problem
 
