@@ -73,9 +73,9 @@ def record(
         if not isinstance(value, dict):
             raise ValueError(_wrong(value, "an object"))
         if missing := [name for name in fields if name not in value]:
-            raise ValueError(f"key {missing[0]!r} is missing")
+            raise ValueError(f"{missing[0]} is missing")
         if only and (unknown := [name for name in value if name not in known]):
-            raise ValueError(f"key {reprlib.repr(unknown[0])} is unknown")
+            raise ValueError(f"{reprlib.repr(unknown[0])} is unknown")
         there = {name: value[name] for name in known if name in value}
         return {name: _inside(name, known[name], x) for name, x in there.items()}
 
@@ -178,7 +178,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in found if names.count(name) > 1)
-        raise ValueError(f"key {reprlib.repr(twice)} occurs twice")
+        raise ValueError(f"{reprlib.repr(twice)} occurs twice")
     return found
 
 

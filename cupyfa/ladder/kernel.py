@@ -533,7 +533,7 @@ class BoundKernel:
                 if name not in known:
                     raise TypeError(
                         f"{record.name} has no additional {kind} {name!r}{nearest(name, known)}; "
-                        f"its additional {kind}s are {', '.join(known) or 'none'}"
+                        f"its additional {kind}s: {', '.join(known) or 'none'}"
                     )
         object.__setattr__(self, "returns", tuple(returns))
 

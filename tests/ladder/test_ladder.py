@@ -92,7 +92,7 @@ def test_the_table_is_written_between_the_markers_of_every_page(checkout):
 
 def test_gradients_have_their_own_markers(checkout):
     gradients = [replace(row, kernel="rows", operation="backward") for row in ROWS[1:2]]
-    with pytest.raises(ValueError, match="needs one <!-- measured backward -->"):
+    with pytest.raises(ValueError, match="must contain <!-- measured backward -->"):
         published(checkout, gradients)
     for name in pages.PAGES:
         both = PAGE + PAGE.replace("forward", "backward")
@@ -105,7 +105,7 @@ def test_gradients_have_their_own_markers(checkout):
 def test_no_page_is_written_unless_all_can_be(checkout):
     english, chinese = pages.PAGES
     (checkout / chinese).write_text("no markers")
-    with pytest.raises(ValueError, match=r"zh/ladder\.md needs one <!-- measured forward -->"):
+    with pytest.raises(ValueError, match=r"zh/ladder\.md must contain <!-- measured forward -->"):
         published(checkout)
     assert (checkout / english).read_text() == PAGE
     (checkout / english).unlink()

@@ -241,7 +241,7 @@ def tasks_of(
     if schedules > 1 and not isinstance(backend, Simulator):
         raise ValueError(
             f"schedules is {schedules}, but only the simulator can vary the order of threads, not "
-            f"{backend.limits.device}; use backend='simulator', or give reruns"
+            f'{backend.limits.device}; use backend="simulator", or give reruns'
         )
     if grid not in grids.GRIDS:
         known = ", ".join(grids.GRIDS)
