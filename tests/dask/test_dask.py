@@ -333,7 +333,7 @@ WRONG = {
     "head": (
         {"score_mod": "score + head"},
         Unsupported,
-        "score_mod uses the index head, which starts at 0 in each of the 2 chunks along heads; rechunk",
+        "score_mod uses the index head, which starts at 0 in each of the 2 chunks along heads",
     ),
     "query": ({"mask": "query > 1"}, Unsupported, "uses the index query, which .* along queries"),
     "merged keys": (

@@ -371,11 +371,11 @@ class NoText:
 
 
 WRONG = {
-    "axes": ({"q": X[0], "k": X[0], "v": X[0]}, ValueError, r"give \[batch, heads, rows, d\]"),
+    "axes": ({"q": X[0], "k": X[0], "v": X[0]}, ValueError, r"must be \[batch, heads, rows, d\]"),
     "rows": (
         {"q": X[:, :, :5], "M": 16},
         ValueError,
-        r"q has 5 rows, and rank 1 of 2 must have 8 of 16; give the rows listed by rows\(16",
+        r"q has 5 rows, but rank 1 of 2 must have 8 of the 16 rows; give the rows listed",
     ),
     "M": ({"M": -1}, ValueError, "rows is -1; give a whole number from 0"),
     "order": ({"order": "blocks"}, ValueError, "order is 'blocks'; use 'zigzag' or 'contiguous'"),
@@ -663,7 +663,7 @@ def test_what_is_no_group():
 @pytest.mark.parametrize(
     "change, error, message",
     [
-        (lambda group: X, TypeError, "v is of type ndarray, and q is Sharded; give q, k and v"),
+        (lambda group: X, TypeError, "v is of type ndarray, but q is Sharded; give q, k and v"),
         (
             lambda group: ranks.Sharded(X, group, order="contiguous"),
             ValueError,

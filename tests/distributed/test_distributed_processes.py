@@ -144,7 +144,7 @@ def test_places_that_are_given():
         ({"timeout": 0}, "timeout is 0; give a number of seconds above 0"),
         ({"timeout": "3"}, "timeout is '3'; give a number of seconds above 0"),
         ({"timeout": float("inf")}, "timeout is inf; give a number of seconds above 0, at most"),
-        ({"over": "mpi", "device": 0}, "device is 0, and over='mpi' .*; leave it out"),
+        ({"over": "mpi", "device": 0}, "device is 0, but with over='mpi' .*; leave device out"),
         ({"over": "tcp"}, "over is 'tcp'; use 'nccl' or 'mpi'"),
     ],
     ids=lambda x: None,
@@ -167,7 +167,7 @@ def test_a_process_that_nobody_has_launched_is_alone(monkeypatch):
 
 def test_without_a_gpu(no_device):
     for given in ({"rank": 0, "ranks": 2}, {"rank": 0, "ranks": 1, "device": 5}):
-        with pytest.raises(DeviceError, match="rank 0 needs a GPU for NCCL: no CUDA device"):
+        with pytest.raises(DeviceError, match=r"rank 0 needs a GPU for NCCL \(no CUDA device"):
             ranks.group(**given)
 
 

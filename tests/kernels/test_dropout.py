@@ -206,8 +206,8 @@ def test_prepared_calls_read_a_seed_each_time(backend):
     "given, error, message",
     [
         (np.array([1, 2]), ValueError, r"dropout_seed has shape \(2,\); .* must be \(\) or \(1,\)"),
-        (np.array([1.0]), TypeError, "dropout_seed is float64; it must be of whole numbers"),
-        (np.array(True), TypeError, "dropout_seed is bool; it must be of whole numbers"),
+        (np.array([1.0]), TypeError, "dropout_seed is float64; it must be an integer dtype"),
+        (np.array(True), TypeError, "dropout_seed is bool; it must be an integer dtype"),
     ],
     ids=str,
 )

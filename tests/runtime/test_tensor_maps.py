@@ -259,8 +259,8 @@ def test_axes_of_size_1_get_valid_strides(kernel, simulator):
     [
         (lambda x: x.astype(np.float32), "float32 .*float16 or bfloat16"),
         (lambda x: x[..., 0], "TMA needs .batch, heads, rows, columns."),
-        (lambda x: x[..., 1:], "must be multiples of 16 bytes"),
-        (lambda x: x[:, :, ::-1], "strides positive"),
+        (lambda x: x[..., 1:], "multiples of 16 bytes"),
+        (lambda x: x[:, :, ::-1], "requires positive strides"),
     ],
     ids=["float32", "no columns", "an odd address", "backwards"],
 )

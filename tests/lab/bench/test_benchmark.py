@@ -444,7 +444,7 @@ def test_a_users_kernel_named_like_the_baseline(tmp_path):
 
 def test_different_records_of_the_same_name_are_refused(two_of_a_name):
     one, other = map(records.record_named, two_of_a_name)
-    with pytest.raises(ValueError, match="two kernels have the name 'mine'; give a rec"):
+    with pytest.raises(ValueError, match="two kernels have the name 'mine'; rename"):
         quick([one, other])
     assert names(quick([one, one])) == ["mine", "mine"]
 

@@ -421,7 +421,7 @@ def compiler(folder, script):
 
 TELLS = 'if [ "$1" = --version ]; then echo "cc 1.0"; exit; fi\n'
 COMPILERS = [
-    (None, ["CUPYFA_COMPILER is '.*compiler', which is not a program", "name a C"]),
+    (None, ["CUPYFA_COMPILER is '.*compiler', which is not a program", "set it to a C"]),
     ("\x7fELF", ["does not report its version|cannot be started"]),
     *(
         (script.replace("TELLS ", TELLS), words)

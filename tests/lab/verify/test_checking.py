@@ -261,7 +261,9 @@ def test_the_simulator_skips_cases_that_are_too_large():
     assert outcome == Outcome("softmax_safe", failures.UNSUPPORTED, "too large for the simulator")
     far = Case("softmax", Problem.of_row_sizes(2, 9, "float16"), layout="far")
     (outcome,) = perform(Simulator(), Task(far, ("softmax_safe",)))
-    assert outcome == Outcome("softmax_safe", failures.UNSUPPORTED, "it needs a GPU")
+    assert outcome == Outcome(
+        "softmax_safe", failures.UNSUPPORTED, "the layout 'far' requires a GPU"
+    )
 
 
 @pytest.mark.parametrize("grid", ["smoke", "edges", "fuzz"])
