@@ -396,9 +396,9 @@ def block_mask(
     mask: a bool array, broadcastable to [batch, heads, M, N]; True means visible.
     mask_mod, captured: instead of an array, an expression and the arrays and numbers that it reads,
         as for ``attention``. Its ``position`` follows the causal mask and offset of each call.
-    batch, heads, M, N: the sizes. M and N must equal those of the calls. batch=1 and heads=1 match
-        any number, unless the expression uses ``batch`` or ``head``. For an array, the sizes follow
-        from its axes that are not 1.
+    batch, heads, M, N: the sizes. M and N must equal M and N in the calls. batch=1 and heads=1
+        match any number, unless the expression uses ``batch`` or ``head``. For an array, the sizes
+        follow from its axes that are not 1.
     backend: the backend that computes ``density`` and ``str(mask)``, by name or as a Simulator.
 
     Each tile of queries and keys is classified as empty, full or partial, exactly and from all of

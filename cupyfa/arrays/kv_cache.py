@@ -684,7 +684,7 @@ class _New:
         return array if isinstance(array, np.ndarray) else self._backend.download(array)
 
     def _places(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns each new token's batch element or page, and its row there."""
+        """Returns each new token's batch element or page, and the row within it."""
         size, tokens = self._cache.page_size, self._arrays["q"].shape[2]
         rows = self._on_host("lengths")[:, None] + np.arange(tokens)
         batch: np.ndarray = np.arange(len(rows))[:, None]

@@ -131,7 +131,7 @@ def _make_folder(path: Path) -> None:
     except FileNotFoundError:
         _make_folder(path.parent)
         path.mkdir(mode=0o700, exist_ok=True)
-    except OSError:  # it exists, perhaps on a read-only file system
+    except OSError:  # the directory exists, perhaps on a read-only file system
         if not path.is_dir():
             raise
 

@@ -135,7 +135,7 @@ class LastStep(NamedTuple):
     arrays: Sequence[Any]
 
     def is_repeated(self, fixed: tuple[Any, ...], given: list[Any], cache: KVCache) -> bool:
-        """Whether the arguments and the stream are those of the last call.
+        """Whether the call has the same arguments and stream as the last call.
 
         Reads lengths and pages in host memory again, because the caller may have changed them.
         """

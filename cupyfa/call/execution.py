@@ -64,7 +64,7 @@ def run_call(
         prepared, is_known = find_prepared(call, backend, arrays, forms)
         if is_known and repeat is not None and not check:
             keep, fixed = repeat
-            # The simulator has no streams. There only a KVCache can repeat its last call.
+            # In the simulator, which has no streams, only calls on a KVCache can be repeated.
             may_repeat = backend.stream is not None or not isinstance(keep, str)
             if may_repeat and {*map(type, fixed)} - {type(backend)} <= _FIXED:
                 last = LastCall(fixed, prepared)

@@ -8,12 +8,12 @@ chunk. Rows of q and k may be chunked differently. By default one task per chunk
 keys that its rows see, in one call. With ``MergedKeys(k)`` each task attends to one chunk of keys,
 and further tasks merge the results.
 
-Arguments are those of ``cupyfa.attention``. The calling process chooses kernel and tiles once for
-the whole problem. ``backend`` selects where tasks run, and ``Devices(limits=…)`` describes the
-device to plan for. Expressions may use the score and position - key; ``attention`` without merged
-keys also allows position and key separately; all other indices require one chunk along their axis.
-out has the same bits as in a single call with the same kernel and tiles if the chunks of rows begin
-at multiples of the tile size, except with merged keys and for the kernels listed in
+The arguments are the same as for ``cupyfa.attention``. The calling process chooses kernel and tiles
+once for the whole problem. ``backend`` selects where tasks run, and ``Devices(limits=…)`` describes
+the device to plan for. Expressions may use the score and position - key; ``attention`` without
+merged keys also allows position and key separately; all other indices require one chunk along their
+axis. out has the same bits as in a single call with the same kernel and tiles if the chunks of rows
+begin at multiples of the tile size, except with merged keys and for the kernels listed in
 docs/many-gpus.md.
 
 ``cupyfa.vjp(q, k, v)`` returns lazy gradients dq, dk and dv with the chunks of q, k and v after

@@ -95,7 +95,10 @@ class Parts:
         return strip_of(visible, self.rows)
 
     def differentiated(self, tile: int) -> Iterator[tuple[tuple[str, ...], Strip, Strip]]:
-        """Yields (gradients, rows, keys) for each task of one chunk along batch and heads."""
+        """Yields which gradients each backward task computes, and the rows and keys that it reads.
+
+        The tasks are those of one chunk along batch and heads.
+        """
         if len(self.rows) == len(self.keys) == 1:
             yield ("q", "k", "v"), Strip([0], 0), Strip([0], 0)
             return
