@@ -28,7 +28,7 @@ constexpr int slices = cdiv(d, Bd);               // slices of Q and K; those of
 
 struct Shared {
   Stage ring[stages];
-  float2 PS[pairs_of_sums][threads];  // P times d(modified score)/d(score)
+  float2 PS[pairs_of_sums][threads];  // P times d(modified score) / d(raw score)
   RowStats stats[Br];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");

@@ -213,7 +213,7 @@ struct Consumer {
 #pragma unroll 1
       for (; first_key < task.kv_end; first_key = task.after<Bc>(first_key)) skip();
       if (!tasks.advance()) break;
-      // Start computing the scores of the next Q tile before the current O tile is stored.
+      // Start computing the scores of the next Q tile before storing the current O tile.
       queries.advance();
       shared.Q_pipeline[warpgroup].wait(queries);
       begin_scores();

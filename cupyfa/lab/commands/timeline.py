@@ -110,9 +110,9 @@ def timeline(
     if plot:
         plots.check(plot)
     if save and plot and save.resolve() == plot.resolve():
-        raise ValueError(f"--save and --plot both name {save}; name two files")
+        raise ValueError(f"--save and --plot both write {save}; give two different files")
     if zoom and not plot:
-        command_options.refuse_idle("without --plot there is no picture", "zoom")
+        command_options.refuse_idle("without --plot, nothing is plotted", "zoom")
     small = on.name == "simulator"
     record, problem = command_options.kernel_and_problem(kernel, sizes, on.limits, small=small)
     case = Case(record.operation, problem, seed, values, layout)

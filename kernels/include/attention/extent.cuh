@@ -1,13 +1,13 @@
 #pragma once
-// The geometry of one batch element: its numbers of queries and keys, and which keys each query
-// sees. Query i sees keys kv_begin(i) … kv_end(i) - 1: kv_end depends on the causal mask and the
-// number of keys, kv_begin on the left edge of the window. Above every kernel the host defines:
-// - types: scalar (inputs); result (O, dQ, dK and dV); real (sums and lse: float, or double for
-//   float64 inputs); operand (tensor-core operands; may be narrower than scalar); and Mods, a
-//   struct with the arrays and numbers of options, empty if no option needs any;
-// - the size and tile constants that the first comment of a .cu file lists;
-// - options: causal, windowed, positive_scale; packed, ragged (batch.cuh), page_size (pages.cuh)
-//   and those that score_context.cuh in kernels/with/attention lists.
+// Geometry of one batch element: how many queries and keys it has, and which keys each query sees.
+// Query i sees keys kv_begin(i) … kv_end(i) - 1. kv_end depends on the causal mask and the number
+// of keys, kv_begin on the left edge of the window. The host prepends definitions to each kernel:
+// - types: scalar (element type of the inputs), result (of O, dQ, dK and dV), real (of sums and
+//   lse: float, or double for float64 inputs), operand (of tensor-core operands; may be narrower
+//   than scalar) and Mods (a struct of the arrays and numbers that options use; may be empty);
+// - the size and tile constants listed in the comment at the top of the kernel's .cu file;
+// - option flags: causal, windowed, positive_scale; packed, ragged (batch.cuh); page_size
+//   (pages.cuh); and the flags listed in kernels/with/attention/score_context.cuh.
 
 #include <attention/batch.cuh>
 #include <attention/score_context.cuh>
