@@ -1,4 +1,4 @@
-"""The public functions. NumPy arrays return NumPy arrays; CuPy and DLPack arrays return CuPy's."""
+"""The public functions. They return NumPy arrays for NumPy inputs, and otherwise CuPy arrays."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def attention(
     - Lists of arrays [heads, rows, d], one array per sequence, are packed; results are lists, too.
     - ``Scaled(q, scale)``: a float8_e4m3fn array with one scale per key head. Float8 inputs are
       used as they are, and out is bfloat16. ``Padded(Scaled(q, scale), lengths)`` combines both.
-    - ``attention(q, cache)``: the attention of new tokens, q [batch, heads, new tokens, d], to the
-      keys and values of a ``KVCache``. New tokens are the last ones of each sequence: in a sequence
+    - ``attention(q, cache)``: attention of new tokens, q [batch, heads, new tokens, d], over the
+      keys and values in a ``KVCache``. The new tokens are the last of each sequence: in a sequence
       of n keys, token i sees keys j <= n - new tokens + i. In expressions, ``keys`` is the number
       of keys of a sequence. Grids are sized for the cache's capacity, and kernels read lengths and
       page tables on the device: the host does not synchronize, and a captured CUDA graph can be
@@ -144,7 +144,7 @@ def attention(
     dropout: a ``Dropout``, which zeroes some softmax weights. It does not affect lse.
     precision: the format that inputs may be rounded to: for float32 "tf32", "float16", "bfloat16"
         or "float8_e4m3", for float16 and bfloat16 only "float8_e4m3". By default inputs are not
-        rounded unless ``kernel`` always rounds them; "float32" rejects kernels that do.
+        rounded unless ``kernel`` always rounds them; "float32" rejects kernels that round.
     append: (k, v) of the new tokens, [batch, kv_heads, new tokens, d | dv]. They are written into
         the cache from row cache.lengths on, and then attended to as well. Without ``append`` the
         cache must already hold them, and cache.lengths must count them. The call never changes
@@ -209,7 +209,7 @@ def attention(
     if unknown:
         raise unknown_argument(attention, unknown)
     if append is not None:
-        raise TypeError("append requires a KVCache, and k is an array; leave append out")
+        raise TypeError("append requires a KVCache, but k is an array; leave append out")
     inputs: dict[str, Any] = {}
     asked: OptionKeywords = {}
     # Skip reading the options if all of them have their defaults.
@@ -263,8 +263,8 @@ def vjp(
         raise unknown_argument(vjp, both, OF_BOTH_PASSES)
     if out is not None and not isinstance(out, DTYPES):
         raise ValueError(
-            f"out is {described(out)}; vjp allocates out, which the pullback keeps: give a dtype, "
-            "or call attention and backward"
+            f"out is {described(out)}, but vjp allocates the output itself, because the pullback "
+            "keeps it; give a dtype, or call attention and backward"
         )
     pullback.refuse_gradients(INPUTS.get(str(getattr(q, "dtype", "")).removeprefix("torch.")))
     both = convert_lists(both) if both else both  # type: ignore[assignment]
@@ -294,8 +294,8 @@ def _pullback(
     """Calls ``backward``; a function at module level, so that pullbacks can be pickled."""
     if unknown:
         raise TypeError(
-            f"pullback() has no argument {next(iter(unknown))!r}; it takes dout and dlse and "
-            "returns new arrays: to write into existing ones, call backward with grads="
+            f"pullback() has no argument {next(iter(unknown))!r}; its arguments are dout and dlse, "
+            "and it returns new arrays: to write into existing arrays, call backward with grads="
         )
     return backward(dout, *arrays, dlse=dlse, **how)
 
@@ -392,10 +392,11 @@ def compile(
         contiguous arrays of ``dtype``, a name or a NumPy dtype (CuPy arrays; NumPy arrays in the
         simulator). Fields of structured arrays such as ``Packed(q, offsets)`` are arrays or shapes
         in the same way. With shapes, lse is float32, or float64 for float64.
-    keywords: further arguments of that function. bias, mask, sink and other optional arrays are
-        given as arrays or, with shapes, in the notation of ``plan``; dlse is an array or shape like
-        lse. With shapes, ``out=`` is the dtype of the output, also for ``backward``, and a kernel
-        must not be bound to arrays, since the problem determines their shapes.
+    keywords: further arguments of ``attention`` or ``backward``. bias, mask, sink and other
+        optional arrays are given as arrays or, with shapes, in the notation of ``plan``; dlse is an
+        array or shape like lse. With shapes, ``out=`` is the dtype of the output, also for
+        ``backward``, and a kernel must not be bound to arrays, since the problem determines their
+        shapes.
 
     Returns a Prepared. ``prepared(q, k, v, out=None)`` or ``prepared(dout, q, k, v, out, lse,
     grads=None)`` takes a few microseconds for CuPy arrays, and raises for arrays of other shapes,
@@ -462,14 +463,14 @@ def plan(
     return_max: bool = False,
     **scores: Unpack[ScoreKeywords],
 ) -> Plan:
-    """Plans an attention call from sizes alone, without arrays and without a launch.
+    """Plans an attention call from its sizes, without arrays and without launching kernels.
 
     N defaults to M, dv to d, kv_heads to heads. ``limits`` describes the target device, by default
     that of the backend. ``out`` is the dtype of the output.
 
     alibi_slopes, bias, mask, sink and the arrays of ``captured`` are given as a shape, (1, 8, 64,
     64), or as letters for the axes, "1hmn". Their dtype is then float32, except that bias has
-    ``dtype`` and mask is bool. A dtype can be named: "f16[1hmn]", or for captured arrays "i32[M]"
+    ``dtype`` and mask is bool. To set the dtype, write "f16[1hmn]", or for captured arrays "i32[M]"
     or "f32[heads]". Arrays are accepted as well, and only their shapes and dtypes are used. A mask
     may also be a ``block_mask`` or an expression. lengths_q and lengths_k, the lengths of
     ``Padded`` arrays, are True or "i32[batch]". ``scales`` names the ``Scaled`` arrays, as "qkv".

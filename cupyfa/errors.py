@@ -79,7 +79,8 @@ class OfThisProcess:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            f"a {type(self).__name__} belongs to its process and cannot be pickled; {self._instead}"
+            f"a {type(self).__name__} is tied to the process that created it and cannot be "
+            f"pickled; {self._instead}"
         )
 
     def __copy__(self) -> Any:

@@ -39,16 +39,16 @@ from cupyfa.score.expressions import Expression
 
 # A call adds this prefix to the names of a block mask's arrays.
 _PREFIX = optional_inputs.OF_BLOCKS
-_DRAWN = 128  # rows and keys of a tile in `density` and `str`
-_MOST_DRAWN = 64  # largest number of lines, and of columns, in a drawing
+_DRAWN = 128  # rows per tile, and keys per tile, in `density` and `str`
+_MOST_DRAWN = 64  # largest number of lines, and of columns, that `str` returns
 _SIGNS = " ░█"  # characters for EMPTY, PARTIAL and FULL
 
 
 class BlockMask:
-    """A mask that knows which tiles are empty, partial or full; made by ``block_mask``.
+    """A mask whose tiles are classified as empty, partial or full; created by ``block_mask``.
 
-    Arrays are copied. Tile states are cached per device and tile size. Only ``update`` changes a
-    block mask. ``a & b``, ``a | b`` and ``~a`` are block masks.
+    The mask's arrays are copied. Tile states are cached per device and tile size. Only ``update``
+    changes a block mask. ``a & b``, ``a | b`` and ``~a`` are block masks, too.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class BlockMask:
         _ = self._problem  # raises if the expression does not match the captured arrays
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles the mask's definition, without maps, device copies and the lock."""
+        """Pickles the mask's definition, without maps, device copies or the lock."""
         return BlockMask, (self.text, self._unchanging(), self.sizes, self.backend)
 
     @property
@@ -89,15 +89,15 @@ class BlockMask:
 
     @property
     def density(self) -> float:
-        """The fraction of tiles of 128 queries and 128 keys that are not empty."""
+        """The fraction of tiles, each of 128 queries and 128 keys, that are not empty."""
         states = self.states(_DRAWN, _DRAWN)
         return float((states != EMPTY).mean()) if states.size else 0.0
 
     def states(self, rows: int, keys: int) -> np.ndarray:
-        """Returns the state of each tile of ``rows`` x ``keys``: 0 is empty, 1 partial, 2 full.
+        """Returns the state of each tile of ``rows`` x ``keys`` pairs: 0 empty, 1 partial, 2 full.
 
         The result is uint8, [batch, heads, cdiv(M, rows), cdiv(N, keys)], where batch and heads are
-        1 unless the expression names them.
+        1 unless the expression uses these indices.
         """
         return self._states(backend_named(self.backend), "float32", rows, keys, self.N - self.M)
 
@@ -183,7 +183,8 @@ class BlockMask:
         """
         if p.is_ragged:
             raise Unsupported(
-                f"a block mask cannot be used with {p.ragged_by}; give its expression as mask="
+                f"a block mask cannot be used with {p.ragged_by}; pass the block mask's expression "
+                "as mask="
             )
         self._check(p)
         text = rename_in_text(self.text.text, {x: _PREFIX + x for x in self.captured})
@@ -195,7 +196,7 @@ class BlockMask:
         return replace(p, options=options, operands=(*p.operands, *mine))
 
     def arrays(self, backend: Backend, on_host: bool) -> dict[str, Any]:
-        """Returns the mask's arrays by their names in a call, on the host or in GPU memory."""
+        """Maps the names of the mask's arrays in a call to copies on the host or a device."""
         return {
             f"mods.{_PREFIX}{x.name}": self._array(backend, on_host, x.name)
             for x in self._operands
@@ -207,20 +208,20 @@ class BlockMask:
         own = ", ".join(f"{name}={x}" for name, x in zip(_SIZES, self.sizes))
         if (self.M, self.N) != (p.M, p.N):
             raise ValueError(
-                f"mask is a block mask of {own}, and the call has {sizes}; make one with M={p.M} "
-                f"and N={p.N}"
+                f"mask is a block mask for {own}, but the call has {sizes}; create a block mask "
+                f"with M={p.M} and N={p.N}"
             )
         for name, mine, given in (("batch", self.batch, p.batch), ("heads", self.heads, p.heads)):
             if mine == given or (mine == 1 and not self._depends(name)):
                 continue
-            why = "" if mine != 1 else f", and its expression names {_PLACE_OF[name]}"
+            why = "" if mine != 1 else f" whose expression uses {_PLACE_OF[name]}"
             raise ValueError(
-                f"mask is a block mask of {own}{why}, and the call has {sizes}; make one with "
-                f"{name}={given}"
+                f"mask is a block mask for {own}{why}, but the call has {sizes}; create a block "
+                f"mask with {name}={given}"
             )
 
     def maps(self, plan: Plan, backend: Backend, on_host: bool, alone: bool) -> dict[str, Any]:
-        """Returns the tile maps that a plan's kernel reads; empty if it visits all tiles.
+        """Returns the tile maps that a plan's kernel reads; empty if the kernel visits all tiles.
 
         alone: whether this is the call's only mask expression. If so, the kernel skips its
         evaluation in full tiles.
@@ -245,7 +246,7 @@ class BlockMask:
 
     @cached_property
     def _problem(self) -> Problem:
-        """The problem to classify tiles for; batch and heads are 1 if the mask ignores them."""
+        """The problem whose tiles are classified; batch or heads is 1 if the mask ignores it."""
         batch, heads, M, N = self.sizes
         batch, heads = (
             batch if self._depends("batch") else 1,
@@ -264,7 +265,7 @@ class BlockMask:
         return p.first_position if "position" in self.text.positions else self.N - self.M
 
     def _array(self, backend: Backend, on_host: bool, name: str) -> Any:
-        """Returns the copy of a captured array on the host or a device; makes it if necessary."""
+        """Returns a captured array's copy on the host or a device; creates it on first use."""
         key = _place(backend, on_host), name
         with self._lock:
             if key not in self._placed:
@@ -274,7 +275,7 @@ class BlockMask:
             return self._placed[key]
 
     def _map(self, backend: Backend, on_host: bool, name: str, *how: Any) -> Any:
-        """Returns the tile map on the host or a device; makes it if necessary."""
+        """Returns a tile map on the host or a device; creates it on first use."""
         key = _place(backend, on_host), name, *how
         *tiles, alone = how
         with self._lock:
@@ -292,8 +293,8 @@ class BlockMask:
         position, alone = how
         if backend.is_capturing:
             raise ValueError(
-                "mask is a block mask without tile states for this call, which cannot be computed "
-                "while a graph is captured; compile or run the call before the capture"
+                "the block mask has no tile states for this call yet, and they cannot be computed "
+                "while a CUDA graph is captured; compile or run the call before the capture"
             )
         p, arrays = self._problem_at(sums, position), self._arrays(backend)
         made = DeviceMap(backend, p, arrays, name, rows, keys, alone=alone)
@@ -331,33 +332,34 @@ class BlockMask:
         mine = {x.name: x for x in self._operands if x.is_array}
         if name not in mine:
             raise ValueError(
-                f"captured has {name!r}, and this block mask's arrays are "
-                f"{', '.join(mine) or 'none'}; make a new block mask to change numbers"
+                f"captured contains {name!r}, but the captured arrays of this block mask are "
+                f"{', '.join(mine) or 'none'}; to change a number, create a new block mask"
             )
         before, now = mine[name], optional_inputs.of_value(name, given)
         if now != before:
             raise ValueError(
-                f"{name} is {now.dtype} {now.shape}; an update must be {before.dtype} "
-                f"{before.shape}, as before: convert it, or make a new block mask"
+                f"{name} is {now.dtype} {now.shape}, but the array that it replaces is "
+                f"{before.dtype} {before.shape}; convert {name}, or create a new block mask"
             )
         return given
 
     def _joined(self, other: BlockMask, sign: str) -> BlockMask:
         if not isinstance(other, BlockMask):
             raise TypeError(
-                f"{sign} joins two block masks, and one operand is {described(other)}; convert it "
-                "with block_mask(array)"
+                f"{sign} combines two block masks, but one operand is {described(other)}; convert "
+                "that operand with block_mask(array)"
             )
         if (self.M, self.N) != (other.M, other.N):
-            raise ValueError(f"{self!r} and {other!r} differ in M or N; make both for equal sizes")
+            raise ValueError(f"{self!r} and {other!r} must have the same M and N")
         sizes: list[int] = []
         for name, a, b in (("batch", self.batch, other.batch), ("heads", self.heads, other.heads)):
             if 1 not in (a, b) and a != b:
-                raise ValueError(f"{self!r} and {other!r} differ in {name}; make them equal or 1")
+                raise ValueError(f"{self!r} and {other!r} must have equal {name}, or one must be 1")
             short = self if a < b else other
             if a != b and short._depends(name):
                 raise ValueError(
-                    f"{short!r} names {_PLACE_OF[name]}; make it with {name}={max(a, b)}"
+                    f"the expression of {short!r} uses {_PLACE_OF[name]}; create that block mask "
+                    f"with {name}={max(a, b)}"
                 )
             sizes.append(max(a, b))
         captured, names = self._unchanging(), {}
@@ -394,15 +396,14 @@ def block_mask(
     mask: a bool array, broadcastable to [batch, heads, M, N]; True means visible.
     mask_mod, captured: instead of an array, an expression and the arrays and numbers that it reads,
         as for ``attention``. Its ``position`` follows the causal mask and offset of each call.
-    batch, heads, M, N: the sizes. M and N must equal those of the calls. batch=1 and heads=1 match
-        any number, unless the expression uses ``batch`` or ``head``. For an array, the sizes follow
-        from its axes that are not 1.
-    backend: the backend that computes ``density`` and drawings, by name or as a Simulator.
+    batch, heads, M, N: the sizes. M and N must equal M and N in the calls. batch=1 and heads=1
+        match any number, unless the expression uses ``batch`` or ``head``. For an array, the sizes
+        follow from its axes that are not 1.
+    backend: the backend that computes ``density`` and ``str(mask)``, by name or as a Simulator.
 
     Each tile of queries and keys is classified as empty, full or partial, exactly and from all of
     its pairs, when a call first needs it. Most kernels skip empty tiles and evaluate the mask only
-    in partial tiles; a few evaluate it in all tiles. Results equal those of the same mask without
-    tiles.
+    in partial tiles; a few evaluate it in all tiles. Results are the same as with an ordinary mask.
 
     Raises ValueError or TypeError for wrong arguments.
     """
@@ -410,11 +411,13 @@ def block_mask(
     if not isinstance(given, Mapping):
         raise TypeError(f'captured is {described(captured)}; give {{"name": array}}')
     if (mask is None) == (mask_mod is None):
-        raise TypeError("give either mask, a bool array, or mask_mod, an expression")
+        raise TypeError("give either mask (a bool array) or mask_mod (an expression)")
     sizes = [options.read_size("batch", batch, 2**31), options.read_size("heads", heads, 2**31)]
     if mask is not None:
         if given:
-            raise TypeError("captured is for expressions, and mask is an array; leave captured out")
+            raise TypeError(
+                "captured is only for expressions, but mask is an array; leave captured out"
+            )
         array = _copied("mask", mask)
         return _of_array(array, (*sizes, M, N), backend)
     if M is None or N is None:
@@ -462,14 +465,14 @@ def _of_array(array: Any, given: tuple[int | None, ...], backend: str | Backend)
     sizes = []
     for name, n, asked in zip(_SIZES, array.shape, given):
         if asked is not None and n not in (1, asked) and not (asked == 1 and name in _PLACE_OF):
-            raise ValueError(f"mask has shape {array.shape} and {name}={asked}; make them equal")
+            raise ValueError(f"mask has shape {array.shape}, which does not match {name}={asked}")
         sizes.append(max(n, asked or 1) if n else 0)
     text = _expression(f"array[{optional_inputs.indices(array.shape)}]")
     return BlockMask(text, {"array": array}, tuple(sizes), backend)  # type: ignore[arg-type]
 
 
 def rename_in_text(text: str, names: Mapping[str, str]) -> str:
-    """Substitutes names in an expression by other names or expressions."""
+    """Replaces names in an expression with other names or expressions."""
     trees = {name: ast.parse(x, mode="eval").body for name, x in names.items()}
 
     class Renaming(ast.NodeTransformer):
@@ -491,7 +494,7 @@ def _seen(name: str, given: Any) -> Any:
 
 
 def _copied(name: str, given: Any) -> Any:
-    """Copies an array in the memory where it is; returns numbers unchanged."""
+    """Copies an array within host memory or within GPU memory; returns numbers unchanged."""
     seen = _seen(name, given)
     if not is_array(seen):
         return seen

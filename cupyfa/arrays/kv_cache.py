@@ -38,7 +38,7 @@ SCALES = optional_inputs.SCALES
 E4M3_SINCE = 89
 _IDENTIFIED = ("q", "lengths", "pages", "k", "v", "cos", "sin")  # arrays compared by identity
 THREADS = 128  # threads per block; each warp writes one row
-_MOST_KEPT = 1 << 20  # limit for the bytes of q, k and v that a cache keeps until its next step
+_MOST_KEPT = 1 << 20  # largest size in bytes of the q, k and v that a cache keeps for a repeat
 APPEND = Launch(
     "append_keys",
     args="Q turned_Q new_K new_V K V cosines sines positions lengths.data used.data pages.data "
@@ -129,7 +129,7 @@ class KVCache(Structured):
         if len(self.lengths) != wanted:
             whose = "k" if self.pages is None else "pages"
             raise ValueError(
-                f"lengths has shape {tuple(self.lengths.shape)}, and {whose} has {wanted} "
+                f"lengths has shape {tuple(self.lengths.shape)}, but {whose} has {wanted} "
                 "sequences; give one length per sequence"
             )
         self.k_scale, self.v_scale = (
@@ -172,7 +172,8 @@ class KVCache(Structured):
         if len(starts) != len(last) + 1:
             raise ValueError(
                 f"indptr has {len(starts)} elements and last_page_len has {len(last)}; indptr must "
-                "have one more: the start of each sequence's pages, then the end"
+                "have one element more than last_page_len: the start of each sequence's pages, "
+                "followed by the end of the last sequence"
             )
         counts = starts[1:] - starts[:-1]
         most = len(listed)
@@ -231,7 +232,7 @@ class KVCache(Structured):
 
     @property
     def is_interleaved(self) -> bool:
-        """Whether its rotary embedding pairs adjacent columns."""
+        """Whether the cache's rotary embedding pairs adjacent columns."""
         return self.rotary is not None and self.rotary.interleaved
 
     def __repr__(self) -> str:
@@ -256,11 +257,11 @@ class KVCache(Structured):
             wanted += f", or [pages, kv_heads], {(count, heads)}"
         if not self.is_e4m3:
             raise ValueError(
-                f"{name[0]} is Scaled, and k is {self.k.dtype}; scales are for {E4M3}: pass the "
-                "array itself"
+                f"{name[0]} is Scaled, but only {E4M3} caches support scales and k is "
+                f"{self.k.dtype}; pass the array itself"
             )
         if shape not in ((heads,), (self.batch, heads)) and (not count or shape != (count, heads)):
-            raise ValueError(f"{name} has shape {shape}; its shape must be {wanted}")
+            raise ValueError(f"{name} has shape {shape}; it must be {wanted}")
         if str(scale.dtype) != "float32":
             raise TypeError(f"{name} is {scale.dtype}; it must be float32: convert it")
         if not columns_contiguous(scale):
@@ -272,7 +273,7 @@ class KVCache(Structured):
         if count and count == self.batch:
             raise ValueError(
                 f"{name} has shape {shape}, which is ambiguous because there are as many pages as "
-                "sequences; add a page to k and v"
+                "sequences; add an unused page to k and v"
             )
         return scale[:, None] if count and count == shape[0] else scale
 
@@ -281,8 +282,8 @@ class KVCache(Structured):
         check_page_size("page_size", self.page_size, Unsupported)
         if not (count and columns):
             raise ValueError(
-                f"k has {count} pages and the page table has {columns} columns; give at least one "
-                "of each"
+                f"k has {count} pages and the page table has {columns} columns; both must have at "
+                "least one"
             )
 
     @property
@@ -301,9 +302,9 @@ class KVCache(Structured):
         wrong = np.flatnonzero((lengths < 0) | (lengths > self.capacity - new))
         if wrong.size:
             i = int(wrong[0])
-            more = f", and the call appends {new}" if new else ""
+            more = f" and the call appends {new}" if new else ""
             raise ValueError(
-                f"lengths[{i}] is {lengths[i]}, and {self._room}{more}; give a number from 0 to "
+                f"lengths[{i}] is {lengths[i]}, but {self._room}{more}; lengths must be from 0 to "
                 f"{self.capacity - new}"
             )
         if pages is None:
@@ -314,8 +315,8 @@ class KVCache(Structured):
         if len(missing):
             b, i = map(int, missing[0])
             raise ValueError(
-                f"pages[{b}, {i}] is {pages[b, i]}, and k has {count} pages; give page numbers "
-                f"from 0 to {count - 1} for all {lengths[b] + new} keys of sequence {b}"
+                f"pages[{b}, {i}] is {pages[b, i]}, but k has {count} pages; the page numbers for "
+                f"the {lengths[b] + new} keys of sequence {b} must be from 0 to {count - 1}"
             )
 
 
@@ -400,8 +401,8 @@ def step(
     _check_shapes(given, cache)
     if new is not None and share_memory(given["cache.k"], given["cache.v"]):
         raise ValueError(
-            "cache.k and cache.v share memory, and the call appends keys and values; give separate "
-            "arrays"
+            "cache.k and cache.v share memory, but the call appends to both; give arrays that do "
+            "not overlap"
         )
     on_host = isinstance(given["lengths"], np.ndarray)
     if on_host or look:
@@ -451,10 +452,10 @@ def step(
 
 
 def _may_keep(given: Mapping[str, Any], arrays: Iterable[Any]) -> bool:
-    """Whether a cache may keep a step: q, k and v are small, and no array is a copy or a view.
+    """Whether a cache may keep a step: q, k and v must be small, and no array a copy or a view.
 
-    A copy would not show later changes of the caller's array. A view of another library's array
-    would keep its old address if that library reallocates it.
+    A copy would not reflect later changes to the caller's array. A view of another library's array
+    would keep the old address if that library reallocates the array.
     """
     are_given = all(x is given.get(name) for name, x in zip(_IDENTIFIED, arrays))
     return are_given and sum(given[x].nbytes for x in "qkv" if x in given) <= _MOST_KEPT
@@ -488,7 +489,9 @@ def check_keys(k: Any, v: Any, layout: str) -> None:
     shapes = f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}"
     if len(k.shape) != 4 or len(v.shape) != 4 or k.shape[:3] != v.shape[:3]:
         axes = "rows, kv_heads" if layout == "bshd" else "kv_heads, rows"
-        raise ValueError(f"{shapes}; both must be [batch or pages, {axes}, columns]")
+        raise ValueError(
+            f"{shapes}; both must be [batch or pages, {axes}, columns], and only columns may differ"
+        )
     for name, x in (("k", k), ("v", v)):
         if (str(x.dtype) not in DTYPES and x.dtype != E4M3) or x.dtype != k.dtype:
             raise TypeError(
@@ -534,28 +537,28 @@ def _check_shapes(given: Mapping[str, Any], cache: KVCache) -> None:
     shape = tuple(q.shape)
     if len(shape) != 4 or shape[0] != cache.batch or shape[3] != keys.shape[3]:
         raise ValueError(
-            f"q has shape {shape}; it must be [batch, heads, new tokens, d], here "
-            f"({cache.batch}, heads, new tokens, {keys.shape[3]})"
+            f"q has shape {shape}; it must be [batch, heads, new tokens, d] with "
+            f"batch={cache.batch} and d={keys.shape[3]}, to match the cache"
         )
     if cache.is_e4m3:
         if str(q.dtype) not in ("float16", "bfloat16"):
             raise TypeError(
-                f"q is {q.dtype}; with a cache of {E4M3} it must be float16 or bfloat16: convert it"
+                f"q is {q.dtype}; with a {E4M3} cache, q must be float16 or bfloat16: convert q"
             )
     elif q.dtype != keys.dtype:
-        raise TypeError(f"q is {q.dtype} and the cache is {keys.dtype}; convert one of them")
+        raise TypeError(f"q is {q.dtype}, but the cache is {keys.dtype}; convert one of them")
     for name, like in (("k", keys), ("v", values)):
         wanted = cache.batch, keys.shape[1], shape[2], like.shape[3]
         if name in given and (tuple(given[name].shape), given[name].dtype) != (wanted, q.dtype):
             x = given[name]
             raise ValueError(
                 f"{name} is {x.dtype} {tuple(x.shape)}; it must be {q.dtype} {wanted}, [batch, "
-                f"kv_heads, new tokens, columns], to match q and the cache; {cache._room}"
+                f"kv_heads, new tokens, columns], to match q and the cache ({cache._room})"
             )
     if "k" in given and shape[2] > cache.capacity:
         raise ValueError(
-            f"k has {shape[2]} new tokens, [batch, kv_heads, new tokens, d], and {cache._room}; "
-            "give fewer"
+            f"k has {shape[2]} new tokens (its shape is [batch, kv_heads, new tokens, d]), but "
+            f"{cache._room}; append fewer tokens"
         )
     if "cos" in given:
         _check_angles(given["cos"], given["sin"], q)
@@ -568,7 +571,7 @@ def _check_angles(cos: Any, sin: Any, q: Any) -> None:
     if not is_table or not 0 < 2 * shape[1] <= d:
         raise ValueError(
             f"rotary has shapes {shape} and {tuple(sin.shape)}; both must be [positions, angles], "
-            f"with 1 to {d // 2} angles: one for each pair of the {d} columns of q, or fewer"
+            f"with 1 to {d // 2} angles: at most one for each pair of q's {d} columns"
         )
     if cos.dtype not in dtypes or sin.dtype != cos.dtype:
         either = " or ".join(dict.fromkeys(map(str, dtypes)))
@@ -595,11 +598,14 @@ def _check_contents(backend: Backend, given: Mapping[str, Any], cache: KVCache) 
     for name in ("cache.k", "cache.v"):
         array = given[name]
         if isinstance(array, np.ndarray) and not array.flags.writeable:
-            raise ValueError(f"{name} is read-only, and the call appends to it; make it writable")
+            raise ValueError(
+                f"{name} is read-only, but the call appends to it; make {name} writable"
+            )
         for other in ("q", "k", "v"):
             if overlap(array, given[other]):
                 raise ValueError(
-                    f"{other} shares memory with {name}, which the call writes to; give a copy"
+                    f"{other} shares memory with {name}, which the call writes to; give a copy of "
+                    f"{other}"
                 )
 
 
@@ -607,13 +613,13 @@ def _check_positions(cos: Any, lengths: np.ndarray, new: int) -> None:
     positions, needed = len(cos), int(lengths.max(initial=0)) + new
     if needed > positions:
         raise ValueError(
-            f"rotary has {positions} positions, and a sequence has {needed} keys; give cos and sin "
-            f"with at least {needed} rows"
+            f"rotary has {positions} positions, but a sequence has {needed} keys; cos and sin must "
+            f"have at least {needed} rows"
         )
 
 
 class _New:
-    """The launch of append_keys, with the arrays that it reads and writes."""
+    """A launch of append_keys, with the arrays that the kernel reads and writes."""
 
     def __init__(
         self, backend: Backend, arrays: Mapping[str, Any], cache: KVCache, is_moved: bool
@@ -678,7 +684,7 @@ class _New:
         return array if isinstance(array, np.ndarray) else self._backend.download(array)
 
     def _places(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns each new token's batch element or page, and its row there."""
+        """Returns each new token's batch element or page, and the row within it."""
         size, tokens = self._cache.page_size, self._arrays["q"].shape[2]
         rows = self._on_host("lengths")[:, None] + np.arange(tokens)
         batch: np.ndarray = np.arange(len(rows))[:, None]
@@ -757,7 +763,7 @@ def _arguments(arrays: Mapping[str, Any], cache: KVCache) -> list[Argument]:
 
 
 def _tensor(name: str, is_given: bool, axes: tuple[int | None, ...] = FIRST_AXES) -> Argument:
-    """Makes a Tensor argument, null if the array is missing."""
+    """Makes a Tensor argument, whose pointer is null if the array is missing."""
     value = None if is_given else np.zeros((), TENSOR)
     return Argument(name, value=value, strides=axes)
 
@@ -778,7 +784,7 @@ def _scale_argument(name: str, scale: Any) -> Argument:
 def scales_of(backend: Backend, cache: KVCache | None, k: Any, like: Any) -> dict[str, Any]:
     """Returns the scales of e4m3 keys and values (1 if missing), or {} for other dtypes.
 
-    cache: the KVCache that holds k, or None. like: an array in the memory where scales must be.
+    cache: the KVCache that holds k, or None. like: an array in the memory for the returned scales.
     """
     if k.dtype != E4M3:
         return {}
@@ -802,8 +808,8 @@ def _check_arch(backend: Backend) -> None:
     limits = backend.limits
     if limits.arch is not None and int(limits.arch) < E4M3_SINCE:
         raise Unsupported(
-            f"{limits.device} is sm_{limits.arch}, and a cache of {E4M3} needs sm_{E4M3_SINCE} or "
-            "later; use float16 or bfloat16"
+            f"{limits.device} is sm_{limits.arch}, but a {E4M3} cache requires sm_{E4M3_SINCE} or "
+            "later; use a float16 or bfloat16 cache"
         )
 
 
@@ -828,9 +834,11 @@ def _there(name: str, given: Any, keys: Any) -> Any:
     if name in SCALES:
         made = array.astype(np.float32)
     elif array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"{name} has {array.dtype} elements; give integers")
+        raise TypeError(f"{name} contains {array.dtype} values; give integers")
     elif array.size and not _INTEGERS.min <= array.min() <= array.max() <= _INTEGERS.max:
-        raise ValueError(f"{name} ranges from {array.min()} to {array.max()}; give int32 values")
+        raise ValueError(
+            f"{name} ranges from {array.min()} to {array.max()}; its values must fit in int32"
+        )
     else:
         made = array.astype(np.int32)
     if isinstance(keys, np.ndarray):

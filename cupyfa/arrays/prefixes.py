@@ -1,8 +1,8 @@
 """Shared prefixes in decoding: keys that several sequences share are read once (cascade attention).
 
-For each prefix one call attends to its keys; its rows are the queries of all sequences that share
-the prefix. The results are merged with the attention to each sequence's own keys. Rows of such a
-call do not follow query positions, so expressions read the positions from arrays.
+Each prefix gets a call of its own, whose rows are the queries of all sequences that share the
+prefix. The result is merged with the attention over each sequence's own keys. In such a call the
+row index does not determine a query's position, so expressions read positions from arrays.
 
 A captured graph writes to fixed addresses, so all arrays are kept alive and written in place.
 """
@@ -39,7 +39,7 @@ _PLAIN: dict[str, Any] = {"causal": None, "window": NO_WINDOW, "score_mod": None
 
 @dataclass(frozen=True)
 class Part:
-    """The arguments of the call for one prefix. q: [groups, heads, rows, d]."""
+    """The arguments of one prefix's call. q: [groups, heads, rows, d]."""
 
     q: Any
     k: Any
@@ -67,7 +67,7 @@ class _Prefix:
 
     @property
     def arrays(self) -> dict[str, Any]:
-        """The prefix's arrays by their names in error messages."""
+        """Maps names for error messages to the prefix's arrays."""
         more = {} if self.cache is None else {x: getattr(self.cache, x) for x in _OF_CACHE}
         own = {"k": self.k, "v": self.v, **more}
         return {f"{self.name}.{name}": x for name, x in own.items() if x is not None}
@@ -79,7 +79,7 @@ class Prefixes:
     def __init__(
         self, backend: str | Backend, given: Any, q: Any, cache: KVCache, *, look: bool
     ) -> None:
-        """Checks the prefixes ``given``; with ``look`` also lengths and pages in GPU memory."""
+        """Checks the prefixes; with ``look`` also the lengths and pages in GPU memory."""
         self._cache, self._levels = cache, tuple(_levels(given))
         self._copies: list[tuple[Any, Any]] = []
         outer, named = 1, {"q": q, "lengths": cache.lengths}
@@ -93,16 +93,16 @@ class Prefixes:
 
     @cached_property
     def keys(self) -> Any:
-        """The number of prefix keys per sequence: int32 [batch], in the memory of lengths."""
+        """The number of prefix keys per sequence: int32 [batch], in the same memory as lengths."""
         return self._counted(self._levels)
 
     def own(
         self, options: AttentionOptions, captured: Mapping[str, Any] | None
     ) -> tuple[AttentionOptions, dict[str, Any]]:
-        """Returns options and captured arrays for the call on the cache's own keys.
+        """Returns options and captured arrays for the call on the keys in the cache.
 
-        Prefixes shift queries and keys by the same amount, which does not affect windows and ALiBi.
-        Expressions that use positions are rewritten to add the shift.
+        A prefix shifts the positions of queries and keys by the same amount, which does not affect
+        windows and ALiBi. Expressions that use positions are rewritten to add this shift.
         """
         names = {x: f"{x} + {KEYS}[batch]" for x in ("key", "position", "keys")}
         texts: dict[str, Any] = {
@@ -145,7 +145,7 @@ class Prefixes:
         return made
 
     def take_queries(self) -> None:
-        """Copies the queries into their rows again, after the step has rotated them."""
+        """Copies the queries to the rows of the prefix calls, after the step has rotated them."""
         with self._backend.working_on(self._q):
             for rows, queries in self._copies:
                 rows[...] = queries
@@ -155,7 +155,7 @@ class Prefixes:
     ) -> list[tuple[Any, Any]]:
         """Reshapes out and lse of the prefix calls to [batch, heads, tokens, ..].
 
-        The last result, from the cache's own keys, has this shape already.
+        The last result, for the keys in the cache, already has this shape.
         """
         *of_prefixes, last = results
         self._keep(*last)
@@ -167,19 +167,19 @@ class Prefixes:
         return [*made, last]
 
     def _split(self, prefix: _Prefix, array: Any, tokens: int) -> Any:
-        """Splits joined rows into sequences: returns [batch, heads, tokens, ..]."""
+        """Splits the rows of a prefix call by sequence: returns [batch, heads, tokens, ..]."""
         together = self._together(prefix)
         groups, heads, _, *columns = array.shape
         split = array.reshape(groups, heads, together, tokens, *columns).swapaxes(1, 2)
         return split.reshape(groups * together, heads, tokens, *columns)
 
     def _keep(self, *arrays: Any) -> None:
-        """During a graph capture, keeps the arrays alive that the graph will read or write."""
+        """During a graph capture, keeps arrays alive that the graph will read or write."""
         if self._backend.stream and self._backend.is_capturing:
             of_graphs.append(arrays)
 
     def _together(self, prefix: _Prefix) -> int:
-        """Returns the number of sequences that share each group of the prefix."""
+        """Returns the number of consecutive sequences that share one group of the prefix."""
         return self._cache.batch // prefix.groups
 
     def _rows_of(self, q: Any, prefix: _Prefix) -> Any:
@@ -220,7 +220,8 @@ class Prefixes:
             raise TypeError(f'captured is {described(captured)}; give {{"name": array}}')
         if taken := [x for x in (ENDS, KEYS, FIRST, SLOPES) if x in (captured or {})]:
             raise ValueError(
-                f"captured has {taken[0]!r}, a name reserved for caches with a prefix; rename it"
+                f"captured contains {taken[0]!r}, which is reserved in calls with a prefix; rename "
+                "this entry"
             )
         named = {name for text in texts for name in text.captured}
         return {**(captured or {}), **{x: array() for x, array in own.items() if x in named}}
@@ -250,7 +251,7 @@ def _levels(given: Any) -> Iterator[_Prefix]:
     """Reads the argument ``prefix``: one prefix or a list of prefixes."""
     several = isinstance(given, list)
     if several and not given:
-        raise ValueError("prefix is an empty list; give at least one prefix, or leave it out")
+        raise ValueError("prefix is an empty list; give at least one prefix, or leave prefix out")
     for i, x in enumerate(given if several else [given]):
         name = f"prefix[{i}]" if several else "prefix"
         if isinstance(x, KVCache):
@@ -270,30 +271,31 @@ def _levels(given: Any) -> Iterator[_Prefix]:
 
 
 def _check(prefix: _Prefix, cache: KVCache, outer: int) -> None:
-    """Raises ValueError or TypeError if a prefix does not match the cache's batch, k and v."""
+    """Raises ValueError or TypeError if a prefix's batch, k or v does not match the cache's."""
     name, groups, batch = prefix.name, prefix.groups, cache.batch
     if groups < 1 or batch % groups or groups % outer:
-        of_outer = f" and is a multiple of the previous prefix's {outer}" * (outer > 1)
+        of_outer = f" and be a multiple of the previous prefix's {outer}" * (outer > 1)
         raise ValueError(
-            f"{name} has {groups} sequences and the cache has {batch}; each must be shared by the "
-            f"same number of consecutive sequences: give a number that divides {batch}{of_outer}"
+            f"{name} has {groups} sequences, but the cache has {batch}; the number of prefix "
+            f"sequences must divide {batch}{of_outer}, because each of them is shared by the same "
+            "number of consecutive sequences in the cache"
         )
     for what, mine, its in (("k", prefix.k, cache.k), ("v", prefix.v, cache.v)):
         found, wanted = (x.shape[1::2] for x in (mine, cache.rows_of(its)))
         if found != wanted:
             raise ValueError(
-                f"{name}.{what} has {found[0]} heads and {found[1]} columns, and cache.{what} has "
-                f"{wanted[0]} and {wanted[1]}; make them equal"
+                f"{name}.{what} has {found[0]} heads and {found[1]} columns, but cache.{what} has "
+                f"{wanted[0]} heads and {wanted[1]} columns; both must be equal"
             )
         if mine.dtype != its.dtype:
-            raise TypeError(f"{name} is {mine.dtype} and the cache is {its.dtype}; convert one")
+            raise TypeError(f"{name} is {mine.dtype}, but the cache is {its.dtype}; convert one")
 
 
 # Expressions
 
 
 def _places(tokens: int, together: int, *, is_first: bool) -> dict[str, str]:
-    """Maps index names to expressions for a prefix call, whose rows join several sequences."""
+    """Maps index names to expressions for a prefix call, whose rows belong to several sequences."""
     sequence, token = f"batch * {together} + query // {tokens}", f"query % {tokens}"
     return {
         "batch": sequence,
@@ -314,8 +316,8 @@ def _texts(
 ) -> dict[str, Expression]:
     """Makes a prefix call's score_mod and mask_mod, which include ALiBi, window and mask.
 
-    hides_later: whether to hide keys after the query. A prefix can contain such keys if a call has
-    more queries than the sequence has keys in the cache.
+    hides_later: whether to mask keys at later positions than the query. A prefix can contain such
+    keys if a call has more queries than the sequence has keys in the cache.
     """
     score = None if options.score_mod is None else options.score_mod.text
     if axes_of_slopes:

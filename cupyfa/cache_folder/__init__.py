@@ -106,7 +106,7 @@ def remedy(variable: str = "CUPYFA_CACHE_DIR") -> str:
 
 
 def give_cupy_a_folder() -> None:
-    """Sets CUPY_CACHE_DIR if CuPy's cache is not writable, because import of CuPy would fail."""
+    """Sets CUPY_CACHE_DIR if CuPy's cache is not writable; importing CuPy would otherwise fail."""
     usual = os.path.expanduser("~/.cupy/kernel_cache")
     if not can_write(Path(os.environ.get("CUPY_CACHE_DIR", usual))):
         os.environ["CUPY_CACHE_DIR"] = str(folder() / "cupy")
@@ -131,18 +131,21 @@ def _make_folder(path: Path) -> None:
     except FileNotFoundError:
         _make_folder(path.parent)
         path.mkdir(mode=0o700, exist_ok=True)
-    except OSError:  # it exists, perhaps on a read-only file system
+    except OSError:  # the directory exists, perhaps on a read-only file system
         if not path.is_dir():
             raise
 
 
 def facts_file(kind: str, about: str) -> Path:
-    """Returns the path of the JSON file with this kind of facts about a device or other subject."""
+    """Returns the path of a JSON file. kind: what it stores. about: a device or other subject."""
     return folder() / kind / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', about)}.json"
 
 
 def recall(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file, or {} if it is missing, or damaged (with a warning)."""
+    """Returns the JSON object in a file, or {} if the file is missing or damaged.
+
+    Warns if the file is damaged.
+    """
     try:
         facts = records.parsed(_read_own(path, _MOST_FACTS))
         if isinstance(facts, dict):
@@ -172,7 +175,7 @@ def can_write_to(path: Path) -> bool:
             return os.access(path, os.W_OK)
         folder = Path(os.path.realpath(path)).parent
         return folder.is_dir() and can_write(folder)
-    except OSError:  # no permission to enter a directory, or too long a name
+    except OSError:  # no permission to enter a directory, or the name is too long
         return False
 
 
@@ -184,7 +187,7 @@ def write_whole(path: Path, content: bytes) -> None:
                 stream.write(content)
         else:
             _replace(Path(os.path.realpath(path)), content)
-    except OSError as error:  # whose path may be that of a temporary file
+    except OSError as error:  # its path may be that of a temporary file
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
@@ -197,7 +200,7 @@ def limit() -> int:
 
 
 def compiled(path: Path) -> bytes | None:
-    """Returns a compiled kernel without its digest, or None; updates its time of last use.
+    """Returns a compiled kernel without its digest, or None; updates the file's time of last use.
 
     Raises ValueError for an invalid limit, even if nothing has to be compiled.
     """
@@ -205,13 +208,13 @@ def compiled(path: Path) -> bytes | None:
     place = place_of(path)
     content = unsealed(place)
     if content is not None:
-        with suppress(OSError):  # the folder is read-only
+        with suppress(OSError):  # the folder may be read-only
             os.utime(place, follow_symlinks=False)
     return content
 
 
 def keep_compiled(path: Path, content: bytes) -> None:
-    """Writes a compiled kernel, and now and then removes the least recently used kernels.
+    """Writes a compiled kernel, and occasionally removes the least recently used kernels.
 
     If ``path`` cannot be written, warns and stores the kernel in a temporary folder of this
     process; see ``place_of``.
@@ -236,7 +239,7 @@ def place_of(path: Path) -> Path:
 
 
 def trim(folder: Path) -> None:
-    """Removes the least recently used compiled kernels until the rest is within the limit.
+    """Removes the least recently used compiled kernels until the cache is within its limit.
 
     Kernels used in the last hour are kept, because another process may be about to load them. A
     process whose kernel was removed nevertheless compiles it again. Processes may trim in parallel.
@@ -244,7 +247,7 @@ def trim(folder: Path) -> None:
     found = []
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
-            with suppress(FileNotFoundError):  # removed by another process
+            with suppress(FileNotFoundError):  # another process may have removed the file
                 if COMPILED.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                     status = entry.stat(follow_symlinks=False)
                     found.append((status.st_mtime, status.st_size, entry.path))
@@ -290,11 +293,11 @@ def _read_own(path: Path, most: int) -> bytes:
     with os.fdopen(handle, "rb") as file:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
+            raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
         if status.st_uid != os.geteuid() or status.st_mode & _OTHERS_WRITE:
-            raise PermissionError(errno.EPERM, "other users can write to it", os.fspath(path))
+            raise PermissionError(errno.EPERM, "file writable by other users", os.fspath(path))
         if status.st_size > most:
-            raise OSError(errno.EFBIG, f"it is larger than {most:,} bytes", os.fspath(path))
+            raise OSError(errno.EFBIG, f"file larger than {most:,} bytes", os.fspath(path))
         return file.read(most)
 
 
@@ -309,7 +312,7 @@ def _opened(folder: Path, flags: int = 0) -> Iterator[int]:
 
 
 def _replace(path: Path, content: bytes, *, is_own: bool = False) -> None:
-    """Writes a file atomically. is_own: whether it is a cache file, readable by this user only."""
+    """Writes a file atomically. is_own: whether only this user may read it, as for cache files."""
     if not is_own:
         path.parent.mkdir(parents=True, exist_ok=True)
     with _opened(path.parent, os.O_NOFOLLOW if is_own else 0) as folder:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 Reader = Callable[[Any], Any]
-MOST_TEXT = 1 << 16  # most characters of a string
-MOST_ITEMS = 1 << 20  # most elements of a list, and most names of an object
+MOST_TEXT = 1 << 16  # largest number of characters in a string
+MOST_ITEMS = 1 << 20  # largest number of elements in a list, or of keys in an object
 INT32, INT64 = 2**31 - 1, 2**63 - 1
 
 
@@ -33,7 +33,7 @@ def read_file(path: str | Path, most: int) -> bytes:
 
 
 def parsed(content: bytes | str) -> Any:
-    """Parses a JSON text. Raises ValueError for invalid JSON and for duplicate names."""
+    """Parses a JSON text. Raises ValueError for invalid JSON and for duplicate keys."""
     try:
         return json.loads(content, object_pairs_hook=_object)
     except RecursionError:
@@ -44,8 +44,8 @@ def parsed(content: bytes | str) -> Any:
 def refusing(what: str) -> Iterator[None]:
     """Turns errors about a file's content into a one-line ValueError: ``what`` and the reason.
 
-    Any exception counts, since values of the right types may still be inconsistent. Only OSError,
-    from reading the file, is not changed.
+    Converts all exceptions except OSError, which reading the file may raise: values of the right
+    types may still be inconsistent and fail anywhere.
     """
     try:
         yield
@@ -63,9 +63,9 @@ def record(
     *,
     only: bool = False,
 ) -> Reader:
-    """Returns a reader of an object with these fields, of which the optional ones may be missing.
+    """Returns a reader of an object with these fields; ``optional`` fields may be missing.
 
-    The reader drops other fields, or rejects them with ``only``.
+    The reader drops unknown fields, or rejects them if ``only`` is true.
     """
     known = {**fields, **(optional or {})}
 
@@ -83,11 +83,11 @@ def record(
 
 
 def mapping_of(read: Reader, most: int = MOST_ITEMS) -> Reader:
-    """Returns a reader of an object with any names, whose values ``read`` accepts."""
+    """Returns a reader of an object with arbitrary keys, whose values ``read`` accepts."""
 
     def read_all(value: Any) -> dict[str, Any]:
         if not isinstance(value, dict) or len(value) > most:
-            raise ValueError(_wrong(value, f"an object of at most {most:,} names"))
+            raise ValueError(_wrong(value, f"an object with at most {most:,} keys"))
         return {text()(name): _inside(name, read, x) for name, x in value.items()}
 
     return read_all
@@ -103,7 +103,7 @@ def list_of(read: Reader, most: int = MOST_ITEMS) -> Reader:
 
 
 def row_of(*readers: Reader, least: int = 0) -> Reader:
-    """Returns a reader of a list with a reader per element; only the first ``least`` must exist."""
+    """Returns a reader of a list with one reader per element, of at least ``least`` elements."""
 
     def read_each(value: Any) -> list[Any]:
         if not isinstance(value, list | tuple) or not least <= len(value) <= len(readers):
@@ -178,7 +178,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in found if names.count(name) > 1)
-        raise ValueError(f"{reprlib.repr(twice)} is given twice")
+        raise ValueError(f"{reprlib.repr(twice)} occurs twice")
     return found
 
 

@@ -31,13 +31,13 @@ _NO_OPTIONS: OptionKeywords = {}
 class Devices(NamedTuple):
     """The GPUs that compute calls on NumPy arrays, as in ``backend=Devices("all")``.
 
-    numbers: the GPUs that share the work: "all", or device indices as [0, 1]; by default the
+    numbers: the GPUs that share the work: "all", or device indices such as [0, 1]; by default the
         current GPU. Results have the same bits as on one GPU, except for kernels whose order of
         summation depends on the number of heads or rows.
     progress: a function that is called as ``progress(done, total, what)`` after each chunk.
-    backend: the backend of the devices.
+    backend: "cuda", "simulator", "auto" or a configured Simulator, as for ``attention``.
     limits: for Dask arrays, the limits of the workers' devices, if the calling process has no such
-        device; ``cupyfa.plan`` accepts the same objects.
+        device; ``cupyfa.plan`` also accepts such limits.
     """
 
     numbers: Literal["all"] | Sequence[int] | None = None
@@ -52,8 +52,8 @@ ANYWHERE = Devices()
 class Call(NamedTuple):
     """All non-array arguments of a call.
 
-    ``keywords.read_call`` checks the flags and traces Python functions. Then the call and the forms
-    of its arrays are the cache key of the Prepared that runs it.
+    ``keywords.read_call`` checks the flags and traces Python functions. After that, a call together
+    with the shapes, strides and dtypes of its arrays serves as the cache key for its Prepared.
     """
 
     operation: Operation

@@ -1,4 +1,4 @@
-"""Attention to a ``KVCache``: appends new tokens and computes their attention."""
+"""Attention over a ``KVCache``: appends new tokens and computes their attention."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _REFUSED = {
 
 
 class DecodeCall(NamedTuple):
-    """The arguments of ``attention`` on a cache.
+    """The arguments of ``attention`` over a KV cache.
 
     new: the keys and values to append. options: include causal="bottom-right" and the dtype of out.
     scores: alibi_slopes and sink. out: the caller's array, or None.
@@ -72,7 +72,7 @@ class DecodeCall(NamedTuple):
     check: bool
 
     def write(self, step: Step) -> Callable[[], None] | None:
-        """Returns the function that rotates and appends new tokens, or None if not needed."""
+        """Returns the function that rotates and appends new tokens, or None if none is needed."""
         if not step.writes:
             return None
         return step.write_and_check if self.check else step.write
@@ -85,16 +85,20 @@ class DecodeCall(NamedTuple):
 
 
 def attention_of_others(attention: Callable[..., Any], given: Mapping[str, Any]) -> Any:
-    """Implements ``attention`` on a KVCache. given: the arguments by name."""
+    """Implements ``attention`` over a KVCache. given: the call's arguments by name."""
     if given["unknown"]:
         raise unknown_argument(attention, given["unknown"])
     q, cache = given["q"], given["k"]
     if given["v"] is not None:
         raise TypeError(
-            f"v is {described(given['v'])}, and k is a KVCache, which holds the values; leave v out"
+            f"v is {described(given['v'])}, but k is a KVCache, which also holds the values; leave "
+            "v out"
         )
     if not isinstance(cache, KVCache):
-        raise TypeError(f"q is a KVCache, and k is {described(cache)}; write attention(q, cache)")
+        raise TypeError(
+            f"q is a KVCache and k is {described(cache)}; the cache must be second: attention(q, "
+            "cache)"
+        )
     new, out, check = given["append"], given["out"], given["check"]
     scores = given["alibi_slopes"], given["sink"]
     fixed = *_FIXED(given), out if isinstance(out, DTYPES) else None
@@ -131,7 +135,7 @@ class LastStep(NamedTuple):
     arrays: Sequence[Any]
 
     def is_repeated(self, fixed: tuple[Any, ...], given: list[Any], cache: KVCache) -> bool:
-        """Whether the arguments and the stream are those of the last call.
+        """Whether the call has the same arguments and stream as the last call.
 
         Reads lengths and pages in host memory again, because the caller may have changed them.
         """
@@ -180,7 +184,7 @@ def append_tokens(
 def _read(
     attention: Callable[..., Any], q: Any, cache: KVCache, given: Mapping[str, Any]
 ) -> DecodeCall:
-    """Checks the arguments; raises ValueError or TypeError for those that decoding rejects."""
+    """Checks a call's arguments; raises ValueError or TypeError if decoding rejects one of them."""
     scores = {x: given[x] for x in OF_SCORES if given[x] is not None}
     arrays, asked = split_keywords(attention, scores)
     out, asked = read_out(given["out"], q, asked)
@@ -189,11 +193,12 @@ def _read(
     for name, value in refused.items():
         if value is not None:
             raise ValueError(
-                f"{name} is {described(value)}, and k is a KVCache: {_REFUSED[name]}; leave it out"
+                f"{name} is {described(value)}, but attention on a KVCache does not support "
+                f"{name}: {_REFUSED[name]}; leave {name} out"
             )
     if asked.get("causal") == "top-left":
         raise ValueError(
-            "causal is 'top-left', but with a KVCache the new tokens are the last ones of each "
+            "causal is 'top-left', but with a KVCache the new tokens are the last tokens of each "
             "sequence; leave causal out"
         )
     new = given["append"]
@@ -203,8 +208,8 @@ def _read(
         )
     if (return_max := read_flag("return_max", given["return_max"])) and cache.prefix is not None:
         raise ValueError(
-            "return_max is True, and the cache has a prefix, whose results are merged without row "
-            "maxima; leave return_max or the prefix out"
+            "return_max is True, but row maxima are not computed for a cache with a prefix; leave "
+            "return_max or the prefix out"
         )
     options = replace(AttentionOptions.of(None, asked), causal="bottom-right") if asked else _CAUSAL
     return DecodeCall(
@@ -302,7 +307,7 @@ def _choose_kernel(
 
 
 def _run_with_prefixes(call: DecodeCall, cached: Call, step: Step, shared: Prefixes) -> Any:
-    """Computes attention to the prefixes and to the cache's own keys, and merges the results."""
+    """Computes attention over the prefixes and over the keys in the cache; merges the results."""
     assert cached.options is not None
     out = None if step.is_moved else call.out
     if out is not None:  # validate `out` before writing to the cache
@@ -322,7 +327,7 @@ def _run_with_prefixes(call: DecodeCall, cached: Call, step: Step, shared: Prefi
 
 
 def _check_target(out: Any, step: Step, options: AttentionOptions) -> None:
-    """Raises if ``out`` has another shape, dtype or device than the result, or overlaps inputs."""
+    """Raises if ``out`` overlaps inputs or does not match the result's shape, dtype and device."""
     shape = *step.q.shape[:3], step.v.shape[3]
     inputs = {"q": step.q, "cache.k": step.k, "cache.v": step.v}
     mine = writable_view(step.backend, "out", out)
@@ -333,7 +338,7 @@ def _check_target(out: Any, step: Step, options: AttentionOptions) -> None:
 def _make_prefix_calls(
     call: DecodeCall, cached: Call, step: Step, shared: Prefixes
 ) -> list[tuple[Call, Sequence[Any]]]:
-    """Makes one call per prefix and one for the cache's own keys, each with its arrays."""
+    """Makes one call per prefix and one call for the keys in the cache, each with its arrays."""
     assert cached.options is not None
     captured, slopes = call.captured, call.scores[0]
     if slopes is not None:
@@ -352,7 +357,7 @@ def _make_prefix_calls(
 def _run_together(
     calls: Sequence[tuple[Call, Sequence[Any]]], begin: Callable[[], None], check: bool
 ) -> list[Any]:
-    """Plans all calls, then runs ``begin`` and the calls, so that errors occur before any write."""
+    """Plans all calls, then runs ``begin`` and the calls: errors in planning precede all writes."""
     (call, arrays), *others = calls
     found: list[Any] = []
 

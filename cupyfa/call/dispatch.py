@@ -13,8 +13,9 @@ from cupyfa.runtime import ragged
 def find_function(name: str, q: Any, k: Any, v: Any) -> Callable[..., Any] | None:
     """Finds the implementation of ``attention``, ``vjp`` or ``backward`` for the type of q, k, v.
 
-    It takes the public function and its ``locals()``. Returns None for arrays that kernels read
-    directly or that a later check rejects. Raises TypeError if no implementation exists.
+    The returned function takes the public function and its ``locals()``. Returns None for arrays
+    that kernels read directly or that a later check rejects. Raises TypeError if no implementation
+    exists.
     """
     kind = k if KINDS.get(type(k)) else q
     module = KINDS.get(type(kind))
@@ -23,7 +24,7 @@ def find_function(name: str, q: Any, k: Any, v: Any) -> Callable[..., Any] | Non
     function = getattr(import_module(module), f"{name}_of_others", None)
     if function is None:
         raise TypeError(
-            f"{name} does not take a {type(kind).__name__}; vjp takes lists, and only attention "
-            "takes a KVCache"
+            f"{name} does not support {type(kind).__name__} arguments; vjp supports lists, and "
+            "only attention supports a KVCache"
         )
     return function

@@ -45,7 +45,7 @@ def run_call(
 
     given: optional inputs: bias, mask and other arrays, lengths, captured numbers. before: called
     after all checks and before the launches. repeat: how to store the call for repetition; ignored
-    unless its Prepared came from the cache and its arguments are immutable. devices: the caller's
+    unless the call's Prepared was cached and all its arguments are immutable. devices: the caller's
     ``Devices``.
     """
     call, check = read_call(call, check)
@@ -64,7 +64,7 @@ def run_call(
         prepared, is_known = find_prepared(call, backend, arrays, forms)
         if is_known and repeat is not None and not check:
             keep, fixed = repeat
-            # The simulator has no streams. There only a KVCache can repeat its last call.
+            # In the simulator, which has no streams, only calls on a KVCache can be repeated.
             may_repeat = backend.stream is not None or not isinstance(keep, str)
             if may_repeat and {*map(type, fixed)} - {type(backend)} <= _FIXED:
                 last = LastCall(fixed, prepared)
@@ -84,7 +84,7 @@ def _read_numbers(devices: Devices, backend: Backend, *, on_host: bool) -> tuple
     """Returns the devices that share a call; the first one also runs a call that is not split."""
     if not on_host:
         raise TypeError(
-            f"backend is Devices({described(devices.numbers)}), and the arrays are already on a "
+            f"backend is Devices({described(devices.numbers)}), but the arrays are already on a "
             "device; leave backend out, or give NumPy arrays"
         )
     return devices_of(backend, devices.numbers)

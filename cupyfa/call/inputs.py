@@ -103,7 +103,9 @@ def check_packed(named: Mapping[str, Any]) -> None:
     for name, x in named.items():
         shape = getattr(x, "shape", x)
         if name != "lse" and isinstance(shape, tuple) and len(shape) != 3:
-            raise ValueError(f"{name} has shape {shape}; Packed takes [rows, heads, columns]")
+            raise ValueError(
+                f"{name} has shape {shape}; a Packed array must be [rows, heads, columns]"
+            )
 
 
 def _name_inputs(call: Call, operands: Sequence[Operand], blocks: BlockMask | None) -> Call:
@@ -154,7 +156,7 @@ def add_input_forms(
         lse = inputs["lse"]
         shapes[optional_inputs.DLSE] = lse.shape
         if read_shape("the shape of dlse", dlse) != lse.shape:
-            raise ValueError(f"the shape of dlse is {dlse}; it must be that of lse, {lse.shape}")
+            raise ValueError(f"dlse has shape {dlse}; it must be {lse.shape}, the shape of lse")
         before_dlse = sum(x.name in optional_inputs.OWN_ARRAYS for x in found)
         found.insert(before_dlse, Operand(optional_inputs.DLSE, str(lse.dtype), (batch, heads, M)))
     arrays = [(shapes.get(x.name, x.shape), x.numpy) for x in found if x.is_array]

@@ -16,10 +16,10 @@ from cupyfa.runtime.prepared import Result
 def add_kernel_arrays(
     call: Call, backend: Backend, arrays: Sequence[Any], *, of_shapes: bool = False
 ) -> tuple[Call, Sequence[Any]]:
-    """Adds the arrays, floats and outputs that a call's kernel is bound to.
+    """Adds to a call the arrays, floats and outputs that its kernel is bound to.
 
     Returns the call and all of its arrays. Bound arrays may be in host or GPU memory; with
-    ``of_shapes`` the kernel must not be bound to any.
+    ``of_shapes`` the kernel must not be bound to any arrays.
     """
     bound = call.kernel
     if not isinstance(bound, BoundKernel):
@@ -27,7 +27,7 @@ def add_kernel_arrays(
     names = tuple(name for name in bound.kernel.inputs if name in bound.own)
     if of_shapes and names:
         raise TypeError(
-            f"{bound.kernel.name} is bound to {', '.join(names)}, and q is a shape; do not bind "
+            f"{bound.kernel.name} is bound to {', '.join(names)}, but q is a shape; do not bind "
             "arrays when compiling from shapes"
         )
     inputs, outputs = (*call.inputs, *names), (*call.outputs, *bound.returns)
@@ -36,7 +36,7 @@ def add_kernel_arrays(
         return call, arrays
     theirs = [as_array(backend, name, bound.own[name]) for name in names]
     if others := {x: y for x, y in zip(names, theirs) if not hasattr(y, "dtype")}:
-        adopt(backend, **others)  # raises TypeError with the name
+        adopt(backend, **others)  # raises TypeError with the array's name
     return call, (*arrays, *(backend.move_beside(arrays[0], x) for x in theirs))
 
 
@@ -51,17 +51,17 @@ def check_kernel_arrays(
     found = {}
     for name, wanted in record.inputs.items():
         shape, dtype = wanted.shape(p), wanted.dtype(p)
-        takes = f"{name} must be {dtype} {shape}"
+        takes = f"it must be {dtype} {shape}"
         if isinstance(wanted.axes, str):
             takes += f", [{', '.join(wanted.axes.split())}]"
         if not wanted.when(p):
             if name in given:
-                raise ValueError(f"{record.name} does not read {name} for {p}; do not bind it")
+                raise ValueError(f"{record.name} does not read {name} for {p}; do not bind {name}")
         elif backend is not None:
             found[name] = backend.empty(shape, dtype)
         elif name not in given:
             raise TypeError(
-                f"{record.name} needs the array {name}; {takes}: pass "
+                f"{record.name} requires the array {name}; {takes}: pass "
                 f"kernel={record.name}.bind({name}=…)"
             )
         elif tuple(given[name].shape) not in (shape, _with_leading_axes(wanted.axes, shape, lead)):

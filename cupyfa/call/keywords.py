@@ -58,7 +58,7 @@ if TYPE_CHECKING:
         tiles: Tiles | None
 
     class NoKeywords(TypedDict):
-        """No keywords: makes type checkers report unknown ones."""
+        """No keywords: makes type checkers report any keyword argument as unknown."""
 
 
 DTYPES = (str, np.dtype, type)  # types of ``out`` that name a dtype
@@ -149,7 +149,7 @@ def split_keywords(
 
 
 def read_out(out: Any, q: Any, asked: OptionKeywords) -> tuple[Any, OptionKeywords]:
-    """Returns the caller's output array, or None, and ``asked`` with the dtype of the output.
+    """Returns the caller's output array, or None, and ``asked`` extended by the output's dtype.
 
     out: the array, the dtype of a new one, or None.
     """
@@ -158,7 +158,7 @@ def read_out(out: Any, q: Any, asked: OptionKeywords) -> tuple[Any, OptionKeywor
     if isinstance(out, DTYPES):
         return None, {**asked, "out_dtype": out}  # type: ignore[typeddict-item]
     name, of = (str(getattr(x, "dtype", "")).removeprefix("torch.") for x in (out, q))
-    if name == of or of not in INPUTS or not can_give(name, INPUTS[of]):  # later checks raise
+    if name == of or of not in INPUTS or not can_give(name, INPUTS[of]):  # a later check raises
         return out, asked
     return out, {**asked, "out_dtype": name}  # type: ignore[typeddict-item]
 
@@ -177,7 +177,7 @@ def split_mask(mask: Any) -> dict[str, Any]:
         if kind in found:
             one = "expressions" if is_expression else "arrays"
             remedy = "join them with `and`" if is_expression else "combine them with &"
-            raise TypeError(f"mask has two {one}; {remedy}")
+            raise TypeError(f"mask contains two {one}; {remedy}")
         found[kind] = x
     return found
 

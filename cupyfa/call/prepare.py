@@ -62,7 +62,9 @@ def compile_call(
     qkv, structure = unwrap(*(by_name[x] for x in "qkv"))
     by_name |= zip("qkv", qkv)
     if isinstance(how.get("backend"), Devices):
-        raise TypeError("backend is Devices, and compile supports one device; name one backend")
+        raise TypeError(
+            "backend is Devices, but compile supports only one device; give one backend"
+        )
     call = Call(operation, how.pop("kernel", "auto"), how.pop("backend", "auto"), asked=asked)
     if operation == "backward":
         _complete_lse(call, by_name, how.get("layout", "bhsd"), of_shapes=of_shapes)
@@ -77,8 +79,8 @@ def compile_call(
     required = tuple(by_name.values())
     if {isinstance(x, tuple | list) for x in required} != {of_shapes}:
         raise TypeError(
-            f"give {', '.join(names[:-1])} and {names[-1]} as arrays, or all as shapes together "
-            "with dtype="
+            f"{', '.join(names[:-1])} and {names[-1]} must be arrays, or all must be shapes; with "
+            "shapes, give dtype="
         )
     call, _ = read_call(call, False)
     if STARTS[0] in structure:
@@ -133,7 +135,9 @@ def _make_empty(backend: Backend, shape: tuple[int, ...], dtype: np.dtype) -> An
 def find_prepared(
     call: Call, backend: Backend, arrays: Sequence[Any], forms: tuple[Form, ...]
 ) -> tuple[Prepared, bool]:
-    """Returns the Prepared for a call on arrays of these forms, and whether it was cached.
+    """Returns a call's Prepared, and whether it was cached.
+
+    forms: the arrays' shapes, strides and dtypes.
 
     If a cached call differs only in numbers (captured numbers, softcap, dropout), its Prepared is
     copied with the new numbers instead of being planned again.
@@ -160,7 +164,7 @@ def find_prepared(
 
 
 def _make_key(call: Call, forms: tuple[Form, ...]) -> tuple[Any, ...]:
-    """Returns a call's cache key. It contains the options' repr, because True equals 1."""
+    """Returns a call's cache key, which contains the repr of options, because True equals 1."""
     # The cached plan keeps the Kernel alive, so that its id stays unique.
     kernel = call.kernel if isinstance(call.kernel, str) else id(call.kernel)
     asked = repr(call.asked) if call.asked else None

@@ -1,4 +1,4 @@
-"""Arguments and results of the backward pass: lse, dlse, and the arrays that ``wrt`` names."""
+"""Arguments and results of the backward pass: lse, dlse, and the arrays listed in ``wrt``."""
 
 from __future__ import annotations
 
@@ -75,20 +75,20 @@ def make_unread_lse(
 def check_dlse(dlse: Any, lse: Any) -> Any:
     """Returns ``dlse``; raises TypeError or ValueError unless it has lse's shape and dtype."""
     if not hasattr(dlse, "shape"):
-        raise TypeError(f"dlse is {described(dlse)}; give an array like lse")
+        raise TypeError(f"dlse is {described(dlse)}; give an array with the shape and dtype of lse")
     if tuple(dlse.shape) != tuple(lse.shape) or str(dlse.dtype) != str(lse.dtype):
         raise ValueError(
-            f"dlse is {dlse.dtype} {tuple(dlse.shape)}; it must be {lse.dtype} {tuple(lse.shape)} "
-            "like lse"
+            f"dlse is {dlse.dtype} {tuple(dlse.shape)}; it must be {lse.dtype} "
+            f"{tuple(lse.shape)}, like lse"
         )
     return dlse
 
 
 def check_like_result(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:
-    """Raises unless dout, out or lse has the shape and dtype that follow from q, k and v."""
+    """Raises if the shape or dtype of dout, out or lse does not match q, k and v."""
     if tuple(array.shape) != tuple(shape):
         remedy = (
-            "give the gradient of out, with the shape of out"
+            "give the gradient with respect to out"
             if name == "dout"
             else "pass the out and lse that attention returned"
         )
@@ -138,7 +138,7 @@ def check_wrt(wrt: Sequence[str], inputs: Mapping[str, Any]) -> None:
 
 
 def find_dtypes(keywords: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the dtypes of bias and other optional arrays, captured ones included, by name."""
+    """Returns the dtypes of bias and other optional or captured arrays by name."""
     captured = keywords.get("captured")
     arguments = {name: keywords[name] for name in optional_inputs.OWN_ARRAYS if name in keywords}
     found = {**arguments, **(captured if isinstance(captured, Mapping) else {})}

@@ -28,8 +28,8 @@ def _pack_lists(q: Any, k: Any, v: Any, layout: str) -> tuple[list[Packed], list
     if wrong := np.flatnonzero(np.diff(offsets[1]) != np.diff(offsets[2])).tolist():
         rows = [int(np.diff(x)[wrong[0]]) for x in offsets[1:]]
         raise ValueError(
-            f"k[{wrong[0]}] has {rows[0]} rows and v[{wrong[0]}] has {rows[1]}; give one value per "
-            "key"
+            f"k[{wrong[0]}] has {rows[0]} rows, but v[{wrong[0]}] has {rows[1]}; both must have "
+            "the same number of rows"
         )
     rows, keys = offsets[:2]
     return [Packed(x, of) for x, of in zip(arrays, (rows, keys, keys))], [rows, keys]
@@ -94,7 +94,9 @@ def _pull_lists(
     back: Callable[..., Any], offsets: tuple[Any, ...], layout: str, dout: Any, dlse: Any = None
 ) -> tuple[Any, ...]:
     if not ragged.are_lists(dout):
-        raise TypeError(f"dout is {described(dout)}; give a list of arrays like out")
+        raise TypeError(
+            f"dout is {described(dout)}; give a list of arrays, one for each array of out"
+        )
     packed, _ = ragged.packed("dout", dout, layout)
     if dlse is not None:
         dlse = np.concatenate(dlse, axis=1)
@@ -105,7 +107,7 @@ def _pull_lists(
 def _pull_no_list(dout: Any, dlse: Any = None) -> tuple[Any, ...]:
     for name, x in (("dout", dout), ("dlse", dlse or [])):
         if not isinstance(x, list | tuple) or len(x):
-            raise TypeError(f"{name} is {described(x)}; give an empty list, like out")
+            raise TypeError(f"{name} is {described(x)}; give an empty list, because out is empty")
     return [], [], []
 
 

@@ -35,7 +35,7 @@ _AXES = {
 
 @dataclass(frozen=True, eq=False)
 class MergedKeys(Structured):
-    """Keys or values whose chunks are processed by separate tasks and then merged (split-KV).
+    """Keys or values whose chunks are processed by separate tasks (split-KV).
 
     Each chunk of q gets one task per chunk of keys that it sees. Further tasks merge ``fan_in``
     results at a time with ``cupyfa.merge``, in the order of the keys. For 16-bit inputs the partial
@@ -112,8 +112,8 @@ class _Call:
         backend, devices = read_devices(options.pop("backend", "auto"))
         if devices.numbers is not None or devices.progress is not None:
             raise Unsupported(
-                "backend is Devices with numbers or progress, which Dask arrays do not support; "
-                "give limits alone, and use dask.diagnostics.ProgressBar for progress"
+                "backend is Devices with numbers or progress, which calls on Dask arrays do not "
+                "support; pass only limits to Devices, and use dask.diagnostics.ProgressBar"
             )
         how = {"backend": backend, "check": read_flag("check", options.pop("check", False))}
         fan_in: int | None = None
@@ -138,8 +138,8 @@ class _Call:
     def refuse_places(self, *, keys_are_whole: bool) -> None:
         """Raises Unsupported for expressions that use an index along a chunked axis.
 
-        keys_are_whole: whether each task reads the keys from the first one on, so that key and
-        position are the same in the task as in the whole problem.
+        keys_are_whole: whether each task reads all keys from key 0 on, so that key and position
+        are the same in the task as in the whole problem.
         """
         cut = self.parts.cut_axes
         for place, name in places(self.parts.problem.options).items():
@@ -147,12 +147,12 @@ class _Call:
             if axis in cut and not (keys_are_whole and place in ("position", "key")):
                 instead = "write position - key, or " * (axis in ("queries", "keys"))
                 raise Unsupported(
-                    f"{name} names {place}, which starts at 0 in each of the {cut[axis]} chunks of "
-                    f"{axis}; {instead}rechunk {axis} to one chunk"
+                    f"{name} uses the index {place}, which starts at 0 in each of the {cut[axis]} "
+                    f"chunks along {axis}; {instead}rechunk {axis} to one chunk"
                 )
 
     def planned(self, operation: str, **asked: Any) -> dict[str, Any]:
-        """Plans the whole problem; returns the arguments that every task passes on."""
+        """Plans the whole problem; returns keyword arguments for the calls of all tasks."""
         return {**self.how, **planned(operation, self.parts.problem, self.limits, **asked)}
 
 
@@ -168,6 +168,6 @@ def _check_array(name: str, array: Any) -> None:
     require_four_axes(name, array)
     if any(isnan(size) for size in array.shape):
         raise ValueError(
-            f"{name} has shape {array.shape}, and its chunk sizes must be known; call "
+            f"{name} has shape {array.shape}, so some of its chunk sizes are unknown; call "
             f"{name}.compute_chunk_sizes() first"
         )

@@ -27,7 +27,10 @@ class Attend(Call):
 
 @dataclass(frozen=True)
 class Differentiate(Call):
-    """A task that computes the gradients of ``wrt``. rows: the chunks of each array in OF_ROWS."""
+    """A task that computes the gradients with respect to ``wrt``.
+
+    rows: the chunks of each array in OF_ROWS.
+    """
 
     wrt: Sequence[str]
 
@@ -47,7 +50,7 @@ class Differentiate(Call):
 
 
 def output(result: tuple[Any, Any], dtype: Any) -> Any:
-    """Returns out of a task's (out, lse), rounded to ``dtype``."""
+    """Returns a task's out, converted to ``dtype``."""
     return result[0].astype(dtype, copy=False)
 
 

@@ -33,9 +33,9 @@ Graph = dict[Any, Any]  # tasks by key, or by chunk indices
 
 @dataclass(frozen=True)
 class Parts:
-    """A call's arrays, rechunked to match, and the whole problem.
+    """The arrays of a call, with matching chunks, and the whole problem.
 
-    A chunk of q holds the query heads of one chunk of key heads. captured: the numbers that
+    Each chunk of q holds the query heads of one chunk of key heads. captured: the numbers that
     expressions read.
     """
 
@@ -56,7 +56,7 @@ class Parts:
 
     @property
     def cut_axes(self) -> dict[str, int]:
-        """The number of chunks by axis, for axes with several chunks."""
+        """Maps the name of each axis with several chunks to its number of chunks."""
         counts = dict(zip(("batch", "heads", "queries"), self.q.numblocks))
         counts["keys"] = self.k.numblocks[2]
         return {name: count for name, count in counts.items() if count > 1}
@@ -81,21 +81,24 @@ class Parts:
         return product(range(batch), range(heads))
 
     def keys_of(self, rows: range, tile: int) -> Strip:
-        """Returns the keys that rows see, extended to key 0 if an expression uses key indices."""
+        """Returns the keys that these rows see, from key 0 if an expression uses key indices."""
         visible = visible_keys(self.problem, rows, tile)
         if self.counted & {"position", "key", "keys"}:
             visible = range(visible.stop)
         return strip_of(visible, self.keys)
 
     def rows_of(self, keys: range, tile: int) -> Strip:
-        """Returns the rows that see keys, extended to row 0 if an expression uses query indices."""
+        """Returns the rows that see these keys, from row 0 if an expression uses query indices."""
         visible = visible_rows(self.problem, keys, tile)
         if self.counted & {"query", "queries"}:
             visible = range(visible.stop)
         return strip_of(visible, self.rows)
 
     def differentiated(self, tile: int) -> Iterator[tuple[tuple[str, ...], Strip, Strip]]:
-        """Yields (gradients, rows, keys) for each task of one chunk along batch and heads."""
+        """Yields which gradients each backward task computes, and the rows and keys that it reads.
+
+        The tasks are those of one chunk along batch and heads.
+        """
         if len(self.rows) == len(self.keys) == 1:
             yield ("q", "k", "v"), Strip([0], 0), Strip([0], 0)
             return
@@ -106,7 +109,7 @@ class Parts:
 
 
 def forward(parts: Parts, how: Mapping[str, Any], fan_in: int | None) -> tuple[da.Array, da.Array]:
-    """Builds out and lse. fan_in: the number of results merged at a time; None: no merging."""
+    """Builds the graphs of out and lse. fan_in: how many results a task merges, or None."""
     q, k, v = arrays = parts.q, parts.k, parts.v
     name = f"attention-{_token(parts, how, fan_in)}"
     options = options_of_parts(parts.problem)
@@ -142,7 +145,7 @@ def forward(parts: Parts, how: Mapping[str, Any], fan_in: int | None) -> tuple[d
 def backward(
     parts: Parts, how: Mapping[str, Any], of_rows: Sequence[da.Array]
 ) -> tuple[da.Array, ...]:
-    """Builds dq, dk and dv. of_rows: dout, out, lse and optionally dlse."""
+    """Builds the graphs of dq, dk and dv. of_rows: dout, out, lse and optionally dlse."""
     arrays = {"q": parts.q, "k": parts.k, "v": parts.v}
     of_rows = parts.q, *of_rows
     name = f"attention-gradients-{_token(parts, how, [x.name for x in of_rows])}"
@@ -168,7 +171,10 @@ def backward(
 
 
 def _graph_on(arrays: Sequence[Any], name: str, tasks: Graph) -> HighLevelGraph:
-    """Returns a graph of ``tasks`` on Dask arrays (Any, because Dask's type hints reject them)."""
+    """Returns a graph with ``tasks`` and the arrays that they depend on.
+
+    The arrays are of type Any, because Dask's type hints do not accept Dask arrays here.
+    """
     return HighLevelGraph.from_collections(name, tasks, dependencies=arrays)
 
 
@@ -204,7 +210,10 @@ def _keys(array: da.Array, b: int, h: int, strip: Strip) -> list[Key]:
 def _merge_all(
     graph: Graph, merged: Callable[..., Any], name: Key, parts: list[Key], fan_in: int | None
 ) -> Key:
-    """Adds merge tasks in a fixed order, for equal bits in every run; returns the last key."""
+    """Adds merge tasks to the graph and returns the key of the last one.
+
+    The order of merging is fixed, so that every run returns the same bits.
+    """
     level = 0
     while fan_in and len(parts) > 1:
         groups = [parts[n : n + fan_in] for n in range(0, len(parts), fan_in)]

@@ -39,7 +39,9 @@ class Schedule(NamedTuple):
 
     forward: Callable[..., tuple[Any, Any]]
     backward: Callable[..., tuple[Any, ...]]
-    known: frozenset[str]  # index names that have the same value in a rank's calls as in the whole
+    known: frozenset[
+        str
+    ]  # names of indices that have the same value in a rank's calls as in the whole
     # Whether "auto" may choose a kernel with persistent blocks. NCCL kernels that wait for another
     # rank occupy multiprocessors, and persistent blocks would queue behind them.
     persistent: bool = True
@@ -54,7 +56,7 @@ _SCHEDULES = {
 
 
 class AgreedCall(NamedTuple):
-    """A checked call. fields: descriptions that must be equal on all ranks, for error messages."""
+    """A checked call. fields: descriptions of the call, which must be equal on all ranks."""
 
     fields: Mapping[str, str]
     schedule: Schedule
@@ -70,14 +72,14 @@ def agree_on_call(
     """Returns the call and its arrays if the calls of all ranks are valid and equal.
 
     Otherwise all ranks raise. arguments: the call's arguments by name. of_rows: dout, out, lse and
-    dlse, where given.
+    dlse, if given.
     """
     of_rows = of_rows or {}
     shards = {name: arguments[name] for name in "qkv"}
     group = next(x.group for x in shards.values() if isinstance(x, Sharded))
     if not isinstance(group, Group):
         raise TypeError(
-            f"group is {described(group)}; give Sharded the result of cupyfa.distributed.group()"
+            f"group is {described(group)}; it must be the result of cupyfa.distributed.group()"
         )
     group.calls += 1
     fields: dict[str, str] = {}
@@ -115,21 +117,21 @@ def _check_shards(shards: Mapping[str, Any]) -> None:
         if not isinstance(x, Sharded):
             other = next(y for y, z in shards.items() if isinstance(z, Sharded))
             raise TypeError(
-                f"{name} is {described(x)}, and {other} is Sharded; give q, k and v as Sharded"
+                f"{name} is {described(x)}, but {other} is Sharded; give q, k and v as Sharded"
             )
     q, k, v = shards.values()
     for name in ("group", "order", "schedule"):
         if not getattr(q, name) == getattr(k, name) == getattr(v, name):
             raise ValueError(f"q, k and v have different {name}; give all three the same {name}")
     if k.rows != v.rows:
-        raise ValueError(f"k has rows={k.rows} and v has rows={v.rows}; make them equal")
+        raise ValueError(f"k has rows={k.rows}, but v has rows={v.rows}; both must be equal")
 
 
 @dataclass(frozen=True)
 class _Given:
     """One rank's arguments of a call.
 
-    how: keyword arguments that differ from their defaults. of_rows: dout, out, lse and dlse, where
+    how: keyword arguments that differ from their defaults. of_rows: dout, out, lse and dlse, if
     given.
     """
 
@@ -157,7 +159,10 @@ class _Given:
         return made
 
     def _key(self, arrays: Sequence[Any]) -> tuple[Any, ...] | None:
-        """Returns the call's cache key, with arrays' forms only; None if an argument is mutable."""
+        """Returns the call's cache key, or None if an argument is mutable.
+
+        The key contains the shapes and dtypes of arrays, but not the arrays themselves.
+        """
         named: dict[str, Any] = {}
         for name, x in self.how.items():
             if isinstance(x, Mapping):
@@ -232,15 +237,15 @@ def _find_schedule(name: Any) -> Schedule:
 
 
 def _read_shards(name: str, given: Sharded, array: Any) -> Shards:
-    """Returns the division of rows; raises ValueError if this rank's array has a wrong size."""
+    """Returns how rows are divided; raises ValueError if this rank's array has a wrong length."""
     have, group = array.shape[2], given.group
     n = have * group.ranks if given.rows is None else whole("rows", given.rows, 0)
     shards = Shards.of(n, group.ranks, given.order)
     own = shards.sizes[group.rank]
     if have != own:
         raise ValueError(
-            f"{name} has {have} rows, and rank {group.rank} of {group.ranks} must have {own} of "
-            f"{n}; give the rows listed by rows({n}, group, order={given.order!r})"
+            f"{name} has {have} rows, but rank {group.rank} of {group.ranks} must have {own} of "
+            f"the {n} rows; give the rows listed by rows({n}, group, order={given.order!r})"
         )
     return shards
 
@@ -267,12 +272,15 @@ def _describe_call(p: Problem, how: Mapping[str, Any], limits: Limits) -> dict[s
 
 
 def _refuse_places(p: Problem, schedule: str) -> None:
-    """Raises Unsupported for index names whose values on a rank differ from those in the whole."""
+    """Raises Unsupported if an expression uses an index that a rank counts differently.
+
+    The value of such an index in a rank's call differs from its value in the whole problem.
+    """
     for place, name in places(p.options).items():
         if place not in _SCHEDULES[schedule].known:
             others = [repr(x) for x, s in _SCHEDULES.items() if place in s.known]
             instead = f"use schedule={' or '.join(others)}" if others else "write position - key"
             raise Unsupported(
-                f'{name} names {place}, which starts at 0 on each rank with schedule="{schedule}"; '
-                f"{instead}, or leave it out"
+                f"{name} uses the index {place}, which starts at 0 on each rank with "
+                f'schedule="{schedule}"; {instead}, or leave {name} out'
             )

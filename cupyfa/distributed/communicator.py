@@ -23,8 +23,8 @@ class Group(OfThisProcess, ABC):
     """One rank's view of a group of ranks that compute together.
 
     rank: this rank's index. ranks: the number of ranks. timeout: how many seconds a rank waits for
-    another one. sent: the number of bytes that this rank has sent. reason: why the group has ended,
-    or an empty string.
+    another rank. sent: the number of bytes that this rank has sent. reason: why the group has
+    ended, or an empty string.
 
     All ranks must make the same calls in the same order. A failure ends the group: each further
     call raises DeviceError.
@@ -45,14 +45,20 @@ class Group(OfThisProcess, ABC):
 
     @abstractmethod
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
-        """Starts to send and receive arrays, which must not change before Pending is called."""
+        """Starts to send and receive arrays; returns the function that waits for the transfers.
+
+        The arrays must not change until that function has been called.
+        """
 
     def abort(self, reason: str) -> None:
         """Ends the group: waiting ranks raise DeviceError, at once or after the time-out."""
         self.reason = self.reason or reason
 
     def settle(self) -> None:
-        """Waits for all started messages, in groups where Pending may return before they arrive."""
+        """Waits until all started messages have arrived.
+
+        Does nothing in groups where Pending itself waits until a message has arrived.
+        """
         return
 
     def require_place(self, in_gpu: bool) -> None:
@@ -60,7 +66,7 @@ class Group(OfThisProcess, ABC):
         return
 
     def agree(self, message: bytes) -> list[bytes]:
-        """Exchanges messages of equal size and blocks; returns them in the order of ranks."""
+        """Exchanges messages of equal size with all ranks; blocks, and returns them by rank."""
         return [x.tobytes() for x in self.gather(np.frombuffer(message, np.uint8))()]
 
     def gather(self, array: Any) -> Pending:
@@ -100,7 +106,7 @@ class Group(OfThisProcess, ABC):
     def close(self) -> None:
         """Ends the group; all ranks must call it.
 
-        Waits for all ranks, so that no rank exits while another one still needs its messages.
+        Waits for all ranks, so that no rank exits while another rank still needs its messages.
         Raises ValueError if another rank makes a different call. Does nothing if the group has
         ended already.
         """
@@ -164,5 +170,6 @@ def require_seconds(timeout: Any) -> None:
     """Raises ValueError unless ``timeout`` is a positive number of seconds."""
     if not isinstance(timeout, Real) or not 0 < float(timeout) <= TIMEOUT_MAX:
         raise ValueError(
-            f"timeout is {described(timeout)}; give seconds above 0 and at most {TIMEOUT_MAX:.0f}"
+            f"timeout is {described(timeout)}; give a number of seconds above 0, at most "
+            f"{TIMEOUT_MAX:.0f}"
         )

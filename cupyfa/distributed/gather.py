@@ -73,7 +73,7 @@ def _steps(job: Job, k: Any, v: Any, most: int) -> Iterator[Step]:
 
 
 def _whole(job: Job, gathered: Any, d: int, dv: int) -> list[Any]:
-    """Unpacks the messages of all ranks into k and v [batch, heads, N, columns]."""
+    """Unpacks the messages from all ranks into k and v [batch, heads, N, columns]."""
     ranks, most, *others = gathered.shape
     return unpacked(job.rows_of_messages(gathered.reshape(ranks * most, *others)), d, dv)
 

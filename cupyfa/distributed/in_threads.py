@@ -21,7 +21,7 @@ def threads(ranks: int, function: Callable[[Group], Any], *, timeout: float = 60
 
     Returns the results in the order of ranks. If one rank raises, ranks that wait for it raise
     DeviceError, and this function raises the first error. timeout: how many seconds a rank waits
-    for another one.
+    for another rank.
     """
     groups = groups_of_threads(whole("ranks", ranks, 1), timeout)
     use_device = _device_of_caller()

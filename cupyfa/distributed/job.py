@@ -26,9 +26,10 @@ _ROWS_OF_BLOCK = 128  # rows or keys per thread block
 
 @dataclass(frozen=True)
 class Job:
-    """A distributed call: the whole problem, how its rows are divided, and the calls on parts.
+    """A distributed call: the whole problem, and how it is divided into calls on parts.
 
-    q_shards, k_shards: how queries and keys are divided. call: the arguments of the calls on parts.
+    q_shards, k_shards: how queries and keys are divided among ranks. call: the non-array arguments
+    of the calls on parts.
     """
 
     group: Group
@@ -54,7 +55,7 @@ class Job:
         return self.problem.dtype.sums
 
     def attend(self, q: Any, k: Any, v: Any, first_row: int, first_key: int) -> tuple[Any, Any]:
-        """Computes out and lse of a part; first_row and first_key are indices in the whole."""
+        """Computes out and lse of a part that begins at these rows and keys of the sequence."""
         offset = offset_of_part(self.problem, first_row, first_key)
         return attention(q, k, v, **self.call.forward_arguments(offset))
 
@@ -107,7 +108,8 @@ class Job:
     def _heads(self, blocks: int, of_head: int, size: int) -> int:
         """Returns how many heads fill the GPU with ``blocks`` blocks per multiprocessor.
 
-        of_head: blocks per head. size: take more heads while their k and v fit into these bytes.
+        of_head: blocks per head. size: more heads are added as long as their k and v together take
+        at most this many bytes.
         """
         p = self.problem
         blocks *= self.backend.limits.multiprocessors
@@ -146,7 +148,10 @@ class Job:
         return messages
 
     def _places(self) -> Any:
-        """Returns each key's row in the messages, or None if they are in order; caches both."""
+        """Returns the index of each key's row in the messages; caches the result.
+
+        Returns None if the messages contain the keys in the order of the sequence.
+        """
         key = self.k_shards, self.in_host
         if key not in self.group.kept:
             places: Any = self.k_shards.padded_places

@@ -50,7 +50,7 @@ def group(
 ) -> Group:
     """Joins this process to the group of all processes that a launcher has started.
 
-    All processes call it at the same time. By default it reads rank and ranks from the environment:
+    All processes must call this function. By default it reads rank and ranks from the environment:
     RANK, WORLD_SIZE and LOCAL_RANK as set by torchrun, or the variables of mpirun and srun. A
     process without a launcher becomes a group of one.
 
@@ -61,8 +61,8 @@ def group(
         there, and removes the file when the ranks are connected.
     device: the GPU to use, which becomes the current device; by default the rank on this host, and
         for a group of one the current device.
-    timeout: how many seconds a rank waits for a message of another rank, including the time that
-        the other rank needs to compute it.
+    timeout: how many seconds a rank waits for a message from another rank, including the time that
+        the other rank needs to compute the message.
     over: "nccl" sends arrays in GPU memory, "mpi" sends NumPy arrays by mpi4py.
 
     Raises ImportError if NCCL or mpi4py is missing, ValueError for wrong arguments, and DeviceError
@@ -80,8 +80,8 @@ def group(
         for name, x in given.items():
             if x is not None:
                 raise ValueError(
-                    f"{name} is {described(x)}, and over='mpi' takes the ranks from MPI and uses "
-                    "no GPU; leave it out"
+                    f"{name} is {described(x)}, but with over='mpi' the ranks come from MPI and no "
+                    f"GPU is used; leave {name} out"
                 )
         from cupyfa.distributed.mpi import MpiGroup
 
@@ -135,20 +135,20 @@ def _use_device(place: Place) -> Backend:
     except DeviceError as error:
         why = str(error).partition(";")[0]
         raise DeviceError(
-            f"rank {place.rank} needs a GPU for NCCL: {why}; use group(over='mpi') for NumPy "
-            "arrays, or threads() to try a program in one process"
+            f"rank {place.rank} needs a GPU for NCCL ({why}); for NumPy arrays, use "
+            "group(over='mpi'); to try a program in one process, use threads()"
         ) from error
     if place.device >= len(cuda.models):
         raise DeviceError(
-            f"rank {place.rank} is assigned device {place.device}, and this host has "
-            f"{len(cuda.models)} devices; start as many ranks as GPUs, or give device="
+            f"rank {place.rank} is assigned device {place.device}, but this host has only "
+            f"{len(cuda.models)} devices; start at most one rank per GPU, or give device="
         )
     cuda.use(place.device)
     return cuda
 
 
 def _id_in_file(place: Place, file: Path, timeout: float) -> bytes:
-    """Writes a new unique id to a file on rank 0; reads it from there on all other ranks."""
+    """Writes a new unique id to a file on rank 0; reads the id from that file on other ranks."""
     if place.rank == 0:
         made = unique_id()
         try:
@@ -173,10 +173,10 @@ def _id_in_file(place: Place, file: Path, timeout: float) -> bytes:
 
 
 def _id_by_mpi(place: Place, timeout: float) -> bytes:
-    """Gets rank 0's unique id by MPI; raises ValueError if MPI has not started the ranks."""
+    """Receives rank 0's unique id by MPI; raises ValueError if MPI has not started the ranks."""
     if "mpi4py.MPI" in sys.modules:
         world = _mpi().COMM_WORLD
-        # Otherwise a library has imported mpi4py, but MPI has not started the processes.
+        # If these differ, some library has imported mpi4py, but MPI has not started the processes.
         if (world.Get_rank(), world.Get_size()) == place[:2]:
             from cupyfa.distributed.mpi import MpiGroup
 
@@ -233,6 +233,8 @@ def _within(timeout: float, make: Callable[[], Any], what: str) -> Any:
     try:
         return made.result(timeout)
     except TimeoutError:
-        raise DeviceError(f"{what} took more than {timeout:g} s; do all ranks run?") from None
+        raise DeviceError(
+            f"{what} took more than {timeout:g} s; check that all ranks are running"
+        ) from None
     except Exception as error:
         raise DeviceError(f"{what} failed: {error}") from error

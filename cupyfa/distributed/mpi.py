@@ -33,7 +33,7 @@ class MpiGroup(Group):
     def require_place(self, in_gpu: bool) -> None:
         if in_gpu:
             raise TypeError(
-                "q, k and v are in GPU memory, and this group sends NumPy arrays by MPI; use "
+                "q, k and v are in GPU memory, but this group sends NumPy arrays by MPI; use "
                 'group(over="nccl")'
             )
 

@@ -67,12 +67,12 @@ class NcclGroup(Group):
     def require_place(self, in_gpu: bool) -> None:
         if self._engine.is_capturing:
             raise Unsupported(
-                "the current stream is captured as a CUDA graph, and distributed calls wait for "
-                "other ranks on the host; call outside of the capture"
+                "the current stream is being captured as a CUDA graph, but distributed calls wait "
+                "for other ranks on the host; make the call outside the capture"
             )
         if not in_gpu:
             raise TypeError(
-                "q, k and v are in host memory, and NCCL sends arrays in GPU memory; convert them "
+                "q, k and v are in host memory, but NCCL sends arrays in GPU memory; convert them "
                 "with cupy.asarray"
             )
 

@@ -43,7 +43,7 @@ def add_to(made: Any, *arrays: Any) -> None:
 
 
 def _columns(made: Any, arrays: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yields pairs: an array's columns in the packed array, and the array with packed axes."""
+    """Yields each array's columns in the packed array, and the array with its axes reordered."""
     first = 0
     for x in arrays:
         yield made[..., first : first + x.shape[3]], x.transpose(2, 0, 1, 3)

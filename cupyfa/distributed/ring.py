@@ -22,7 +22,7 @@ MOST_HELD = 8
 
 def forward(job: Job, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
     """Computes out and lse of this rank's rows."""
-    found: dict[int, list[Result]] = {x.start: [] for x in job.rows}  # by first row
+    found: dict[int, list[Result]] = {x.start: [] for x in job.rows}  # by index of the first row
     now, columns = packed(k, v), (k.shape[3], v.shape[3])
     for owner in _owners(job):
         is_last = owner == (job.group.rank + 1) % job.group.ranks
@@ -42,7 +42,7 @@ def forward(job: Job, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
 
 def backward(job: Job, of_rows: Sequence[Any], k: Any, v: Any) -> tuple[Any, ...]:
     """Computes dq of this rank's rows, and dk and dv of its keys."""
-    sums: dict[int, Any] = {}  # accumulated dq, by first row
+    sums: dict[int, Any] = {}  # accumulated dq, by index of the first row
     now, total = packed(k, v), None  # this step's k and v, and the previous step's dk and dv
     columns, ranks = (k.shape[3], v.shape[3]), job.group.ranks
     for owner in _owners(job):
@@ -80,7 +80,7 @@ def backward(job: Job, of_rows: Sequence[Any], k: Any, v: Any) -> tuple[Any, ...
 
 
 def _added(job: Job, total: Any, x: Any) -> Any:
-    """Adds ``x`` to ``total`` in the dtype of sums; the first x is returned unconverted."""
+    """Adds ``x`` to ``total`` in the dtype of sums; returns the first ``x`` unchanged."""
     if total is None:
         return x
     total = total.astype(job.sums, copy=False)

@@ -19,7 +19,7 @@ Schedule = Literal["gather", "ring"]
 
 
 def rows(n: int, group: Group, *, order: Order = "zigzag") -> list[range]:
-    """Returns the ranges of rows that this rank holds of a sequence of n rows.
+    """Returns the ranges of rows that this rank holds in a sequence of n rows.
 
     order: "zigzag" cuts the sequence into 2 · ranks ranges and assigns the ranges r and
         2 · ranks - 1 - r to rank r, which balances the work under a causal mask. "contiguous"
@@ -48,8 +48,8 @@ class Sharded(Structured):
     group, order and schedule. All ranks must pass the same further arguments.
 
     array: q [batch, heads, rows, d], k [batch, kv_heads, rows, d] or v [batch, kv_heads, rows, dv],
-        of float16, bfloat16, float32 or float64. It holds ``rows(n, group, order=order)`` of all
-        batch elements and heads, possibly none.
+        of float16, bfloat16, float32 or float64. It holds the rows ``rows(n, group, order=order)``
+        of all batch elements and heads; there may be no such rows.
     group: the group of ranks, from ``group()`` or ``threads()``.
     rows: n, the number of rows in the whole sequence; required unless n is divisible by the number
         of ranks.
@@ -60,9 +60,10 @@ class Sharded(Structured):
     Results are plain arrays of this rank's rows. Kernel and tiles are chosen for the whole problem.
     Expressions may use the score, position - key, and the indices that docs/many-gpus.md lists for
     the schedule. With "gather", if rows are divided at multiples of the kernel's tiles, out has the
-    bits of a single call on the whole with the same kernel and tiles, except for the kernels listed
-    there. dk and dv are summed over the ranks in float32 (float64 for float64), in the order of
-    ranks. With ``deterministic`` all runs with the same number of ranks return the same bits.
+    same bits as in a single call on the whole arrays with the same kernel and tiles, except for the
+    kernels listed there. dk and dv are summed over the ranks in float32 (float64 for float64), in
+    the order of ranks. With ``deterministic`` all runs with the same number of ranks return the
+    same bits.
 
     All ranks raise the same error: TypeError, ValueError or Unsupported if any rank's arguments are
     wrong, and ValueError if shapes, dtypes, options, versions or devices differ. They raise
@@ -93,7 +94,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Shards:
-    """The division of n rows among ranks."""
+    """How n rows are divided among ranks."""
 
     n: int
     ranks: int
@@ -107,7 +108,7 @@ class Shards:
 
     @cached_property
     def ranges(self) -> list[list[range]]:
-        """Each rank's ranges, in the order of its array."""
+        """Each rank's ranges, in the order in which its array holds them."""
         count = 2 * self.ranks if self.order == "zigzag" else self.ranks
         cuts = [self.n * i // count for i in range(count + 1)]
         found = [range(*x) for x in pairwise(cuts)]
@@ -136,7 +137,7 @@ class Shards:
 
     @cached_property
     def padded_places(self) -> np.ndarray:
-        """Each row's index in the concatenation of all ranks' arrays, padded to equal length."""
+        """Each row's index after concatenating all ranks' arrays, padded to ``most`` rows each."""
         found = np.empty(self.n, np.intp)
         for rank in range(self.ranks):
             for x in self.parts(rank):
@@ -145,4 +146,4 @@ class Shards:
         return found
 
 
-_kept = lru_cache(Shards)  # reuses objects, whose padded_places is expensive
+_kept = lru_cache(Shards)  # reuses objects, because padded_places is slow to compute

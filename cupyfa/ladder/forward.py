@@ -1086,7 +1086,7 @@ def for_decoding(
     if is_e4m3 and kernel not in ("auto", "mma_split_kv"):
         raise Unsupported(
             f"kernel is {described(kernel)}, but only mma_split_kv supports an e4m3 cache; leave "
-            "it out"
+            "kernel out"
         )
     usual = "mma_split_kv" if dtype in HALF else "fa2_split_kv"
     if splits == "auto":
@@ -1095,8 +1095,8 @@ def for_decoding(
         return usual if kernel == "auto" and dtype not in HALF and rows <= FEW_ROWS else kernel
     if kernel not in ("auto", *_IN_SPLITS):
         raise ValueError(
-            f"splits is for {' and '.join(_IN_SPLITS)}, but kernel is {described(kernel)}; leave "
-            "one of them out"
+            f"only {' and '.join(_IN_SPLITS)} support splits, but kernel is {described(kernel)}; "
+            "leave out kernel or splits"
         )
     chosen = usual if kernel == "auto" else str(kernel)
     return _in_splits(chosen, whole("splits", splits, 1, MOST_SPLITS), is_e4m3)

@@ -424,7 +424,7 @@ class Kernel(_Record):
                 known = ", ".join(vars(error.obj))
                 why = f": c has no {error.name}, but {known}; tiles= of the record gives constants"
             raise ValueError(
-                f"{self.name}: the record's {what} fails{why}; it was called with {shown}"
+                f"{self.name}: the record's {what} fails{why}; the formula was called with {shown}"
             ) from error
 
     def _expected(
@@ -483,8 +483,8 @@ class Kernel(_Record):
             is_mapping = isinstance(found, Mapping)
             names = ", ".join(map(str, found)) if is_mapping else type(found).__name__
             raise ValueError(
-                f"{returned} {names or 'nothing'}; it must return {{name: array}} with "
-                f"{', '.join(shapes)}"
+                f"{returned} {names or 'nothing'}; it must return a dict {{name: array}} with the "
+                f"keys {', '.join(shapes)}"
             )
         for name, shape in shapes.items():
             value = found[name].value if isinstance(found[name], Expected) else found[name]
@@ -493,7 +493,9 @@ class Kernel(_Record):
                 given = f"of dtype {array.dtype}" if array is value else f"= {described(value)}"
                 raise ValueError(f"{returned} {name} {given}; it must be an array of numbers")
             if array.shape != shape:
-                raise ValueError(f"{returned} {name} of shape {array.shape}; it must have {shape}")
+                raise ValueError(
+                    f"{returned} {name} of shape {array.shape}; its shape must be {shape}"
+                )
         return found
 
     def steps(self, p: Problem) -> tuple[Launch | Matmul, ...]:
@@ -531,7 +533,7 @@ class BoundKernel:
                 if name not in known:
                     raise TypeError(
                         f"{record.name} has no additional {kind} {name!r}{nearest(name, known)}; "
-                        f"it has {', '.join(known) or 'none'}"
+                        f"its additional {kind}s: {', '.join(known) or 'none'}"
                     )
         object.__setattr__(self, "returns", tuple(returns))
 

@@ -77,14 +77,14 @@ def operation_of(name: str) -> str:
 def _from_script(name: str) -> Kernel:
     script, _, variable = name.rpartition(":")
     if not script:
-        raise ValueError(f"{name!r} does not name a record; write {name}:name for a Kernel in it")
+        raise ValueError(f"{name!r} does not name a Kernel in the script; write {name}:name")
     if not Path(script).is_file():
-        raise ValueError(f"file {script!r} does not exist; give the path of a script with a Kernel")
+        raise ValueError(f"file {script!r} does not exist; give a script that defines a Kernel")
     found = _variables_of(Path(script).resolve())
     records = {key: value for key, value in found.items() if isinstance(value, Kernel)}
     if variable not in records:
         known = ", ".join(records) or "none"
-        raise ValueError(f"{script} has no Kernel named {variable!r}; its Kernels: {known}")
+        raise ValueError(f"{script} defines no Kernel named {variable!r}; its Kernels are {known}")
     record = records[variable]
     _loaded.append((record, f"{Path(script).resolve()}:{variable}"))
     return record

@@ -16,7 +16,8 @@ _THREADS = 256
 _ROWS = 128  # rows per block of split_operands
 _REPAIRED = 32  # rows per block of repair_split_output
 _REPAIRED_GRADIENTS = 256  # rows or keys per block of repair_split_gradients
-_REPAIRING = 512  # threads per block, which jointly repair one row or key at a time
+# Threads per block of repair_split_gradients, which split the keys of a row or the rows of a key.
+_REPAIRING = 512
 
 
 def pays_for_splitting(p: Problem, c: SimpleNamespace) -> bool:

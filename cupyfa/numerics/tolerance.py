@@ -223,8 +223,8 @@ def require_unrounded(
         count, rounded = is_between.sum(), (is_between & is_rounded).sum()
         if count >= _FEWEST_BETWEEN and 2 * rounded > count:
             raise WrongResult(
-                f"wrong result of {context}\n  {name}: {rounded} of {count} elements are {dtype} "
-                f"numbers in float32; leave out the rounding to {dtype} before they are stored"
+                f"wrong result of {context}\n  {name}: {rounded} of {count} float32 elements were "
+                f"rounded to {dtype}; store them without rounding to {dtype} first"
             )
 
 
@@ -238,7 +238,7 @@ def compare(results: Mapping[str, Array], expected: Mapping[str, Expected]) -> l
             raise ValueError(f"result {name!r} is unknown; use one of {', '.join(expected)}")
         shape = expected[name].value.shape
         if actual.shape != shape:
-            raise ValueError(f"{name} has shape {actual.shape}; its shape must be {shape}")
+            raise ValueError(f"{name} has shape {actual.shape}; it must be {shape}")
     return [_verdict(name, actual, expected[name]) for name, actual in results.items()]
 
 

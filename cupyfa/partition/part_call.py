@@ -58,7 +58,10 @@ def unrounded(options: AttentionOptions, p: Problem, kernel: str | Kernel) -> At
 
 
 def offset_of_part(p: Problem, first_row: int, first_key: int) -> int | None:
-    """Returns the position of a part's first query among its keys; None if it has no effect."""
+    """Returns the position of a part's first query among the part's keys.
+
+    Returns None if no option of the call depends on query positions.
+    """
     if not (p.is_masked or p.reads_position):
         return None
     return p.first_position + first_row - first_key

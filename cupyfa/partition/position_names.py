@@ -1,4 +1,4 @@
-"""Finds the names in expressions whose values depend on where a part of the problem begins."""
+"""Finds indices in expressions whose values depend on where a part of the problem begins."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _DISTANCE = {"position", "key"}  # position - key does not depend on where a par
 
 
 def places(options: AttentionOptions) -> dict[str, str]:
-    """Returns the names that every part counts from 0, each with the option that uses it.
+    """Maps the names of indices that start at 0 in each part to the options that use them.
 
     ``position - key``, or a comparison of the two, has the same value in the part and in the whole
-    problem, so it does not count as a use.
+    problem, so it does not count as a use of these indices.
     """
     texts = {name: getattr(options, name) for name in TEXTS}
     found = {x: name for name, text in texts.items() if text for x in _named(text.tree)}

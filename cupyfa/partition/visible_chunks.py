@@ -1,4 +1,4 @@
-"""Finds the keys that rows attend to, the rows that attend to keys, and the chunks of both."""
+"""Finds which keys given rows attend to and which rows attend to given keys, and their chunks."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def overlap(a: range, b: range) -> bool:
 def strip_of(visible: range, chunks: Sequence[range]) -> Strip:
     """Returns the strip of chunks that overlap the visible range.
 
-    If no chunk overlaps, it is the first chunk, fully masked, because a task needs an array.
+    If no chunk overlaps, returns the first chunk, fully masked, because a task needs an array.
     """
     met = [n for n, x in enumerate(chunks) if overlap(x, visible)]
     if not met:

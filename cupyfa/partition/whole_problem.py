@@ -1,4 +1,4 @@
-"""Reads the whole problem of a call on parts, and rejects arguments that parts do not support."""
+"""Reads the whole problem of a partitioned call; rejects unsupported arguments."""
 
 from __future__ import annotations
 
@@ -26,36 +26,39 @@ def read_problem(
     keywords: Mapping[str, Any],
     out: Any = None,
 ) -> Problem:
-    """Returns the problem of whole arrays q, k and v. Raises if parts do not support an argument.
+    """Returns the problem of the whole arrays; raises if an argument is not supported.
 
     keywords: the function's arguments without its kernel choice. out: the output's dtype or None.
     """
     for name, remedy in _REMEDIES.items():
         if keywords.get(name) is not None:
             raise Unsupported(
-                f"{name} is {described(keywords[name])}, which partitioned calls reject; {remedy}"
+                f"{name} is {described(keywords[name])}, but partitioned calls do not support "
+                f"{name}; {remedy}"
             )
     if out is not None and not isinstance(out, DTYPES):
-        raise Unsupported(f"out is {described(out)}, but results are new arrays; give its dtype")
+        raise Unsupported(
+            f"out is {described(out)}, but partitioned calls return new arrays; give a dtype"
+        )
     given, asked = split_keywords(function, keywords)
     for name in optional_inputs.KEYWORDS:
         if name in given:
             raise Unsupported(
-                f"{name} is {described(given[name])}, but parts read only the arrays q, k and v; "
-                f"{optional_inputs.OPTIONAL_INPUTS[name].in_parts}"
+                f"{name} is {described(given[name])}, but partitioned calls support no arrays "
+                f"except q, k and v; {optional_inputs.OPTIONAL_INPUTS[name].in_parts}"
             )
     options = AttentionOptions.of(None, read_out(out, None, asked)[1])
     if options.dropout:
         raise Unsupported(
-            f"dropout is {options.dropout}, which depends on query and key indices in the whole "
-            "problem, but parts count from 0; leave it out"
+            f"dropout is {options.dropout}, but partitioned calls do not support dropout, which "
+            "depends on query and key indices in the whole problem; leave dropout out"
         )
     operands = _captured_numbers(keywords.get("captured"))
     problem = Problem.of(*arrays, options=options, operands=operands)
     if problem.dtype.result:
         raise Unsupported(
-            f"q, k and v are {problem.dtype.name}, which partitioned calls reject; convert them "
-            "to float16 or bfloat16"
+            f"q, k and v are {problem.dtype.name}, but partitioned calls do not support this "
+            "dtype; convert them to float16 or bfloat16"
         )
     return problem
 
@@ -70,8 +73,8 @@ def _captured_numbers(captured: Any) -> tuple[optional_inputs.Operand, ...]:
     for x in found:
         if x.is_array:
             raise Unsupported(
-                f"captured {x.name} is an array of shape {x.shape}, but parts read only the arrays "
-                "q, k and v; give numbers, or a formula in the expression"
+                f"captured {x.name} is an array of shape {x.shape}, but partitioned calls support "
+                "no arrays except q, k and v; give numbers, or a formula in the expression"
             )
     return tuple(sorted(found, key=lambda x: x.name))
 
@@ -80,6 +83,6 @@ def require_four_axes(name: str, array: Any) -> None:
     """Raises ValueError for an array that is not [batch, heads, rows, d]."""
     if len(array.shape) != 4:
         raise ValueError(
-            f"{name} has shape {tuple(array.shape)}; give [batch, heads, rows, d]: {name}[None] "
-            "adds an axis"
+            f"{name} has shape {tuple(array.shape)}; it must be [batch, heads, rows, d]: "
+            f"{name}[None] adds an axis"
         )

@@ -53,9 +53,9 @@ def select(
     if deterministic and record.unordered:
         able = [name for name, x in ladder.items() if can(x, problem, limits)]
         raise Unsupported(
-            f"{record.name} sums {', '.join(record.unordered)} in arbitrary order, so that results "
+            f"{record.name} sums {', '.join(record.unordered)} in arbitrary order, so its results "
             f"differ from run to run; deterministic kernels: {', '.join(able) or 'none'}",
-            "it is not deterministic",
+            "the kernel is not deterministic",
         )
     return record
 
@@ -67,11 +67,11 @@ def _given(kernel: str | Kernel, operation: str) -> Kernel:
         return kernel
     if not isinstance(kernel, str):
         raise TypeError(
-            f"kernel is {described(kernel)}; give a kernel's name, a Kernel of your own or 'auto'"
+            f"kernel is {described(kernel)}; give a kernel's name, your own Kernel or 'auto'"
         )
     known = LADDER[operation]
     if ".py:" in kernel:
-        raise ValueError(f"kernel is {kernel!r}; give the record itself: cupyfa.kernel({kernel!r})")
+        raise ValueError(f"kernel is {kernel!r}; load the Kernel: kernel=cupyfa.kernel({kernel!r})")
     if kernel not in known:
         other = next((x for x in LADDER if kernel in LADDER[x]), None)
         names = f"; the {operation} kernels are {', '.join(known)}, or 'auto'"
@@ -196,12 +196,14 @@ def _fastest(kernels: Sequence[Kernel], problem: Problem, limits: Limits) -> Ker
     if chosen is not None:
         return chosen
     others = [k.name for k in general if can(k, problem, limits)]
-    none = _no_other(kernels[0], problem, limits) if kernels else "no kernel can"
-    remedy = f"name one that can: {', '.join(others)}" if others else none
+    none = _no_other(kernels[0], problem, limits) if kernels else "no kernel supports it"
+    remedy = f"choose one that supports it: {', '.join(others)}" if others else none
     if not others and problem.arithmetic != problem.dtype.name:
         another = ", or give another" if problem.dtype.name == "float32" else ""
         remedy += f"; leave precision={problem.precision!r} out{another}"
-    raise Unsupported(f"'auto' knows no measured kernel for {problem} on {limits.device}; {remedy}")
+    raise Unsupported(
+        f"'auto' has no measured kernel to choose for {problem} on {limits.device}; {remedy}"
+    )
 
 
 def _is_made_for(kernel: Kernel, problem: Problem, limits: Limits) -> bool:
@@ -387,7 +389,7 @@ def _with_columns(kernel: Kernel, problem: Problem) -> Problem:
 def _first_fit(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[str, int]) -> Plan:
     """Returns the plan with tuned constants, or otherwise with the first tile that fits."""
     if reason := _lack(kernel, problem, limits):
-        raise Unsupported(f"{kernel.name} cannot do {problem}: {reason}", reason)
+        raise Unsupported(f"{kernel.name} cannot compute {problem}: {reason}", reason)
     problem = kernel.resolved(problem)
     _check_given(kernel, given)
     given = {name: int(value) for name, value in given.items()}
@@ -478,15 +480,15 @@ def _check_arrays(kernel: Kernel) -> None:
     given = {**base.inputs, **base.outputs, **own}
     if taken := given.keys() & kernel.scratch.keys():
         raise ValueError(
-            f"{kernel.name}: {', '.join(sorted(taken))} is an array of the operation, not scratch; "
-            "give the scratch another name"
+            f"{kernel.name}: the scratch array {', '.join(sorted(taken))} has the name of an input "
+            "or output; rename the scratch array"
         )
     products = [step for step in kernel.launches if isinstance(step, Matmul)]
     named = {name.removesuffix(".T") for x in products for name in (x.a, x.b, x.out)}
     if unknown := named - given.keys() - kernel.scratch.keys():
         raise ValueError(
-            f"{kernel.name}: a Matmul names {', '.join(sorted(unknown))}; arrays are "
-            f"{', '.join([*given, *kernel.scratch])}"
+            f"{kernel.name}: a Matmul uses unknown arrays {', '.join(sorted(unknown))}; the arrays "
+            f"are {', '.join([*given, *kernel.scratch])}"
         )
 
 
@@ -495,8 +497,8 @@ def _check_given(kernel: Kernel, given: Mapping[str, int]) -> None:
     for name, value in given.items():
         if name not in known:
             raise ValueError(
-                f"{kernel.name} has no tile size {name!r}{nearest(name, known)}; it has "
-                f"{', '.join(known) or 'none'}"
+                f"{kernel.name} has no tile size {name!r}{nearest(name, known)}; its tile sizes "
+                f"are {', '.join(known) or 'none'}"
             )
         if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name}={value!r} must be a positive integer")

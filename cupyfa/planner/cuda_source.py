@@ -38,9 +38,10 @@ _ELEMENTS = {
 }
 _NUMBERS = {"bool": ("bool", "?"), "int": ("long long", "i8")}  # types in C++ and in NumPy
 _EMPTY = np.zeros((), "V1")  # sizeof of an empty C++ struct is 1
-_FIRST = "first_position"  # name of the struct member that holds the position of query 0
-_PAGES = "page_count"  # name of the struct member that holds the number of pages
-_UNIT = "unit"  # name of the struct member that holds 1 / scale
+# Names of members of struct Mods.
+_FIRST = "first_position"  # position of query 0
+_PAGES = "page_count"  # number of pages in the KV cache
+_UNIT = "unit"  # 1 / scale
 _MOST_INLINE = 100  # maximum number of operations to inline for every pair
 _MOST_SLOPES = 20_000  # maximum number of generated derivatives: operations times array accesses
 # Parameters of every C++ function that evaluates expressions.
@@ -271,8 +272,8 @@ def _refuse_slopes(p: Problem, accesses: int) -> None:
         names = ", ".join(x.name for x in p.modifiers.differentiated)
         raise ValueError(
             f"wrt: the expressions read elements of {names} in {accesses} places and have about "
-            f"{work} operations, which makes {work * accesses:,} derivatives; the limit is "
-            f"{_MOST_SLOPES:,}: name fewer arrays in wrt, or read fewer elements"
+            f"{work} operations, which would require {work * accesses:,} derivatives; the limit is "
+            f"{_MOST_SLOPES:,}: list fewer arrays in wrt, or read fewer elements"
         )
 
 

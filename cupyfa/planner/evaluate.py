@@ -31,7 +31,7 @@ from cupyfa.problem.problem import MOST_ELEMENTS, Problem
 _LARGEST_GRID = (2**31 - 1, 65535, 65535)
 # NumPy dtype of struct Sizes in extent.cuh.
 SIZES = np.dtype([(name, "i4") for name in ("M", "N", "causal_offset", "window_offset")])
-# Opaque NumPy dtypes with the sizes of struct Tensor, of a pointer and of struct TensorMap.
+# Bytes of an array argument that is passed as a descriptor, a data pointer or a tensor map.
 _BYTES = {"": "V32", "data": "V8", "map": "V128"}
 _FIRST_WITH_EARLY_LAUNCHES = 90  # first compute capability with programmatic dependent launch
 _MOST_ROUNDS = 65536  # every launch of every round is planned separately
@@ -47,8 +47,8 @@ def plan_of(kernel: Kernel, problem: Problem, limits: Limits, constants: Mapping
     for rule, holds in kernel.rules.items():
         if not kernel.evaluated(f"rule {rule!r}", holds, c):
             raise ValueError(
-                f"{kernel.name} with {_listed(constants)} breaks its rule: {rule}; "
-                "choose other constants, or leave them to the plan"
+                f"constants {_listed(constants)} violate a constraint of {kernel.name}: {rule}; "
+                "choose other constants, or omit them to let the planner choose"
             )
     return _Planner(kernel, problem, limits, constants).plan()
 
@@ -145,7 +145,9 @@ class _Planner:
             return [(step, 0) for step in steps]
         rounds = self.whole("rounds", self.kernel.rounds, self.on_device(), least=1)
         if rounds > _MOST_ROUNDS:
-            raise self.unsupported(f"it needs {rounds:,} rounds; the limit is {_MOST_ROUNDS:,}")
+            raise self.unsupported(
+                f"this takes {rounds:,} rounds of launches; the limit is {_MOST_ROUNDS:,}"
+            )
         first = steps.index(repeated[0])
         others = [(step, 0) for step in steps if step not in repeated]
         every = [(step, number) for number in range(rounds) for step in repeated]
@@ -296,8 +298,8 @@ class _Planner:
         fits = len(axes) <= 4 and len(set(places)) == len(places) and max(places) < 4
         if not fits or (3 in places and places[-1] != 3):
             raise ValueError(
-                f"{self.kernel.name}: {name} has the axes {' '.join(axes)}, which do not fit a "
-                f"Tensor of batch, heads, rows and columns; pass it as {name}.data"
+                f"{self.kernel.name}: {name} has the axes {' '.join(axes)}, but a Tensor has the "
+                f"axes batch, heads, rows and columns; pass a pointer: {name}.data"
             )
         return tuple(places.index(x) if x in places else None for x in range(3))
 
@@ -316,13 +318,13 @@ class _Planner:
                 shape = (self.whole(f"scratch {name}", axes, self.on_device(), least=0),)
             if prod(shape) >= MOST_ELEMENTS:
                 raise self.unsupported(
-                    f"its scratch array {name} would have {prod(shape):,} elements; the limit is "
+                    f"the scratch array {name} would have {prod(shape):,} elements; the limit is "
                     "2**59"
                 )
             yield name, (shape, self.kinds[kind])
 
     def unsupported(self, reason: str) -> Unsupported:
-        return Unsupported(f"{self.kernel.name} cannot do {self.problem}: {reason}", reason)
+        return Unsupported(f"{self.kernel.name} cannot compute {self.problem}: {reason}", reason)
 
     def whole(
         self,
@@ -357,7 +359,7 @@ class _Planner:
                 return single
         raise ValueError(
             f"{self.kernel.name}: the record's constant {what} is {value!r} for {self.problem}; "
-            "give a bool, a whole number of 32 bits or a finite float"
+            "give a bool, a 32-bit integer or a finite float"
         )
 
     def check_formulas(
@@ -380,8 +382,8 @@ class _Planner:
         needs = f"{self.kernel.name} with {_listed(constants)} needs"
         if threads > limits.threads:
             raise Unsupported(
-                f"{needs} {threads:,} threads a block; {limits.device} allows {limits.threads:,}",
-                "too many threads a block",
+                f"{needs} {threads:,} threads per block; {limits.device} allows {limits.threads:,}",
+                "too many threads per block",
             )
         if any(size > most for size, most in zip(grid, _LARGEST_GRID)):
             raise Unsupported(
@@ -391,7 +393,7 @@ class _Planner:
             )
         if shared_bytes > limits.shared_bytes:
             raise Unsupported(
-                f"{needs} {shared_bytes:,} bytes of shared memory a block; "
+                f"{needs} {shared_bytes:,} bytes of shared memory per block; "
                 f"{limits.device} has {limits.shared_bytes:,}",
                 "too little shared memory",
             )

@@ -118,8 +118,8 @@ def _read(path: Path, entry: str) -> str:
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise type(error)(
-            f"{path}, the file of kernel {entry}, cannot be read ({error.strerror}); put it there, "
-            "or set folder= of its Kernel or file= of its Launch"
+            f"{path}, the file of kernel {entry}, cannot be read ({error.strerror}); create this "
+            "file, or set folder= of its Kernel or file= of its Launch"
         ) from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not valid UTF-8 ({error}); save it as UTF-8") from None
@@ -187,8 +187,8 @@ def _recorded(file: str, entry: str, path: Path) -> str:
     bodies = [x.end() for x in (re.compile(r"\s*\{").match(code, end) for end in ends) if x]
     if not bodies:
         raise ValueError(
-            f"{path} does not define the body of {entry}, where a recording begins and ends; move "
-            f"the body of {entry} into its .cu file"
+            f"{path} does not define the body of {entry}, where recording begins and ends; move "
+            f"the body of {entry} into this file"
         )
     for at in reversed(bodies):
         file = f"{file[:at]} timeline::Block timeline_block;{file[at:]}"

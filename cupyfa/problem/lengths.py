@@ -46,7 +46,8 @@ class Lengths:
         for i, (count, rows) in enumerate(zip(self.counts, self.rows)):
             if count > rows:
                 raise ValueError(
-                    f"sequence {i} has {count} valid rows of {rows}; give at most {rows}"
+                    f"sequence {i} has {rows} rows, but {count} are marked as valid; give at most "
+                    f"{rows}"
                 )
 
     @classmethod
@@ -179,8 +180,8 @@ def lengths_of(given: Any) -> Packed:
     k = others[0] if others else q
     if len(q.rows) != len(k.rows):
         raise ValueError(
-            f"lengths has {len(q.rows)} sequences for queries and {len(k.rows)} for keys; give as "
-            "many for both"
+            f"lengths has {len(q.rows)} sequences for queries, but {len(k.rows)} for keys; both "
+            "must have the same number of sequences"
         )
     return q, k
 

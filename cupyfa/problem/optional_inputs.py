@@ -88,8 +88,8 @@ _BY_PAIR: dict[str, Any] = {
     "group": "scores",
     "axes": ("batch", "heads", "M", "N"),
     "broadcast": "axes",
-    "shape_rule": "broadcastable to [batch, heads, M, N], here ({batch}, {heads}, {M}, {N}): sizes "
-    "like those, or 1",
+    "shape_rule": "broadcastable to [batch, heads, M, N], here ({batch}, {heads}, {M}, {N}): each "
+    "size must be equal or 1",
     "in_expressions": True,
     "is_keyword": True,
 }
@@ -144,7 +144,7 @@ _ROWS = (
         group="gradients",
         axes=("batch", "heads", "M"),
         dtype="float",
-        shape_rule="that of lse, here ({batch}, {heads}, {M})",
+        shape_rule="the shape of lse, here ({batch}, {heads}, {M})",
         feature="dlse",
         constant="has_dlse",
     ),
@@ -181,8 +181,8 @@ _ROWS = (
             axes=(name,),
             dtype="int32",
             usual_dtype="int32",
-            shape_rule="that of the first row of each sequence and then the end, here ({batch} + "
-            "1,)",
+            shape_rule="[sequences + 1], here ({batch} + 1,): the first row of each sequence, then "
+            "the end of the last one",
             feature="ragged",
             written=f"{name[-1]}.offsets",
         )
@@ -195,7 +195,7 @@ _ROWS = (
             axes=("batch",),
             dtype="int32",
             usual_dtype="int32",
-            shape_rule="one number for each sequence, here ({batch},)",
+            shape_rule="[sequences], here ({batch},)",
             feature="ragged",
             written=f"{name[-1]}.used",
         )
@@ -208,7 +208,7 @@ _ROWS = (
             axes=("batch",),
             dtype="int32",
             usual_dtype="int32",
-            shape_rule="one number for each batch element, here ({batch},)",
+            shape_rule="[batch], here ({batch},)",
             is_keyword=True,
             feature="lengths",
             written=f"{name[-1]}.lengths",
@@ -500,7 +500,9 @@ def modifiers(
         kinds = {name: x.captured for name, x in by_name.items() if name not in reserved}
         step.check(kinds, reserved)
     if unread := [x for x, y in by_name.items() if y.is_in_expressions and x not in read]:
-        raise ValueError(f"no expression reads {', '.join(unread)}; leave it out of captured")
+        raise ValueError(
+            f"no expression reads {', '.join(unread)}; remove unused names from captured"
+        )
     if 0 in sizes:  # S is empty
         return Modifiers(operands=tuple(x for x in by_name.values() if x.is_array))
     return Modifiers(tuple(score), tuple(mask), tuple(by_name.values()), has_dropout)
@@ -519,9 +521,9 @@ def refuse_short(found: Modifiers, sizes: tuple[int, int, int, int]) -> None:
             place, shape = getattr(index, "id", ""), shapes[name]
             if (end := ends.get(place, 0)) > shape[axis]:
                 raise ValueError(
-                    f"captured {name} has shape {shape}, and {step.option} indexes axis {axis} "
-                    f"with {place}, from 0 to {end - 1}; give {end} elements in this axis, or an "
-                    f"index such as min({place}, {max(shape[axis] - 1, 0)})"
+                    f"captured {name} has shape {shape}, but {step.option} indexes axis {axis} "
+                    f"with {place}, from 0 to {end - 1}; make this axis at least {end} long, or "
+                    f"write an index such as min({place}, {max(shape[axis] - 1, 0)})"
                 )
 
 
@@ -564,9 +566,9 @@ def indices(shape: Sequence[int]) -> str:
 
 
 _DTYPE_RULES = {
-    "float": "of a floating-point dtype",
-    "bool": "bool, where True is seen",
-    "int": "of whole numbers",
+    "float": "a floating-point dtype",
+    "bool": "bool, True for visible pairs",
+    "int": "an integer dtype",
 }
 
 
@@ -583,11 +585,13 @@ def check_input(x: Operand, sizes: Mapping[str, int], is_packed: bool = False) -
     if not x.record.fits(x.shape, sizes):
         wanted = rule.format(**sizes)
         shape = x.given or x.shape
-        raise ValueError(f"{written(x.name)} has shape {shape}; its shape must be {wanted}")
+        raise ValueError(f"{written(x.name)} has shape {shape}; it must be {wanted}")
     kind, dtype = x.captured.kind, x.record.dtype
     if dtype not in (x.dtype, kind):
         wanted = _DTYPE_RULES.get(dtype, dtype)
-        other = "; numbers to add are a bias" * (dtype == "bool" and kind == "float")
+        other = "; to add numbers to scores, pass them as bias" * (
+            dtype == "bool" and kind == "float"
+        )
         raise TypeError(f"{written(x.name)} is {x.dtype}; it must be {wanted}: convert it{other}")
 
 
@@ -599,12 +603,12 @@ def operand(name: str, given: Any) -> Operand:
     is_name = isinstance(name, str) and name.isidentifier() and name.isascii()
     if not is_name or iskeyword(name) or name.startswith("__"):
         raise ValueError(
-            f"captured has {name!r}; names consist of letters, digits and _, are not keywords, "
-            "and do not begin with __"
+            f"captured contains {name!r}; names must consist of letters, digits and _, must not be "
+            "Python keywords, and must not begin with __"
         )
     if name in (*TAKEN, *RESERVED) or name.startswith(OF_BLOCKS):
         raise ValueError(
-            f"captured has {name!r}, which expressions use for something else; rename it"
+            f"captured contains {name!r}, a name that is reserved in expressions; rename this entry"
         )
     return of_value(name, given)
 
@@ -614,7 +618,7 @@ def of_value(name: str, given: Any) -> Operand:
         return Operand(name, "bool", (), bool(given))
     if isinstance(given, int | np.integer):
         if not -(2**63) <= given < 2**63:
-            raise ValueError(f"{name} is {described(given)}; whole numbers have at most 63 bits")
+            raise ValueError(f"{name} is {described(given)}; whole numbers must fit in int64")
         return Operand(name, "int64", (), int(given))
     if isinstance(given, float | np.floating):
         return Operand(name, "float64", (), float(given))
@@ -627,7 +631,7 @@ def of_value(name: str, given: Any) -> Operand:
         known = OPTIONAL_INPUTS.get(name)
         wanted = {"bool": "bool", "float": floats}.get(known.dtype, any_of) if known else any_of
         raise TypeError(
-            f"{written(name)} is {dtype}; it must be of {wanted}, in native byte order: convert it"
+            f"{written(name)} is {dtype}; it must be {wanted} in native byte order: convert it"
         )
     if not given.shape:
         return Operand(name, dtype, (1,)) if name in SEEDS else of_value(name, given.item())
@@ -688,6 +692,6 @@ def with_four_axes(name: str, array: Any, lead: Sequence[int]) -> Any:
     if all(n == 1 for n in own) or own == tuple(lead):
         return array.reshape(-1 if array.size else int(np.prod(own)), *shape[-3:])
     raise ValueError(
-        f"{name} has shape {shape}, whose first axes must be those of q, {tuple(lead)}, or all 1; "
-        "broadcast the array"
+        f"{name} has shape {shape}; its leading axes must equal q's leading axes, {tuple(lead)}, "
+        "or all be 1: broadcast the array"
     )

@@ -122,8 +122,8 @@ def _read_window(value: Any) -> Window:
         return NO_WINDOW
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise ValueError(
-            f"window is {described(value)}; give a pair: how many keys to the left and right of "
-            "its position a query sees, or None for all"
+            f"window is {described(value)}; give a pair (left, right): how many keys a query sees "
+            "on each side of its position, or None for no limit"
         )
     left, right = (_read_side(side) for side in value)
     return left, right
@@ -134,8 +134,8 @@ def _read_side(side: Any) -> int | None:
         return None
     if isinstance(side, int | np.integer) and side < 0:
         raise ValueError(
-            f"window has a negative side, {side}; give 0 or more keys, or None for no limit (- on "
-            "the command line)"
+            f"window has a negative limit, {side}; give a number of keys, at least 0, or None for "
+            "no limit (- on the command line)"
         )
     try:
         return read_size("a window's side", side, 2**31 - 1)
@@ -160,9 +160,9 @@ def read_size(name: str, size: Any, most: int) -> int:
     """
     size = without_axes(size)
     if isinstance(size, bool) or not isinstance(size, int | np.integer):
-        raise TypeError(f"{name} is {described(size)}; sizes are whole numbers")
+        raise TypeError(f"{name} is {described(size)}; sizes must be whole numbers")
     if not 0 <= size <= most:
-        raise ValueError(f"{name} is {size}; sizes are 0 to {most:,}")
+        raise ValueError(f"{name} is {size}; sizes must be from 0 to {most:,}")
     return int(size)
 
 
@@ -235,7 +235,7 @@ def _read_bits(name: str, bits: int) -> Callable[[Any], int | None]:
             return None
         if isinstance(value, bool) or not isinstance(value, int | np.integer):
             raise TypeError(
-                f"{name} is {described(value)}; give a whole number, or an array of one element"
+                f"{name} is {described(value)}; give a whole number or a one-element array"
             )
         if not 0 <= value < 2**bits:
             raise ValueError(f"{name} is {value}; give a whole number from 0 to 2**{bits} - 1")

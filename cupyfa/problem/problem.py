@@ -356,8 +356,8 @@ class Problem:
                 continue
             if self.dtype != E4M3_INPUTS:
                 raise ValueError(
-                    f"{x.name} is given, but the dtype is {self.dtype.name}; descales are for "
-                    f"{E4M3_INPUTS.name}: leave it out"
+                    f"{x.name} is given, but the dtype is {self.dtype.name}; descales are only for "
+                    f"{E4M3_INPUTS.name}: leave {x.name} out"
                 )
             if self.is_ragged:
                 raise Unsupported(
@@ -371,7 +371,7 @@ class Problem:
         if self.offset is None or self.is_masked or self.reads_position:
             return
         raise ValueError(
-            f"offset is {self.offset}, but nothing depends on the positions of queries; give "
+            f"offset is {self.offset}, but no option of this call depends on query positions; give "
             "causal=True or a window, or leave offset out"
         )
 
@@ -412,7 +412,7 @@ class Problem:
     def of_rows(cls, x: Any) -> Problem:
         """Makes the problem of a softmax over the last axis of x: M rows of N scores."""
         if x.ndim == 0:
-            raise ValueError("x has no axis for the softmax; give at least one dimension")
+            raise ValueError("x is 0-D; softmax requires at least one axis")
         return cls.of_row_sizes(
             math.prod(x.shape[:-1]), x.shape[-1], _common_dtype(DTYPES, x=x).name
         )
@@ -565,12 +565,12 @@ def _sizes_of_rows(
     """Returns batch, M and N; for packed lengths, the number of sequences and total rows."""
     if packed is None:
         if M is None:
-            raise TypeError("M is missing; give it, or the lengths of a ragged batch")
+            raise TypeError("M is missing; give M, or the lengths of a ragged batch")
         N = M if N is None else N
         return (1 if batch is None else batch), M, N
     if given := [x for x, y in (("batch", batch), ("M", M), ("N", N)) if y is not None]:
         raise ValueError(
-            f"lengths and {given[0]} are given; leave out {given[0]}, which follows from lengths"
+            f"lengths and {given[0]} are both given; leave out {given[0]}, which lengths determine"
         )
     q, k = packed
     return len(q.rows), q.total, k.total
@@ -603,7 +603,8 @@ def sizes_of(name: str, array: Any, layout: str) -> tuple[int, int, int, int]:
         raise ValueError(f"layout is {described(layout)}; use one of {', '.join(LAYOUTS)}")
     if array.ndim < 2:
         raise ValueError(
-            f"{name} has shape {tuple(array.shape)}; it needs at least two axes, [rows, columns]"
+            f"{name} has shape {tuple(array.shape)}; it must have at least two axes, [rows, "
+            "columns]"
         )
     heads = array.shape[-3] if array.ndim > 2 else 1
     rows = array.shape[-2]
@@ -649,7 +650,8 @@ def _check_precision(precision: str | None, dtype: DType) -> None:
         if dtype.result:
             remedy = "such inputs are not rounded, so leave it out"
         raise ValueError(
-            f"precision={precision!r} is for float32, but the dtype is {dtype.name}; {remedy}"
+            f"precision={precision!r} is only for float32 inputs, but the dtype is {dtype.name}; "
+            f"{remedy}"
         )
 
 

@@ -137,7 +137,7 @@ def _read_score_array(
     known = DTYPES.get(short, usual if not short else "")
     if not known or not letters or set(letters) - set(_LETTERS + "1"):
         raise ValueError(
-            f"{name} is {form!r}; give its shape by letters, for example {record.axes_examples}, "
+            f"{name} is {form!r}; write its shape as letters, for example {record.axes_examples}, "
             f"optionally with a dtype, as in f32[{record.usual_axes}]"
         )
     by_letter = {"1": 1, **dict(zip(_LETTERS, named.values()))}
@@ -216,7 +216,9 @@ def _captured(name: str, form: Any, named: Mapping[str, int]) -> Operand:
 def _of_shape(name: str, given: Any, dtype: str) -> Operand:
     if isinstance(given, tuple | list):
         if not all(isinstance(n, int) and n >= 0 for n in given):
-            raise ValueError(f"the shape of {name} is {given}; give whole numbers from 0")
+            raise ValueError(
+                f"the shape of {name} is {given}; sizes must be whole numbers of at least 0"
+            )
         return Operand(name, dtype, _with_four(name, given), given=tuple(given))
     found = of_value(name, given)
     return replace(found, shape=_with_four(name, found.shape), given=found.shape)

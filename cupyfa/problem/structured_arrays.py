@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa.errors import described
 from cupyfa.problem import optional_inputs
 
 _QKV = ("q", "k", "v")
@@ -87,10 +86,11 @@ def unwrap(q: Any, k: Any, v: Any) -> tuple[tuple[Any, Any, Any], dict[str, Any]
         layers: dict[type, Structured] = {}
         while isinstance(x, Packed | Padded | Scaled):
             if type(x) in layers:
-                raise TypeError(f"{name} is {type(x).__name__} twice; give it once")
+                kind = type(x).__name__
+                raise TypeError(f"{name} is a {kind} inside another {kind}; wrap {name} only once")
             layers[type(x)], x = x, x.array
         if isinstance(x, Structured):
-            raise TypeError(f"{name} is {described(x)} inside another structure; give it by itself")
+            raise TypeError(f"{name} wraps a {type(x).__name__}; {name} must wrap a plain array")
         found[name] = layers
         arrays.append(x)
     _require_one_form(found)
@@ -133,13 +133,13 @@ def _require_one_form(found: Mapping[str, Mapping[type, Structured]]) -> None:
         one = next(name for name, packed in are_packed.items() if packed)
         other = next(name for name, packed in are_packed.items() if not packed)
         raise TypeError(
-            f"{one} is Packed and {other} is not; give q, k and v as Packed(array, offsets)"
+            f"{one} is Packed, but {other} is not; give q, k and v as Packed(array, offsets)"
         )
     for name, layers in found.items():
         if Packed in layers and Padded in layers:
             raise TypeError(
                 f"{name} is Packed and Padded; give {name} as Packed(array, offsets, used), where "
-                "used says how many rows of each sequence count"
+                "used holds the number of valid rows of each sequence"
             )
     for kind in (Packed, Padded):
         k, v = found["k"].get(kind), found["v"].get(kind)
@@ -148,14 +148,14 @@ def _require_one_form(found: Mapping[str, Mapping[type, Structured]]) -> None:
         if k is None or v is None:
             one, other = ("k", "v") if v is None else ("v", "k")
             raise TypeError(
-                f"{one} is {kind.__name__} and {other} is not; every key has a value: give both "
-                f"as {kind.__name__}"
+                f"{one} is {kind.__name__}, but {other} is not; k and v must have the same "
+                f"structure: give both as {kind.__name__}"
             )
         for field in fields(kind)[1:]:
             if not _are_same(getattr(k, field.name), getattr(v, field.name)):
                 raise ValueError(
-                    f"k and v have different {field.name}; every key has a value: give both the "
-                    "same array"
+                    f"k and v have different {field.name}; give the same {field.name} for both, "
+                    "because each key has one value"
                 )
 
 

@@ -36,17 +36,18 @@ def refuse_without_gradients(names: Iterable[str], dtypes: Mapping[str, str]) ->
     for name in unable:
         if name in dtypes and name not in _OTHERS:
             raise ValueError(
-                f"wrt names {name}, whose dtype is {dtypes[name]}; only arrays of floats have "
-                "gradients, so leave it out"
+                f"wrt contains {name}, whose dtype is {dtypes[name]}; only floating-point arrays "
+                f"have gradients: remove {name} from wrt"
             )
         if name in OWN_ARRAYS:
             raise ValueError(
-                f"wrt names {name}, but no {name} is given; give {name}=, or leave it out of wrt"
+                f"wrt contains {name}, but {name} is not given; pass {name}=, or remove {name} "
+                "from wrt"
             )
     if unable:
         raise ValueError(
-            f"wrt names {', '.join(unable)}; in this call it can name {', '.join(able)}. For the "
-            "gradient of a captured number, pass an array of one element and write "
+            f"wrt contains {', '.join(unable)}; in this call it may contain {', '.join(able)}. For "
+            "the gradient of a captured number, pass a one-element array and write "
             f"{unable[0]}[0] in the expression"
         )
 

@@ -97,15 +97,15 @@ def target(
     if not (isinstance(given, np.ndarray) if on_host else backend.owns(given)):
         kind = "NumPy" if on_host else "CuPy"
         raise TypeError(
-            f"{name} is {described(given)}, but inputs are {kind} arrays; give a {kind} array"
+            f"{name} is {described(given)}, but the inputs are {kind} arrays; give a {kind} array"
         )
     if is_masked(given):
-        raise TypeError(f"{name} is a MaskedArray, whose mask kernels ignore; give its data")
+        raise TypeError(f"{name} is a MaskedArray, but kernels ignore masks; pass {name}.data")
     require_one_device(backend, {"the inputs": first, name: given})
     require_form(name, given, shape, dtype)
     if _overlaps_itself(given):
         raise ValueError(
-            f"{name} has strides {given.strides} for shape {given.shape}, so that elements share "
+            f"{name} has shape {given.shape} and strides {given.strides}, so its elements share "
             "memory; give an array whose elements do not overlap"
         )
     if on_host and not given.flags.writeable:
@@ -135,7 +135,9 @@ def require_one_device(backend: Backend, arrays: Arrays) -> None:
     if len(set(devices)) > 1:
         *names, last = arrays
         where = ", ".join(str(number) for (number,) in devices)
-        raise ValueError(f"{', '.join(names)} and {last} are on devices {where}; copy them to one")
+        raise ValueError(
+            f"{', '.join(names)} and {last} are on devices {where}; copy all to one device"
+        )
 
 
 def is_writable(plan: Plan, name: str, array: Any) -> bool:

@@ -110,7 +110,7 @@ class Backend(ABC):
     read_limits: Any  # a cached function that returns the Limits of a device
     device: int = 0  # the number of the current device
     stream: int | None = None  # the current CUDA stream; None if calls wait for their results
-    is_capturing: bool = False  # whether the work in the current stream is captured as a graph
+    is_capturing: bool = False  # whether the current stream is being captured into a CUDA graph
 
     def forms(self, arrays: Sequence[Any]) -> tuple[Form, ...]:
         """Returns each array's shape, strides, dtype and device, for the key of a call.

@@ -42,7 +42,7 @@ def backend_to_measure(backend: str | Backend) -> Backend:
     """
     if backend == "auto" and chosen_backend() == "auto" and (reason := _no_cuda()) is not None:
         raise DeviceError(
-            f"{reason}: simulator times say nothing about a GPU; to measure them anyway, give "
+            f"{reason}, and simulator times do not predict GPU times; to measure them anyway, give "
             'backend="simulator"'
         )
     return backend_named(backend)
@@ -95,7 +95,8 @@ def adopt_foreign(backend: str | Backend, arrays: Mapping[str, Any]) -> tuple[Ba
     if len(set(host.values())) > 1:
         where = ", ".join(f"{name} in {'host' if h else 'GPU'} memory" for name, h in host.items())
         raise TypeError(
-            f"arrays in host and GPU memory are mixed ({where}); copy all of them to one"
+            f"some arrays are in host memory and others in GPU memory ({where}); copy all of them "
+            "to one of the two"
         )
     if all(host.values()):
         return backend_named(backend), [
@@ -105,8 +106,8 @@ def adopt_foreign(backend: str | Backend, arrays: Mapping[str, Any]) -> tuple[Ba
     if backend == "simulator" or getattr(backend, "name", "cuda") == "simulator":
         are = "is" if len(arrays) == 1 else "are"
         raise TypeError(
-            f"the simulator takes NumPy arrays, but {', '.join(arrays)} {are} in GPU memory; copy "
-            "with cupy.asnumpy, or with .cpu() in torch"
+            f"the simulator requires NumPy arrays, but {', '.join(arrays)} {are} in GPU memory; "
+            "copy with cupy.asnumpy, or with .cpu() in torch"
         )
     cuda = backend_named("cuda" if backend == "auto" else backend)
     return cuda, [_foreign(name, array, cuda.adopt) for name, array in arrays.items()]
@@ -135,15 +136,18 @@ def devices_of(backend: Backend, devices: Any) -> tuple[int, ...]:
     numbers = _numbers(devices)
     if unknown := [i for i in numbers if not 0 <= i < len(models)]:
         raise ValueError(
-            f'there is no device {unknown[0]}: {_known(backend)}; give their numbers, or "all"'
+            f'device {unknown[0]} does not exist; {_known(backend)}: give device numbers, or "all"'
         )
     if not numbers or len(set(numbers)) < len(numbers):
         raise ValueError(
-            f"devices is {list(numbers)}; give one or more distinct numbers: {_known(backend)}"
+            f"devices is {list(numbers)}; give one or more distinct device numbers; "
+            f"{_known(backend)}"
         )
     if len({models[i] for i in numbers}) > 1:
         named = ", ".join(f"{i} is {models[i]}" for i in numbers)
-        raise ValueError(f"devices are of different models ({named}); give devices of one model")
+        raise ValueError(
+            f"the devices are different models ({named}); give devices of the same model"
+        )
     return numbers
 
 
@@ -184,7 +188,7 @@ def _tensors(backend: str | Backend, values: list[Any]) -> tuple[Backend, list[A
 
 def _refuse_masked(name: str, array: Any) -> None:
     if is_masked(array):
-        raise TypeError(f"{name} is a MaskedArray, whose mask kernels ignore; pass {name}.data")
+        raise TypeError(f"{name} is a MaskedArray, but kernels ignore masks; pass {name}.data")
 
 
 def _on_host(name: str, array: Any) -> bool:

@@ -119,6 +119,6 @@ def _check_memory(plan: Plan, name: str, g: _Guarded, original: Any | None) -> N
     where = int(changed.argmax()) - g.offset
     what = f"{int(changed.sum())} bytes outside {name}" if original is None else f"its input {name}"
     raise WrongResult(
-        f"{plan.kernel.name} on {plan.problem}: the kernel wrote {what}, first at byte "
-        f"{where:+d} from its element 0"
+        f"{plan.kernel.name} on {plan.problem}: the kernel wrote {what}; the first byte written "
+        f"is at offset {where:+d} from element 0 of {name}"
     )

@@ -72,12 +72,12 @@ def describe_map(backend: Backend, step: PlannedLaunch, name: str, array: Any) -
     boxed = "uint8" if dtype == E4M3 else dtype.name
     if boxed not in _BOXED or len(array.shape) != 4:
         raise ValueError(
-            f"{what}; TMA needs [batch, heads, rows, columns] in {' or '.join(_BOXED)}"
+            f"{what}; TMA requires [batch, heads, rows, columns] in {' or '.join(_BOXED)}"
         )
     if not can_be_boxed(array, address):
         raise ValueError(
-            f"{what}, strides {array.strides}, at {address:#x}; address and strides must be "
-            f"multiples of {BOX_ALIGNMENT} bytes, and strides positive: copy the array"
+            f"{what}, strides {array.strides}, at {address:#x}; TMA requires positive strides, and "
+            f"strides and an address that are multiples of {BOX_ALIGNMENT} bytes: copy the array"
         )
     batch, heads, rows, columns = (max(size, 1) for size in array.shape)
     allowed = aligned_width(columns, dtype.itemsize) * dtype.itemsize

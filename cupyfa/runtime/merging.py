@@ -212,18 +212,19 @@ class _Parts:
         if type(mine) is not type(self.outs[0]):
             kind = "NumPy" if isinstance(self.outs[0], np.ndarray) else "CuPy"
             raise TypeError(
-                f"{name} is {described(given)}, but parts are {kind} arrays; give a {kind} array"
+                f"{name} is {described(given)}, but parts[0] contains {kind} arrays; give a {kind} "
+                "array"
             )
         return mine
 
     def _check_output(self, name: str, array: Any, like: str) -> None:
         if tuple(array.shape) != self._shape:
             raise ValueError(
-                f"{name} has shape {tuple(array.shape)}; it must be {self._shape}, as for {like}"
+                f"{name} has shape {tuple(array.shape)}; it must be {self._shape}, like {like}"
             )
         if array.dtype != self.dtype.numpy:
             raise TypeError(
-                f"{name} is {array.dtype}; it must be {self.dtype.name}, as {like} is: convert it"
+                f"{name} is {array.dtype}; it must be {self.dtype.name}, like {like}: convert it"
             )
 
     def _check_rows(self, name: str, array: Any) -> None:
@@ -234,8 +235,8 @@ class _Parts:
             )
         if array.dtype != self.dtype.sums:
             raise TypeError(
-                f"{name} is {array.dtype}; for outputs of {self.dtype.name} it must be "
-                f"{self.dtype.sums}, as attention returns it: convert it"
+                f"{name} is {array.dtype}; for {self.dtype.name} outputs it must be "
+                f"{self.dtype.sums}, the dtype that attention returns: convert it"
             )
 
     def _on_host(self, name: str, *arrays: Any) -> np.ndarray:
@@ -273,8 +274,8 @@ def _named(parts: Any) -> Arrays:
     for i, pair in enumerate(parts):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise TypeError(
-                f"parts[{i}] is {described(pair)}; give a pair (out, lse), as "
-                "attention(…, return_lse=True) returns it"
+                f"parts[{i}] is {described(pair)}; give a pair (out, lse), such as "
+                "attention(…, return_lse=True) returns"
             )
         named |= {f"parts[{i}][{j}]": x for j, x in enumerate(pair)}
     return named

@@ -72,7 +72,7 @@ def viewed(problem: Problem, layout: str | None, axes: str, array: Any) -> Any:
 
 
 def _reshaped(shape: tuple[int, ...], array: Any) -> Any:
-    """Reshapes an array of a custom kernel; returns an array with zero columns unchanged."""
+    """Reshapes an array; returns an array with zero columns, planned as one column, unchanged."""
     return array.reshape(shape) if array.size == prod(shape) else array
 
 
@@ -309,10 +309,10 @@ class Prepared(OfThisProcess):
         """Returns an array for each result, from ``out`` or ``grads``, or None to allocate it."""
         if self._is_forward:
             if grads is not None:
-                raise TypeError("attention has no grads=; use out=")
+                raise TypeError("attention has no argument grads; pass out")
             return self._all_new if out is None else (out, *self._others)
         if out is not None:
-            raise TypeError("backward has no out=; use grads=, an array for each gradient")
+            raise TypeError("backward has no argument out; pass grads, with one array per gradient")
         if grads is None:
             return self._all_new
         if not isinstance(grads, tuple | list) or len(grads) != self._labelled:
@@ -320,8 +320,8 @@ class Prepared(OfThisProcess):
             what = f"has {len(grads)} elements" if many else f"is {described(grads)}"
             names = [str(x.label).removesuffix(" of grads") for x in self._results if x.label]
             raise TypeError(
-                f"grads {what}; give {len(names)} arrays, for {', '.join(names)}; None allocates a "
-                "new array"
+                f"grads {what}; give {len(names)} arrays, for {', '.join(names)}, or None in place "
+                "of an array to allocate a new one"
             )
         return (*grads, *self._all_new[len(grads) :])
 
@@ -423,8 +423,9 @@ class Prepared(OfThisProcess):
         for name, given, wanted in zip(self._names, forms, self._forms):
             if given != wanted:
                 raise ValueError(
-                    f"{_listed([name])} is {_described(given)}, but this was compiled for "
-                    f"{_described(wanted)}; compile it again, or call the function itself"
+                    f"{_listed([name])} is {_described(given)}, but this call was compiled for "
+                    f"{_described(wanted)}; compile again for these arrays, or call attention or "
+                    "backward directly"
                 )
         return adopted
 

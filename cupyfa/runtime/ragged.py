@@ -36,7 +36,7 @@ def lengths(
         if len(offsets.shape) != 1 or offsets.shape[0] < 1:
             raise ValueError(
                 f"{written(start)} has shape {tuple(offsets.shape)}; it must be 1-D: the start of "
-                "each sequence, and the end of the last one"
+                "each sequence, followed by the end of the last sequence"
             )
         total = int(array.shape[0])
         if (seen := _look(offsets, download)) is not None:
@@ -104,9 +104,7 @@ def _whole(name: str, given: Any) -> Any:
     if isinstance(given, list | tuple):
         given = np.array(given, None if len(given) else np.int32)
     if not hasattr(given, "dtype") or not hasattr(given, "shape"):
-        raise TypeError(
-            f"{written(name)} is {described(given)}; give a NumPy or CuPy array of int32"
-        )
+        raise TypeError(f"{written(name)} is {described(given)}; give an int32 NumPy or CuPy array")
     if isinstance(given, np.ndarray) and given.dtype.kind not in "iu":
         raise TypeError(
             f"{written(name)} is {given.dtype}; it must have an integer dtype: convert it"
@@ -124,13 +122,13 @@ def _check_offsets(name: str, offsets: np.ndarray, rows: str, total: int) -> Non
     falls = next((i for i, (a, b) in enumerate(pairwise(seen)) if b < a), None)
     if falls is not None:
         raise ValueError(
-            f"{written(name)}[{falls + 1}] is {seen[falls + 1]}, less than {seen[falls]} before "
-            "it; give offsets that do not decrease"
+            f"{written(name)}[{falls + 1}] is {seen[falls + 1]}, less than the preceding "
+            f"{seen[falls]}; offsets must not decrease"
         )
     if seen[0] < 0 or seen[-1] > total:
         raise ValueError(
-            f"{written(name)} go from {seen[0]} to {seen[-1]}, but {rows} has {total} rows; give "
-            f"offsets from 0 to {total}"
+            f"{written(name)} range from {seen[0]} to {seen[-1]}, but {rows} has {total} rows; "
+            f"offsets must begin with 0 and end with {total}"
         )
 
 
@@ -173,8 +171,8 @@ def packed(name: str, arrays: Sequence[Any], layout: str) -> tuple[Any, np.ndarr
             )
         if type(x) is not type(first) or x.dtype != first.dtype:
             raise TypeError(
-                f"{name}[{i}] is {type(x).__name__} of {x.dtype}, but {name}[0] is "
-                f"{type(first).__name__} of {first.dtype}; give arrays of one type and dtype"
+                f"{name}[{i}] is a {x.dtype} {type(x).__name__}, but {name}[0] is a {first.dtype} "
+                f"{type(first).__name__}; give arrays of the same type and dtype"
             )
         if _others(x, axis) != _others(first, axis):
             raise ValueError(

@@ -131,9 +131,9 @@ def _parsed(source: str) -> ast.expr:
     if len(source) > _LONGEST:
         raise _Wrong(0, f"the expression has {len(source):,} characters; the limit is {_LONGEST:,}")
     if strange := re.search(r"[^ -~]", source):
-        raise _Wrong(strange.start(), f"{strange[0]!r} is not available; use ASCII characters")
+        raise _Wrong(strange.start(), f"{strange[0]!r} is not allowed; use ASCII characters")
     if (comment := source.find("#")) >= 0:
-        raise _Wrong(comment, "expressions cannot contain comments; remove this")
+        raise _Wrong(comment, "expressions cannot contain comments; remove this comment")
     try:
         tree = ast.parse(source, mode="eval").body
     except SyntaxError as error:
@@ -225,11 +225,13 @@ class _Rules:
             return "bool"
         if isinstance(value, int):
             if value >= 2**63:
-                raise _Wrong(node, f"{_short(value)} is too large; whole numbers are below 2**63")
+                raise _Wrong(
+                    node, f"{_short(value)} is too large; whole numbers must be less than 2**63"
+                )
             return "whole"
         if isinstance(value, float):
             if value > _LARGEST:
-                raise _Wrong(node, f"numbers are at most {_LARGEST:.7g}; {_NO_INFINITY}")
+                raise _Wrong(node, f"numbers must be at most {_LARGEST:.7g}; {_NO_INFINITY}")
             return "number"
         raise _Wrong(node, _not_available(node))
 
@@ -244,7 +246,7 @@ class _Rules:
         if name == SCORE and self.option in MASKS:
             raise _Wrong(
                 node,
-                f"{self.option} cannot read the score; it can read {', '.join(POSITIONS)}",
+                f"{self.option} cannot read the score, only {', '.join(POSITIONS)}",
             )
         if name in FUNCTIONS:
             raise _Wrong(node, f"{name} is a function; write {name}(...)")
@@ -261,7 +263,7 @@ class _Rules:
             names = [*([SCORE] if self.option not in MASKS else []), *POSITIONS]
             what = f"there is no captured array {name!r}" if indices else f"there is no {name!r}"
             if name in self.reserved:
-                raise _Wrong(node, f"{what}; give it in captured under another name")
+                raise _Wrong(node, f"{what}; rename it and pass it in captured")
             near = _suggested(name, list(self.kinds) if indices else [*names, *self.kinds])
             if near and not indices and name in _OTHER_NAMES:
                 near += (
@@ -269,16 +271,16 @@ class _Rules:
                 )
             if not near and self.kinds:
                 near = f"; captured are {', '.join(self.kinds)}"
-            raise _Wrong(node, what + (near or f'; give it in captured={{"{name}": ...}}'))
+            raise _Wrong(node, what + (near or f'; pass it in captured={{"{name}": ...}}'))
         found = self.kinds[name]
         if found.rank != indices:
             has = f"{name} has {_count(found.rank, 'axis', 'axes')}"
             if not found.rank:
-                raise _Wrong(node, f"{name} is a number; it has no indices")
+                raise _Wrong(node, f"{name} is a number, not an array, and cannot be indexed")
             if not indices:
                 example = ", ".join(("batch", "head", "query", "key")[-found.rank :])
-                raise _Wrong(node, f"{has}; give an index for each, such as {name}[{example}]")
-            raise _Wrong(node, f"{has}, and {_count(indices, 'index is', 'indices are')} given")
+                raise _Wrong(node, f"{has}; give an index for each axis, such as {name}[{example}]")
+            raise _Wrong(node, f"{has}, but {_count(indices, 'index is', 'indices are')} given")
         kinds: dict[str, Kind] = {"bool": "bool", "int": "whole", "float": "number"}
         return kinds[found.kind]
 
@@ -286,7 +288,7 @@ class _Rules:
         if isinstance(node.value, ast.Subscript):
             raise _Wrong(node, "write all indices in one pair of brackets, as in table[head, key]")
         if not isinstance(node.value, ast.Name) or node.value.id in (SCORE, *POSITIONS):
-            raise _Wrong(node, "only captured arrays have indices")
+            raise _Wrong(node, "only captured arrays can be indexed")
         self._check_name(node.value)
         indices = indices_at(node)
         if not indices:
@@ -298,10 +300,10 @@ class _Rules:
     def _index(self, node: ast.expr) -> None:
         if isinstance(node, ast.Slice | ast.Starred):
             places = (x for x in (node, *ast.iter_child_nodes(node)) if hasattr(x, "col_offset"))
-            raise _Wrong(next(places, node), "an index is one whole number, not a slice")
+            raise _Wrong(next(places, node), "an index must be a whole number, not a slice")
         if (kind := self.kind(node)) not in ("whole", None):
             remedy = "; // of whole numbers gives one" if kind == "number" else ""
-            raise _Wrong(node, f"an index is a whole number, not {_a(kind)}{remedy}")
+            raise _Wrong(node, f"an index must be a whole number, not {_a(kind)}{remedy}")
         if isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.Constant):
             raise _Wrong(node, "indices count from 0 and cannot be negative")
 
@@ -316,7 +318,9 @@ class _Rules:
         if isinstance(op, ast.Pow):
             kind = self._numeric(left, "** takes")
             if ast.dump(right) != ast.dump(ast.Constant(2)):
-                raise _Wrong(right, "the only power is 2; write exp(y * log(x)) for others")
+                raise _Wrong(
+                    right, "the exponent of ** must be 2; for other powers, write exp(y * log(x))"
+                )
             return kind
         if type(op) not in _SIGNS:
             remedy = "; write != of conditions" if isinstance(op, ast.BitXor) else ""
@@ -324,7 +328,7 @@ class _Rules:
         sign = _SIGNS[type(op)]
         kinds = [self._numeric(left, f"{sign} takes"), self._numeric(right, f"{sign} takes")]
         if isinstance(op, ast.Div | ast.FloorDiv | ast.Mod) and getattr(right, "value", None) == 0:
-            raise _Wrong(right, "this divides by 0")
+            raise _Wrong(right, "division by 0")
         if isinstance(op, ast.FloorDiv | ast.Mod):
             for side, kind in zip((left, right), kinds):
                 if kind == "number":
@@ -353,10 +357,10 @@ class _Rules:
             if "bool" in pair and pair & {"number", "whole"}:
                 place = sides[i] if kinds[i] == "bool" else sides[i + 1]
                 raise _Wrong(
-                    place, "a condition is compared with a number; write & and not instead"
+                    place, "a condition cannot be compared with a number; use `and` and `not`"
                 )
             if "bool" in pair and not isinstance(op, ast.Eq | ast.NotEq):
-                raise _Wrong(sides[i], "conditions are compared with == and != only")
+                raise _Wrong(sides[i], "conditions can only be compared with == and !=")
         return "bool"
 
     def _ifexp(self, node: ast.IfExp) -> Kind | None:
@@ -367,7 +371,9 @@ class _Rules:
         kinds = [self.kind(a), self.kind(b)]
         if "bool" in kinds and {"number", "whole"} & set(kinds):
             raise _Wrong(
-                b, "one choice is a number, the other a condition; give two numbers or conditions"
+                b,
+                "one alternative is a number and the other is a condition; both must be numbers or "
+                "both must be conditions",
             )
         return "bool" if "bool" in kinds else _joined(kinds)
 
@@ -376,12 +382,14 @@ class _Rules:
         if name not in FUNCTIONS or not isinstance(node.func, ast.Name):
             raise _Wrong(node, _no_function(node.func, name))
         if node.keywords or any(isinstance(x, ast.Starred) for x in node.args):
-            raise _Wrong(node, f"{name} takes positional arguments only, without names or stars")
+            raise _Wrong(
+                node, f"{name} accepts positional arguments only, not keyword or starred arguments"
+            )
         count = len(FUNCTIONS[name].arguments)
         if len(node.args) != count:
             takes = _count(count, "argument", "arguments")
             given = _count(len(node.args), "is", "are")
-            raise _Wrong(node, f"{name} takes {takes}, and {given} given")
+            raise _Wrong(node, f"{name} takes {takes}, but {given} given")
         if name == "where":
             self._condition(node.args[0], "where takes first")
             return self._either(*node.args[1:])
@@ -471,7 +479,7 @@ def _captured_names(tree: ast.expr) -> dict[str, int]:
         count = arrays.get(id(node), 0)
         if found.setdefault(node.id, count) != count:
             before = _count(found[node.id], "index", "indices")
-            raise _Wrong(node, f"{node.id} has {before} in one place and {count} here")
+            raise _Wrong(node, f"{node.id} is used with {before} elsewhere, but with {count} here")
     return found
 
 
@@ -940,7 +948,7 @@ class Tracer:
     def __getitem__(self, index: Any) -> Tracer:
         indices = index if isinstance(index, tuple) else (index,)
         if any(isinstance(x, slice) or x is Ellipsis or x is None for x in indices):
-            raise TypeError("an index in a traced function is one whole number, not a slice")
+            raise TypeError("an index in a traced function must be a whole number, not a slice")
         parts = [Tracer.of(x) for x in indices]
         nodes = [x.node for x in parts]
         place = nodes[0] if len(nodes) == 1 else ast.Tuple(nodes)
@@ -1010,7 +1018,7 @@ def _traced(option: str, function: Callable[..., Any]) -> str:
     ordered, named = [], {}
     for x in parameters:
         if x.kind in (x.VAR_POSITIONAL, x.VAR_KEYWORD):
-            raise TypeError(f"{option}: name the parameters of the function instead of {x}")
+            raise TypeError(f"{option}: the function must have named parameters, not {x}")
         if x.default is not x.empty and x.name not in (SCORE, *POSITIONS):
             if x.kind is x.POSITIONAL_ONLY:
                 ordered.append(x.default)

@@ -264,7 +264,7 @@ class _Walk:
         if name in ("queries", "keys"):
             return Number(np.asarray(getattr(self.mods, name)))
         if name not in self.mods.names:
-            raise self._error(f"{name!r} is not given")
+            raise self._error(f"no value was given for {name!r}")
         return self._given(self.mods.names[name])
 
     def _element(self, node: ast.Subscript) -> Number:
@@ -292,18 +292,18 @@ class _Walk:
             return index.astype(np.int64, copy=False)
         if (found := self._first(outside, index)) is not None:
             read, place = found
-            allowed = f"give 0 to {size - 1}" if size else "it has no elements"
+            allowed = f"indices must be from 0 to {size - 1}" if size else "the array is empty"
             raise self._error(
-                f"index {read} of axis {axis} of {name} is out of range, for "
-                f"{place}; the axis has size {size}: {allowed}"
+                f"index {read} into axis {axis} of {name} is out of range at {place}; the axis has "
+                f"size {size}: {allowed}"
             )
         return np.clip(index, 0, max(size - 1, 0)).astype(np.int64, copy=False)
 
     def _refuse_zeros(self, divisor: Array) -> None:
         if (found := self._first(divisor == 0, divisor)) is not None:
             raise self._error(
-                f"// or % divides by 0, for {found[1]}; make the divisor nonzero, for example "
-                "with max(…, 1)"
+                f"// or % divides by 0 at {found[1]}; make the divisor nonzero, for example with "
+                "max(…, 1)"
             )
 
     def _first(self, where: Array, values: Array) -> tuple[int, str] | None:
@@ -366,8 +366,8 @@ class _Walk:
     def _refuse_long(self, wrong: Array) -> None:
         if (found := self._first(wrong, np.zeros((), np.int64))) is not None:
             raise self._error(
-                f"a sum, difference or product of whole numbers needs more than 64 bits, for "
-                f"{found[1]}; multiply one of them by 1.0 to compute in floating point"
+                f"a sum, difference or product of whole numbers needs more than 64 bits at "
+                f"{found[1]}; multiply one operand by 1.0 to compute in floating point"
             )
 
     def _product(self, a: Number, b: Number) -> Number:

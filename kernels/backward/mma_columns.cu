@@ -41,8 +41,8 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 static_assert(Br % step == 0 && Bc % step == 0, "tiles are made of whole products");
 static_assert(Scores::whole, "warps divide S evenly");
 
-// Unroll factors of the products S and dP. Registers limit them: they also hold P during dP, and
-// tiles are largest up to d = 64.
+// Unroll factors of the products S and dP, limited by registers: P occupies registers during dP,
+// and tiles are largest up to d = 64.
 constexpr int S_steps = depth > 64 ? 4 : 2;
 constexpr int dP_steps = depth > 128 || (depth > 64 && !has_mask) ? 4 : 2;
 

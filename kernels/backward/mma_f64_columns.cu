@@ -2,10 +2,10 @@
 //
 // Double accumulators take twice the registers of float ones, and double tiles four times the
 // shared memory of 16-bit ones, so tiles have few rows. Above d = 64 there are more warps than
-// squares of 16 x 16 scores, and two or four warps share a square: one half of them computes S, the
-// other dP, and of four warps, each sums over half of the depth. The first warp adds up the sums
-// and computes P and dS. dQ of each row tile is added to dQ_sum in global memory, in register
-// order.
+// squares of 16 x 16 scores, and two or four warps share a square: half of these warps compute S,
+// the other half dP. Each of four warps sums over half of the depth. The first warp adds up the
+// partial sums and computes P and dS. dQ of each row tile is added to dQ_sum in global memory, in
+// register order.
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   lse, delta [batch, heads, M]    dQ_sum: row tiles in the layout of red.cuh
@@ -52,7 +52,7 @@ struct Exchange {
       parts[role - 1][i][threadIdx.x % (warps / sharing * warp_size)] =
           part[i / 4 / blocks][i / 4 % blocks][i % 4];
   }
-  // Adds the partial sums of the warp with this role.
+  // Adds the partial sums that the warp with this role has written.
   __device__ __forceinline__ void add(Scores::Sums& sum, int role) const {
     constexpr int blocks = Scores::cols / 8;
 #pragma unroll
@@ -116,7 +116,7 @@ __device__ __forceinline__ void multiply_part(Scores::Sums& part, operand (&A)[B
   multiply_rows(part, A, B, own, own_lane(), first, min(first + half, steps));
 }
 
-// Computes S and dP. Among warps that share them, only the warp with role 0 gets the sums.
+// Computes S and dP. Among warps that share scores, only the warp with role 0 gets the totals.
 __device__ __forceinline__ void multiply_scores(Shared& shared, int stage, const Scores& own,
                                                 Scores::Sums& S, Scores::Sums& dP) {
   if constexpr (sharing == 1) {

@@ -14,7 +14,7 @@
 //   row_maxima: see split_maxima.cu    lse, delta [batch, heads, M]
 //   dK_flags, dV_flags [batch, kv_heads, N]
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (32 * warps)
-//   the host sets: scalar, result, operand, real, Br, Bc, warps, stages, row_slabs (those of
+//   the host sets: scalar, result, operand, real, Br, Bc, warps, stages, row_slabs (slabs of
 //   row_maxima), d, dv, threads, shared_bytes and options (extent.cuh)
 #include <attention/tile_index.cuh>
 #include <backward/parts/split_f32/split_gradients.cuh>
@@ -32,7 +32,7 @@ constexpr int width = cdiv(dv, step) * step;  // columns of the dO and V tiles
 constexpr int sharing = warps * step / Bc;    // warps that share 16 keys
 constexpr int own_rows = Br / sharing;        // rows of a tile per warp
 // Whether fragments of S and dP are prefetched, which is 3 % faster. On sm_80, above d + dv = 128,
-// ptxas lacks the registers for it and spills in the loop.
+// prefetching takes too many registers, and ptxas spills in the loop.
 constexpr bool looks_ahead =
     depth % 64 == 0 && width % 64 == 0 && (on_hopper || depth + width <= 128);
 constexpr int at_once = looks_ahead ? 4 : depth > 64 ? 1 : 2;  // unroll factor of the products
@@ -136,8 +136,8 @@ __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const Tile
   }
 }
 
-// Adds up the accumulators and combines the maxima of warps that share keys, in a fixed order, in
-// the first warp. The others pass theirs through the tile of K or V, which is no longer read.
+// Combines accumulators and maxima of warps that share keys in the first warp, in a fixed order.
+// The other warps pass their accumulators through the tile of K or V, which is no longer read.
 template <int columns>
 __device__ __forceinline__ void join_sums(operand (&tile)[2][Bc][columns],
                                           float (&maxima)[sharing][Bc], Sums<columns>& sums,

@@ -7,7 +7,7 @@
 //   row_maxima: see split_maxima.cu    lse, delta [batch, heads, M]
 //   dK_flags, dV_flags [batch, kv_heads, N]
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (32 * warps)
-//   the host sets: scalar, result, operand, real, Br, Bc, warps, row_slabs (those of row_maxima),
+//   the host sets: scalar, result, operand, real, Br, Bc, warps, row_slabs (slabs of row_maxima),
 //   d, dv, threads, shared_bytes and options (extent.cuh)
 #include <attention/tile_index.cuh>
 #include <backward/parts/split_f32/split_row_iterator.cuh>
@@ -27,7 +27,7 @@ struct Shared {  // index 0: high halves, index 1: low halves
   operand Q[2][Br][depth];
   operand dO[2][Br][width];
   SplitStats stats[2][Br];
-  Given given[givens];  // for dS and P, or one that both use in turn
+  Given given[givens];  // one each for dS and P, or a single buffer for both
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(warps == Bc / team_rows * team, "four warps own 32 keys");

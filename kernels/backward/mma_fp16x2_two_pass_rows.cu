@@ -1,6 +1,6 @@
 // mma_fp16x2_two_pass_rows: computes dQ of `mma_fp16x2_two_pass`. A block owns one tile of Q and
-// loops over the tiles of K and V. Like `mma_fp16x2`, but it also computes dO V^T and multiplies K
-// by dS instead of V by P. In each tile every row of dS is scaled by a power of two.
+// loops over the tiles of K and V, as in `mma_fp16x2`, but also computes dO V^T and multiplies dS
+// by K, not P by V. In each tile every row of dS is scaled by a power of two.
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   Q_high …, scale2, flags: see split_operands.cu    dO_high …, dO_units: see split_gradient.cu

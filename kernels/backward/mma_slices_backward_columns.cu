@@ -1,4 +1,4 @@
-// mma_slices_backward_columns: computes dV = P^T dO and dK = dS^T Q of a round, as plain products.
+// mma_slices_backward_columns: computes dV = P^T dO and dK = dS^T Q for a round of heads and keys.
 //
 // A block owns a tile of dV or dK and loops over the rows that see its keys, in all query heads of
 // the group, in slices of Bd rows.
@@ -69,7 +69,7 @@ struct Source {
   }
 };
 
-// Recomputes the warp's keys of a gradient from only the rows that see each key, because 0 times an
+// Recomputes dK or dV of the warp's keys from only the rows that see each key, because 0 times an
 // infinity or NaN of another row is NaN.
 template <int cols>
 __device__ void repair(Tensor<result> gradient, const operand* left, Tensor<const operand> right,

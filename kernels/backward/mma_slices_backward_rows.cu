@@ -1,4 +1,4 @@
-// mma_slices_backward_rows: computes dQ = dS K of a round, as a plain product.
+// mma_slices_backward_rows: computes dQ = dS K for a round of heads and keys.
 //
 // A block owns a tile of dQ and loops over the keys that its rows see, in slices of Bd keys. If a
 // round does not cover all keys, the accumulators are kept in global memory for the next round.
@@ -99,7 +99,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_row
   const int head = (first_head + local_head) % heads, batch = (first_head + local_head) / heads;
   const Extent extent = extent_of(sizes, mods, batch, head);
   const int M = extent.M, N = extent.N;
-  const int first_row = (cdiv(M, Br) - 1 - row_tile) * Br;  // longest causal rows first
+  const int first_row = (cdiv(M, Br) - 1 - row_tile) * Br;  // longest causal tiles first
   const int last_row = min(first_row + Br, M) - 1, col = tile * tile_cols;
   const int kv_begin = extent.kv_begin(first_row);
   const int kv_end = extent.kv_end(last_row);

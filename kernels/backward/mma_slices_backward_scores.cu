@@ -28,7 +28,7 @@ constexpr int slices = cdiv(d, Bd);               // slices of Q and K; those of
 
 struct Shared {
   Stage ring[stages];
-  float2 PS[pairs_of_sums][threads];  // P times the slope of the modified score
+  float2 PS[pairs_of_sums][threads];  // P times d(modified score) / d(raw score)
   RowStats stats[Br];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
@@ -97,9 +97,9 @@ __device__ __forceinline__ void drop(Sums& P, Shared& shared, const Own& own, co
                   });
 }
 
-// Replaces S by P = 2^(S * scale2 - lse2) and parks PS, P times the slope of the modified score.
-// masked: pairs may be hidden, or a row's lse may be huge; then lse2 is NaN, and lse_of(row) is
-// used.
+// Replaces S with P = 2^(S * scale2 - lse2) and parks PS, P times the derivative of the score
+// modification. masked: pairs may be hidden, or a row's lse may be huge; then lse2 is NaN, and
+// lse_of(row) is used.
 template <bool masked, class LseOf>
 __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& own,
                                           const TilePair<Br, Bc>& pair, const Scorer<float>& scorer,
@@ -131,7 +131,7 @@ __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& ow
   drop(S, shared, own, pair, lane);
 }
 
-// Replaces dP by the unscaled dS = PS * (dP - delta).
+// Replaces dP with the unscaled dS = PS * (dP - delta).
 template <bool masked>
 __device__ __forceinline__ void compute_dS(Sums& dP, const Shared& shared, const Own& own,
                                            const TilePair<Br, Bc>& pair, int lane) {
@@ -152,7 +152,7 @@ __device__ __forceinline__ void compute_dS(Sums& dP, const Shared& shared, const
   }
 }
 
-// Writes the warp's part of P or dS to the tile at `to`, but no rows past the end.
+// Writes the warp's part of P or dS to the tile at `to`; skips rows past the end.
 __device__ __forceinline__ void write_tile(operand* to, int stride, const Sums& part,
                                            const Own& own, int rows, int cols, int lane) {
   const timeline::Phase phase(timeline::epilogue);

@@ -38,7 +38,7 @@ static_assert(Wr % step == 0 && Bc % step == 0, "tiles are made of whole product
 using Scores = float[Wr / step][Bc / 8][4];      // a warp's rows of S, P or dS
 using Queries = float[Wr / step][depth / 8][4];  // a warp's rows of dQ
 
-// A warp's rows; each warp computes the scores of all keys in a tile.
+// A warp's rows. Each warp computes its rows' scores for all keys of a tile.
 struct OwnRows {
   static constexpr int col = 0;
   int row;

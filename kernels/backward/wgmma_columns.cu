@@ -124,7 +124,7 @@ struct Consumer {
   }
 
   // Processes one row tile. Tiles without masked pairs use an instance without mask tests. Two more
-  // instances are for tiles whose first 64 rows see none of the last 64 keys: the warpgroup that
+  // instances process tiles whose first 64 rows see none of the last 64 keys: the warpgroup that
   // owns these keys skips the rows, and the one that computes dQ of these rows skips the keys.
   __device__ __forceinline__ void advance(const TilePair<Br, Bc>& pair, int next_row) {
     constexpr int all = Layout::count == 1 ? warpgroup_rows : Bc, half = warpgroup_rows;
@@ -252,7 +252,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
         task.extent, Q, K, V, dO, stats, scorer, task.batch, task.kv_head};
     store_or_repair<false>(consumer.dK, dK, consumer.own, task, repair);
     store_or_repair<true>(consumer.dV, dV, consumer.own, task, repair);
-    __syncwarp();  // reconverges, so that the next products take uniform registers
+    __syncwarp();  // reconverges, so that the next products use uniform registers
     if constexpr (finishes) {
       barrier_sync(sums_left, leaving_threads);
       if (shared.is_last[0] || shared.is_last[1])

@@ -43,12 +43,12 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 static_assert(Bc == warpgroup_rows && Layout::is_wide, "two warpgroups share 64 keys");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads and adds");
 
-// Named barriers. All waits for one are the same instruction: if both warpgroups waited for dS at
-// one barrier, in different code, the kernel would be correct but slower, and compute-sanitizer
-// would report divergent threads.
+// Named barriers. All threads wait for a barrier at the same instruction: if both warpgroups waited
+// for dS at one barrier, in different code, the kernel would be correct but slower, and
+// compute-sanitizer would report divergent threads.
 constexpr int P_full = 1;   // P is written, and the previous dS is no longer read
 constexpr int dS_full = 2;  // dS is written, and P is no longer read
-constexpr int dS_kept = 8;  // dS is written, for the second warpgroup alone
+constexpr int dS_kept = 8;  // dS is written; only the second warpgroup waits
 
 __device__ __forceinline__ void init_pipelines(Shared& shared) {
   shared.K_pipeline.init(1);
@@ -118,7 +118,7 @@ struct ValueConsumer {
     barrier_sync(dS_full, consuming_threads);
     dQ.begin(shared.dS, shared.K);
     wgmma_wait_group<1>(dV);
-    shared.dO_pipeline.release(dO_rows);  // dP also reads dO, but was complete before dS
+    shared.dO_pipeline.release(dO_rows);  // dP, which reads dO, completed before dS
     dQ.pass<0>(shared.dQ[of_dV]);
     rows.advance();
     dO_rows.advance();

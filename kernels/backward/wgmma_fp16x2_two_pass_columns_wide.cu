@@ -8,7 +8,7 @@
 //   row_maxima: see split_maxima.cu    stats: see split_stats.cu
 //   dK_flags, dV_flags [batch, kv_heads, N]
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (384)
-//   the host sets: scalar, result, operand, real, Br, Bc, stages, row_slabs (those of row_maxima),
+//   the host sets: scalar, result, operand, real, Br, Bc, stages, row_slabs (slabs of row_maxima),
 //   d, dv, threads, shared_bytes and options (extent.cuh)
 #include <backward/parts/register_tile.cuh>
 #include <backward/parts/split_f32/split_key_pass.cuh>

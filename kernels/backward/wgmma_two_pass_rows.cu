@@ -88,7 +88,7 @@ __device__ __forceinline__ void mask(Sums<Bk>& P, const OwnRows& rows, int first
   }
 }
 
-// Replaces S by PS: P = 2^(S * scale2 - lse2) times the slope of the modified score.
+// Replaces S with PS: P = 2^(S * scale2 - lse2) times the derivative of the score modification.
 __device__ __forceinline__ void compute_PS(Sums<Bk>& S, const OwnRows& rows,
                                            const Scorer<float>& scorer, const RowTile& task,
                                            int first_key, const Extent& extent) {
@@ -108,7 +108,7 @@ __device__ __forceinline__ void compute_PS(Sums<Bk>& S, const OwnRows& rows,
   mark(S, extent, rows.first, own_key);
 }
 
-// Replaces dP by the unscaled dS = PS * (dP - delta).
+// Replaces dP with the unscaled dS = PS * (dP - delta).
 __device__ __forceinline__ void compute_dS(const Sums<Bk>& PS, Sums<Bk>& dP, const OwnRows& rows,
                                            float factor) {
   const timeline::Phase phase(timeline::softmax, Bk / 2);

@@ -1,9 +1,9 @@
 // classify_tiles: classifies the tiles of a block mask as empty (0), partial (1) or full (2).
 //
 // A block evaluates the mask expression for the pairs of one tile. It stops when it has found both
-// a visible and a hidden pair: then the tile is partial. A tile is known to be empty or full only
-// after all its pairs. Each thread keeps its key while it iterates over rows, so that array
-// elements indexed by the key are loaded once.
+// a visible and a hidden pair: then the tile is partial. For an empty or a full tile, it evaluates
+// all pairs. Each thread keeps its key while it iterates over rows, so that array elements indexed
+// by the key are loaded once.
 //
 //   states [batch, heads, cdiv(M, rows), cdiv(N, keys)]
 //   grid (number of states)    block (threads)
@@ -11,7 +11,7 @@
 #include <attention/extent.cuh>
 
 constexpr int rows_at_once = keys < threads ? threads / keys : 1;
-constexpr int steps = 16;  // rows per thread between two checks whether to stop
+constexpr int steps = 16;  // rows per thread between checks for an early exit
 
 extern "C" __global__ __launch_bounds__(threads) void classify_tiles(unsigned char* states,
                                                                      Sizes sizes, Mods mods) {

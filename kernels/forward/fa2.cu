@@ -3,8 +3,8 @@
 // The loops of `minimal` are interchanged: a block keeps its tile of Q and reads K and V once, so a
 // row's output, maximum and sum never leave the block. Tiles of Q are independent, so the grid has
 // one block per tile of Q instead of one per head. The output is divided by the sum once, at the
-// end. Each thread accumulates several keys, later several columns, at a time, so that each element
-// it reads from its row serves all of them. (Dao, 2023, arXiv:2307.08691, algorithm 1)
+// end. Each thread computes several scores, and later several columns of O, at a time: it reads
+// each element of Q or P once for all of them. (Dao, 2023, arXiv:2307.08691, algorithm 1)
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (any size; blocks loop over cdiv(M, Br) * heads * batch tiles of Q)    block (Br)
@@ -29,8 +29,8 @@ struct Shared {
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(threads == Br, "one thread per row of the Q tile");
 
-// Number of keys, and of columns of O, that a thread accumulates in registers at a time. Each
-// element that it reads from its row of Q or P is used for all of them.
+// Number of scores, and of columns of O, that a thread accumulates in registers at a time. It reads
+// each element of its row of Q or P once for all of them.
 constexpr int keys_together = Bc < 16 ? Bc : 16;
 constexpr int cols_together = 32;
 static_assert(Bc % keys_together == 0, "a tile has whole groups of keys");

@@ -41,8 +41,8 @@ struct alignas(16) Shared {
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(threads == Br, "one thread per row of the Q tile");
 
-// Number of keys, and of columns of O, that a thread accumulates in registers at a time. Each
-// element that it reads from its row of Q or P is used for all of them.
+// Number of scores, and of columns of O, that a thread accumulates in registers at a time. It reads
+// each element of its row of Q or P once for all of them.
 constexpr int keys_together = Bc < 16 ? Bc : 16;
 constexpr int cols_together = 32;
 static_assert(Bc % keys_together == 0, "a tile has whole groups of keys");

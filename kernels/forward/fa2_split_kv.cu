@@ -49,7 +49,7 @@ struct Rows {
   __device__ bool sees(int i, int key) const { return exists(i) && context(i).sees(query(i), key); }
 };
 
-// The range of keys that a block processes. Splits differ by at most one tile in length.
+// The range of keys that a block processes. The lengths of splits differ by at most one tile.
 struct Split {
   int begin, end;
 
@@ -73,7 +73,7 @@ __device__ void load_queries(Shared& shared, Tensor<const scalar> Q, const Rows&
   });
 }
 
-// Computes S of the tile, one row and key per thread at a time; masked keys get -infinity.
+// Computes S of the tile, one row and key per thread at a time; -infinity for masked keys.
 __device__ void scores(Shared& shared, const Rows& rows, int first_key,
                        const Scorer<real>& scorer) {
   const timeline::Phase phase(timeline::arithmetic, Br * Bc * d / threads);
@@ -171,7 +171,7 @@ extern "C" __global__ __launch_bounds__(threads) void fa2_split_kv(
     __syncthreads();  // P and V are ready
     accumulate(shared, sums);
   }
-  __syncthreads();  // the initial maxima and sums are written, even without keys
+  __syncthreads();  // without keys, nothing else waits for the initial maxima and sums
   const timeline::Phase phase(timeline::epilogue);
 
 #pragma unroll

@@ -1,10 +1,10 @@
 // mma_f64: float64 on tensor cores, whose FP64 instructions are IEEE 754 fused multiply-adds.
 //
-// ldmatrix is not needed: a lane loads 16 bytes, two neighbouring columns of K. A sum may take its
-// terms in any order, so the indices c and c + 4 that a lane holds stand for columns 2c and 2c + 1
-// of Q and K, or for keys 2c and 2c + 1 of P and V. P then needs no shuffles either. Shared memory
-// holds Q in the order of its operands. Accumulators take twice as many registers as in float: for
-// d or dv above 128, `mma_f64_wide` is launched instead.
+// A lane loads two neighbouring columns of K, 16 bytes, without ldmatrix. This permutes the terms
+// of a sum: fragment indices c and c + 4 stand for columns 2c and 2c + 1 of Q and K, and for keys
+// 2c and 2c + 1 of P and V. P then becomes an operand without shuffles. Q is stored in shared
+// memory in operand order. Accumulators take twice as many registers as in float, so `mma_f64_wide`
+// is launched instead if d or dv is above 128.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M * pack_gqa, Br) * heads / pack_gqa * batch)    block (2 * Br)
@@ -144,7 +144,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64(
   const int lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size;
   const int own_row = warp * step;
   const Extent extent = extent_of(sizes, mods, batch, head * pack_gqa);
-  const int first_row = (cdiv(extent.M * pack_gqa, Br) - 1 - tile) * Br;  // most keys first
+  const int first_row = (cdiv(extent.M * pack_gqa, Br) - 1 - tile) * Br;  // longest tile first
   if (!extent.has_tile_of_rows(first_row / pack_gqa)) return;
   const Scorer<real> scorer = {scale, mods};
   const int kv_head = head * pack_gqa / group;

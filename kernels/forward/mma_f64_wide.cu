@@ -39,14 +39,14 @@ struct Shared {
   operand K[Bc][depth];
   operand V[Bc][width];
   double2 exchange[Br / 8][team][2][warp_size];  // per 8 rows: partial S of each warp, then P
-  operand factors[Br];                           // rescale O
+  operand factors[Br];                           // rescale factors of O
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(sizeof(operand) == 8, "these tensor-core products take float64");
 static_assert(threads == warp_size * Br / 8 && Br % team_rows == 0, "four warps own 32 rows");
 static_assert(Bc == step, "P of a tile is one operand");
 
-// State of a warp in the main loop over tiles of keys. It is warp `turn` of team `group` and
+// State of a warp in the main loop over tiles of keys. This is warp `turn` of team `group`, which
 // computes the softmax of rows 8 * eight … 8 * eight + 7.
 struct Task : KeyTiles {
   Shared& shared;
@@ -61,7 +61,7 @@ __device__ __forceinline__ void load_values(operand (&V)[Bc][width], const Head&
   copy_tile<threads, width, width == dv>(V, values, first_key, 0, dv);
 }
 
-// Computes S = Q K^T of the team's rows over the warp's columns, and shares it with the team.
+// Computes the team's S = Q K^T over the warp's columns, and writes it to shared memory.
 __device__ __forceinline__ void write_scores(const Task& task) {
   const timeline::Phase phase(timeline::products);
   constexpr int share = cdiv(depth / step, team);
@@ -93,8 +93,8 @@ __device__ __forceinline__ void write_scores(const Task& task) {
   }
 }
 
-// Computes P = exp(S - maximum) of the warp's 8 rows, and shares it and the factors that rescale O
-// with the team.
+// Computes P = exp(S - maximum) of the warp's 8 rows. Writes P and the factors that rescale O to
+// shared memory.
 template <bool masked>
 __device__ __forceinline__ void write_weights(const Task& task, OwnRows& rows, int first_key) {
   double2(&exchange)[team][2][warp_size] = task.shared.exchange[task.eight];
@@ -127,7 +127,7 @@ __device__ __forceinline__ void write_weights(const Task& task, OwnRows& rows, i
   }
   rows.maximum[0][0] = now;
   rows.sum[0][0] = rows.sum[0][0] * factor + sum;
-  // In dropout rows r and r + 8 of 16 share random bits, but packed rows have their own.
+  // Dropout uses one random word for rows r and r + 8 of 16, but one for each row with packed GQA.
   const int half = pack_gqa == 1 ? rows.first / 8 % 2 : 0;
   for_dropped(S, 0, 1, rows, first_key, [&](int i, int j, int e) {
     if (e / 2 == half) S[i][j][e % 2] = 0;
@@ -198,7 +198,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64_wide(
   const int lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size;
   const int own_team = warp / team, turn = warp % team;
   const Extent extent = extent_of(sizes, mods, batch, head * pack_gqa);
-  const int first_row = (cdiv(extent.M * pack_gqa, Br) - 1 - tile) * Br;  // most keys first
+  const int first_row = (cdiv(extent.M * pack_gqa, Br) - 1 - tile) * Br;  // longest tile first
   if (!extent.has_tile_of_rows(first_row / pack_gqa)) return;
   const Scorer<real> scorer = {scale, mods};
   const int kv_head = head * pack_gqa / group;
@@ -240,7 +240,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64_wide(
   // Recomputes the block's position, so that it occupies no registers during the loop.
   const Place same =
       place_of_rows<Br, pack_gqa>(opaque(int(blockIdx.x)), sizes, mods, heads / pack_gqa);
-  // Warps of a team must agree on repairs: the warp that repairs a row writes all its columns.
+  // All warps of a team must agree to repair: the warp that repairs a row writes all its columns.
   const bool wrong = needs_repair(sums, rows);
   if (__syncthreads_or(wrong)) {
     if (turn == 0)

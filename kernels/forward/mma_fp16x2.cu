@@ -25,12 +25,12 @@
 
 constexpr int depth = cdiv(d, step) * step;   // columns of Q and K, padded with zeros
 constexpr int width = cdiv(dv, step) * step;  // columns of V and O
-// Whether fragments are loaded one step ahead. That is 5 % faster at d = 64 and, with tiles of 64
-// keys, 11 % faster at d = 128, but 8 % slower at d = 256, where no registers are left for it.
+// Whether fragments are loaded one step ahead. This is 5 % faster at d = 64 and, with tiles of 64
+// keys, 11 % faster at d = 128, but 8 % slower at d = 256, where registers run out.
 constexpr bool looks_ahead = depth % 64 == 0 && depth <= 128 && width <= 128;
 using OwnRows = SplitRows<Wr, pack_gqa>;
 
-struct Shared {  // high parts, then low parts
+struct Shared {  // each array: high parts, then low parts
   operand Q[2][Br][depth];
   operand K[stages][2][Bc][depth];
   operand V[stages][2][Bc][width];
@@ -95,9 +95,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2(
       place_of_rows<Br, pack_gqa>(blockIdx.x, sizes, mods, heads / pack_gqa);
   const int lane = threadIdx.x % warp_size, own_row = threadIdx.x / warp_size * Wr;
   const Extent extent = extent_of(sizes, mods, batch, head * pack_gqa);
-  const int first_row = (cdiv(extent.M * pack_gqa, Br) - 1 - tile) * Br;  // most keys first
+  const int first_row = (cdiv(extent.M * pack_gqa, Br) - 1 - tile) * Br;  // longest tile first
   if (!extent.has_tile_of_rows(first_row / pack_gqa)) return;
-  // Without score_mod, split_operands has put the scale into scale2 and its sign into Q.
+  // Without score_mod, split_operands has folded the scale into scale2 and its sign into Q.
   const Scorer<real> scorer = {has_score_mod ? scale : real(1), mods};
   const int kv_head = head * pack_gqa / group;
   const SplitHead<depth> queries(Q_high, Q_low, batch, head * pack_gqa, extent.M * pack_gqa);

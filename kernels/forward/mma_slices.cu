@@ -27,7 +27,7 @@
 #include <tile/warp.cuh>
 #include <timeline.cuh>
 
-constexpr int col_warps = Bc / Wc;  // warps that share rows
+constexpr int col_warps = Bc / Wc;  // warps that share the same rows
 using OwnRows = Rows<Wr>;
 constexpr int slices = cdiv(d, Bd);  // slices of Q and K along d
 // A warp owns a Wr x Wv block of O. O is split into cdiv(dv, Bc) tiles of equal width.
@@ -53,7 +53,7 @@ union Slice {
 struct Shared {
   operand P[Br][span];
   Slice ring[stages];
-  float factors[span / Bc][Br];  // rescale O at each tile of keys
+  float factors[span / Bc][Br];  // rescale factors of O, per tile of keys
   float shares[col_warps][Br];   // each warp's part of a row's maximum or sum
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
@@ -96,8 +96,8 @@ struct Stream {
     cp_async_commit_group();
   }
 
-  // Returns the next slice. `late` warps issue their copies after their products, in `done`, and
-  // the other warps before, so that warps on the same scheduler overlap copies with products.
+  // Returns the next slice. `late` warps issue their copies after their products, in `done`; all
+  // other warps issue them before, so that warps of one scheduler overlap copies with products.
   __device__ __forceinline__ Slice& next(Shared& shared) {
     cp_async_wait_group<stages - 2>();
     __syncthreads();  // the slice has arrived, and the previous one is no longer read
@@ -113,7 +113,7 @@ struct Stream {
 // A warp's part of a tile: its first row, and its index among the warps that share its rows.
 struct Part {
   int row, col_warp, lane;
-  bool used;  // whether any of its rows exist
+  bool used;  // whether any row of the part exists
 
   __device__ __forceinline__ int tile_row(int i, int half) const {
     return row + i * step + half * 8 + lane / 4;
@@ -162,7 +162,7 @@ __device__ __forceinline__ void multiply_output(Shared& shared, Slice& slice, Fr
 }
 
 // Turns S into P = 2^(S * scale2 - maximum) and writes it, in 16 bits, to shared.P from column
-// `key` on. Row sums are rescaled to the new maximum here, O later, by `factors`.
+// `key` on. Rescales the row sums to the new maximum; `factors` rescale O later.
 template <bool masked>
 __device__ __forceinline__ void softmax(Shared& shared, Fragments<Wr, Wc>& S, OwnRows& rows,
                                         int first_key, int key, const Part& part) {
@@ -305,7 +305,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
   const int M = sizes.M, tiles = cdiv(M, Br);
   const Place block = place(blockIdx.x, tiles, heads);
   const int head = block.head, batch = block.batch;
-  const int first_row = (tiles - 1 - block.tile) * Br;  // most keys first
+  const int first_row = (tiles - 1 - block.tile) * Br;  // longest tile first
   const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
   const int own_row = warp % (Br / Wr) * Wr;
   const Part own = {own_row, warp / (Br / Wr), lane, first_row + own_row < M};
@@ -325,7 +325,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
   for (int i = 0; i < stages - 1; ++i) stream.begin(shared.ring[i]);
 
   OwnRows rows(first_row + own.row + lane / 4, extent, scorer.scale2());
-  if (has_sink && own.col_warp > 0) {  // warps' sums are added: only one has the sink
+  if (has_sink && own.col_warp > 0) {  // warps' sums are added up: one includes the sink
     for (auto& sums : rows.sum) sums[0] = sums[1] = 0;
   }
   bool wrong = false;

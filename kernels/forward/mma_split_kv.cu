@@ -3,7 +3,7 @@
 // With few queries there are few tiles of Q, and most multiprocessors would be idle. Here each of
 // `num_splits` blocks processes one split of the keys, and merge_splits combines their results
 // (Flash-Decoding). K and V pass through a ring of `stages` tiles, which keeps enough loads in
-// flight to saturate memory. A single split writes O and lse itself.
+// flight to saturate the memory bandwidth. A single split writes O and lse itself.
 //
 // A tile of few rows would occupy only one warp. Instead the keys of each tile are divided among
 // `key_warps` warps, whose accumulators are added at the end.
@@ -58,7 +58,7 @@ static_assert(Br / Wr * key_warps * sizeof(OwnSums) <= sizeof(Shared::K) + sizeo
                   key_warps == 1,
               "warps' sums reuse the memory of K and V");
 
-// One split of the keys start … end - 1. Splits differ by at most one tile in length.
+// A split: keys start … end - 1. The lengths of splits differ by at most one tile.
 struct Split {
   int first_key, end;
 
@@ -150,7 +150,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
   const long long heads_of_all = gridDim.x / (tiles * num_splits);
   if (heads_of_all * sizes.M * pack_gqa <= few_merged) launch_dependents();
   const auto [index, head, batch] = place(blockIdx.x, tiles * num_splits, heads / pack_gqa);
-  // Reversed order, most keys first; blocks that read the same keys are adjacent.
+  // Reversed order: the longest tiles first. Blocks that read the same keys are adjacent.
   const int first_row = (tiles - 1 - index % tiles) * Br;
   const int lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size;
   const int own_row = warp / key_warps * Wr, key_warp = warp % key_warps;

@@ -1,9 +1,9 @@
 // mma_split_q: the loops of `fa2` on tensor cores, with S, P and O in registers.
 //
-// A warp owns Wr rows of the tile from the first product to the last, so its softmax needs no other
-// warp: two shuffles reduce over the four lanes of a row. The register layout of mma.sync is
-// documented (mma.cuh): S becomes P, and P an operand of the second product, in the same registers.
-// Only Q, K and V are in shared memory, for all warps. (Dao, 2023, arXiv:2307.08691, section 3.3)
+// A warp owns Wr rows of the tile in both products, so its softmax needs no data from other warps:
+// two shuffles reduce over the four lanes of a row. The register layout of mma.sync is documented
+// (mma.cuh), so S becomes P, and P an operand of the second product, in the same registers. Shared
+// memory holds only Q, K and V. (Dao, 2023, arXiv:2307.08691, section 3.3)
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * Br / Wr): each warp owns Wr rows

@@ -1,9 +1,9 @@
 // mma_tf32: `mma_pipelined` for float32. Operands are rounded to tf32, which has 8 bits of exponent
 // and 10 of mantissa; accumulators are float.
 //
-// ldmatrix moves pairs of 16-bit numbers, so it can load the 32-bit fragments of Q and K. S does
-// not have the layout of the operand P, but a product may sum over the keys in any order: its index
-// c stands for key 2c, index c + 4 for key 2c + 1, and V's rows are loaded in this order.
+// ldmatrix moves pairs of 16-bit numbers, so it can load the 32-bit fragments of Q and K. The
+// layout of S is not that of the operand P, but P V may sum over the keys in any order: operand
+// index c stands for key 2c, index c + 4 for key 2c + 1, and V's rows are loaded in this order.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M * pack_gqa, Br) * heads / pack_gqa * batch)    block (32 * Br / Wr)
@@ -185,7 +185,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_tf32(
       place_of_rows<Br, pack_gqa>(blockIdx.x, sizes, mods, heads / pack_gqa);
   const int lane = threadIdx.x % warp_size, own_row = threadIdx.x / warp_size * Wr;
   const Extent extent = extent_of(sizes, mods, batch, head * pack_gqa);
-  const int first_row = (cdiv(extent.M * pack_gqa, Br) - 1 - tile) * Br;  // most keys first
+  const int first_row = (cdiv(extent.M * pack_gqa, Br) - 1 - tile) * Br;  // longest tile first
   if (!extent.has_tile_of_rows(first_row / pack_gqa)) return;
   const Scorer<real> scorer = {scale, mods};
   const int kv_head = head * pack_gqa / group;

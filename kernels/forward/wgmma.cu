@@ -23,7 +23,7 @@
 #include <tile/warpgroup_products.cuh>
 
 constexpr int width = cdiv(dv, step) * step;    // columns of O
-constexpr int consumers = Br / warpgroup_rows;  // consumer warpgroups; one more warpgroup loads
+constexpr int consumers = Br / warpgroup_rows;  // consumer warpgroups, besides one that loads
 static_assert(Br % warpgroup_rows == 0 && Wr == step && pack_gqa == 1, "a warpgroup owns 64 rows");
 static_assert(Bc % step == 0, "tiles are multiples of the MMA depth");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
@@ -58,7 +58,7 @@ __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, con
     load_async(shared.Q[0][i], Q, shared.Q_pipeline[i].acquire({}),
                task.packed_row(task.row + i * warpgroup_rows), task.head, batch);
   PipelineState<stages> tile;
-#pragma unroll 1  // the producer has few registers
+#pragma unroll 1  // not unrolled: the producer has few registers
   for (int first_key = task.kv_begin; first_key < task.kv_end;
        first_key = task.after<Bc>(first_key), tile.advance()) {
     timeline::event(timeline::tile, first_key, task.row);
@@ -84,7 +84,7 @@ struct Consumer {
 
   __device__ __forceinline__ Rows<step> rows_of(const RowTile& task) const {
     const int lane = threadIdx.x % warp_size, first = threadIdx.x / warp_size * step;
-    return Rows<step>(task.row + first - warpgroup_rows + lane / 4,  // warps 0-3 only load
+    return Rows<step>(task.row + first - warpgroup_rows + lane / 4,  // warps 0-3 are producers
                       extent_of(sizes, scorer.mods, task.batch, task.head), scorer.scale2());
   }
 

@@ -1,6 +1,6 @@
 // wgmma_fp16x2: `wgmma_persistent` with float32 accuracy. Each operand is the sum of two float16
 // numbers (split_pair.cuh). An earlier launch, split_operands, splits Q, K and V; P is split in
-// registers. The accumulators of P V take the registers in which `wgmma_persistent` computes the
+// registers. The accumulators of P V occupy the registers in which `wgmma_persistent` computes the
 // next scores, so the tensor cores work for other warpgroups during a warpgroup's softmax.
 //
 //   O [batch, heads, M, dv]    lse [batch, heads, M]
@@ -25,7 +25,7 @@
 #include <tile/shared.cuh>
 
 constexpr int width = cdiv(dv, step) * step;    // columns of O
-constexpr int consumers = Br / warpgroup_rows;  // consumer warpgroups; one more warpgroup loads
+constexpr int consumers = Br / warpgroup_rows;  // consumer warpgroups, besides one that loads
 static_assert(Br % warpgroup_rows == 0 && Wr == step && pack_gqa == 1, "a warpgroup owns 64 rows");
 static_assert(Bc % step == 0, "tiles are multiples of the MMA depth");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
@@ -81,7 +81,7 @@ __device__ __forceinline__ void produce(Shared& shared, Tasks tasks, const Split
                    task.packed_row(task.row + i * warpgroup_rows), task.head, batch);
     };
     if (Q_stages > 1) load_queries();
-#pragma unroll 1  // the producer has few registers
+#pragma unroll 1  // not unrolled: the producer has few registers
     for (int first_key = task.kv_begin; first_key < task.kv_end;
          first_key = task.after<Bc>(first_key), tile.advance()) {
       timeline::event(timeline::tile, first_key, task.row);
@@ -111,7 +111,7 @@ struct Consumer {
 
   __device__ __forceinline__ void begin(const RowTile& task) {
     const int lane = threadIdx.x % warp_size, first = threadIdx.x / warp_size * step;
-    rows = OwnRows(task.row + first - warpgroup_rows + lane / 4,  // warps 0-3 only load
+    rows = OwnRows(task.row + first - warpgroup_rows + lane / 4,  // warps 0-3 are producers
                    extent_of(sizes, scorer.mods, task.batch, task.head), scorer.scale2());
     rows.read_units(scale2, task.batch, task.head);
     for (float& x : flat(O)) x = 0;
@@ -215,7 +215,7 @@ struct Consumer {
 #pragma unroll 1
       for (; first_key < task.kv_end; first_key = task.after<Bc>(first_key)) skip();
       if (!tasks.advance()) break;
-      // The scores of the next tile of Q start before this tile is stored.
+      // Start computing the scores of the next Q tile before storing the current O tile.
       queries.advance();
       shared.Q_pipeline[warpgroup].wait(queries);
       begin_scores();
@@ -249,7 +249,7 @@ __device__ __forceinline__ void store_row_pairs(const Fragments<step, width>& O,
   }
 }
 
-// Normalizes and stores the rows of a tile of Q, and flags inaccurate ones.
+// Normalizes and stores the rows of a tile of O, and flags inaccurate rows.
 struct Epilogue {
   const int* V_exponents;
   Tensor<unsigned char> flags;
@@ -271,7 +271,7 @@ struct Epilogue {
     finish_rows(sums, rows, lse, batch, head, lane);
     flag_rows<dv>(sums, rows, exponents, flags, batch, head, lane);
     scale_columns<dv>(sums, exponents, lane);
-    if constexpr (width > 192)  // two ways to store need too many registers
+    if constexpr (width > 192)  // a second store path would take too many registers
       store_rows<dv>(sums, rows, O, batch, head, lane);
     else
       store_row_pairs<dv>(sums, rows, O, batch, head, lane);
@@ -297,7 +297,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp16x2(
     return;
   }
   increase_registers<Registers::consumer>();
-  // Without score_mod, split_operands has put the scale into scale2 and its sign into Q.
+  // Without score_mod, split_operands has folded the scale into scale2 and its sign into Q.
   const Scorer<real> scorer = {has_score_mod ? scale : real(1), mods};
   const Epilogue finish = {V_exponents, flags, O, lse, heads / group, group};
   Consumer{shared, sizes, scorer, warpgroup, scale2}.run(tasks, finish);

@@ -2,8 +2,8 @@
 //
 // An earlier launch, `quantise`, rounds Q, K and V to e4m3 and transposes V; each tile has a power
 // of two as its scale. The scales of Q and K become part of the scale of the scores. O is in units
-// of the largest scale of V so far: a tile of V with a larger scale rescales O, a tile with a
-// smaller one has its P scaled down. e4m3 inputs are not quantised: TMA loads Q and K directly, and
+// of the largest scale of V so far: a larger scale of V rescales O; for a smaller scale, the tile's
+// P is scaled down instead. e4m3 inputs are not quantised: TMA loads Q and K directly, and
 // `transpose_e4m3` transposes V. Descales replace the tiles' scales; the descale of V multiplies O
 // at the end. P is multiplied by 2^offset to use the range of e4m3. Four elements of P fill one
 // register of the second product, in V8's order of keys. Rows with wrong results, caused by
@@ -34,12 +34,12 @@
 #include <tile/warpgroup_products.cuh>
 
 constexpr int width = cdiv(dv, step) * step;    // columns of O
-constexpr int consumers = Br / warpgroup_rows;  // consumer warpgroups; one more warpgroup loads
+constexpr int consumers = Br / warpgroup_rows;  // consumer warpgroups, besides one that loads
 constexpr int offset = 6;
 constexpr float tolerated = 2.75;  // slack: P is at most 2^(6 + 2.75) = 431 < 448, the e4m3 maximum
 constexpr int depth = 32;          // columns of an operand per instruction
 constexpr bool e4m3_inputs = sizeof(scalar) == sizeof(E4m3);
-// Whether the softmax processes a tile in halves. For fewer columns, whole tiles measured faster.
+// Whether the softmax processes a tile in halves. With fewer columns, whole tiles are faster.
 constexpr bool in_halves = width > (e4m3_inputs ? 64 : 96);
 static_assert(Br % warpgroup_rows == 0 && Wr == step && pack_gqa == 1, "a warpgroup owns 64 rows");
 static_assert(Bc % depth == 0, "tiles are multiples of the MMA depth");
@@ -77,7 +77,7 @@ __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, con
     load_async(shared.Q[0][i], Q, shared.Q_pipeline[i].acquire({}), task.row + i * warpgroup_rows,
                task.head, task.batch);
   PipelineState<stages> tile;
-#pragma unroll 1  // the producer has few registers
+#pragma unroll 1  // not unrolled: the producer has few registers
   for (int first_key = task.kv_begin; first_key < task.kv_end;
        first_key = task.after<Bc>(first_key), tile.advance()) {
     timeline::event(timeline::tile, first_key, task.row);
@@ -154,7 +154,7 @@ struct Consumer {
 
   __device__ __forceinline__ Rows<step> rows_of(const RowTile& task) const {
     const int lane = threadIdx.x % warp_size, first = threadIdx.x / warp_size * step;
-    return Rows<step>(task.row + first - warpgroup_rows + lane / 4,  // warps 0-3 only load
+    return Rows<step>(task.row + first - warpgroup_rows + lane / 4,  // warps 0-3 are producers
                       extent_of(sizes, scorer.mods, task.batch, task.head), scorer.scale2());
   }
 
@@ -189,7 +189,7 @@ struct Consumer {
   }
 
   // Computes softmax() in halves: exponentials of the first half overlap with the previous P V,
-  // those of the second half with the packing of P. P is scaled without a branch, in its exponents.
+  // those of the second half with the packing of P. Added exponents scale P without a branch.
   __device__ __forceinline__ bool softmax_in_halves(int row, int first_key, float (&factor)[1][2]) {
     using Half = float (&)[1][Bc / 16][4];
     Half low = reinterpret_cast<Half>(S[0][0]), high = reinterpret_cast<Half>(S[0][Bc / 16]);
@@ -221,7 +221,7 @@ struct Consumer {
       if ((descales.q < 0) != (descales.k < 0))
         for (float& x : flat(S)) x = -x;
     }
-    if constexpr (has_score_mod) {  // score_mod takes dequantized products
+    if constexpr (has_score_mod) {  // score_mod expects dequantized products
       for (float& x : flat(S)) x *= scales.own * units.K / rows.scale2;
     } else {
       rows.scale2 = scales.of_scores(units.K);

@@ -27,7 +27,7 @@
 #include <tile/shared.cuh>
 #include <tile/warpgroup.cuh>
 
-constexpr int consumers = Br / warpgroup_rows;  // consumer warpgroups; one more warpgroup loads
+constexpr int consumers = Br / warpgroup_rows;  // consumer warpgroups, besides one that loads
 static_assert(Br % warpgroup_rows == 0 && Wr == step && pack_gqa == 1, "a warpgroup owns 64 rows");
 static_assert(Bc % step == 0, "tiles are multiples of the MMA depth");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
@@ -115,8 +115,8 @@ __device__ __forceinline__ void produce(Shared& shared, PipelineState<stages>& s
   }
 }
 
-// The sequence of slices that a warpgroup multiplies. A stage is released when its products have
-// completed, which is awaited after the next slice's products are committed.
+// The sequence of slices that a warpgroup multiplies. A stage is released once its products have
+// completed. The warpgroup waits for them after it has committed the next slice's products.
 struct Slices {
   Shared& shared;
   PipelineState<stages> state, held;
@@ -178,7 +178,7 @@ __device__ __forceinline__ void multiply_output(Slices& slices, const PackedP& P
   slices.wait(flat(O));
 }
 
-// Returns an operand of the saved P, that of a span's first tile, which is in shared memory.
+// Returns an operand of the saved P: P of the span's first tile, in shared memory.
 __device__ __forceinline__ uint4& piece(SavedP& saved, int i) {
   return saved[i][threadIdx.x - warpgroup_size];
 }

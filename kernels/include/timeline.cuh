@@ -1,6 +1,6 @@
 #pragma once
 // Records phases and waits of warps for `cupyfa timeline`. Everything here is empty and costs
-// nothing. For a recorded launch the host replaces this header by kernels/timeline/timeline.cuh.
+// nothing. For a recorded launch the host replaces this header with kernels/timeline/timeline.cuh.
 
 #include <tile/timeline_kinds.cuh>
 

@@ -2,7 +2,7 @@
 //
 // With m the largest lse of a row's parts and w_i = exp(lse_i - m), the merged row is the sum of
 // w_i / sum(w) * out_i, and its lse is m + log(sum(w)). Each column is summed by one thread in the
-// order of the parts, so results are equal in every run. Weights are normalized before they
+// order of the parts, so every run returns the same bits. Weights are normalized before they
 // multiply outputs: no sum is larger than the largest output. (Dao et al., 2023, Flash-Decoding)
 //
 // If there are more parts than `room`, several launches pass on their sums (`sums`, `totals`).

@@ -4,7 +4,7 @@
 // dlse_i = w_i * (rowsum(dO * (out_i - O)) + dlse). This follows from d w_i / d lse_j = w_i * ((i
 // == j) - w_j).
 //
-//   O, dO [batch, heads, M, dv]    lse, dlse [batch, heads, M]    parts, gradients: `count` of them
+//   O, dO [batch, heads, M, dv]    lse, dlse [batch, heads, M]    parts, gradients: `count` each
 //   grid (cdiv(rows, threads / lanes)), rows = batch * heads * M    block (threads), `lanes` a row
 //   the host sets: scalar, real, room, vector, lanes, threads, has_dlse
 #include <merge/parts.cuh>

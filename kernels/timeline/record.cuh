@@ -11,8 +11,8 @@ __device__ timeline::Log timeline_log[timeline_blocks * timeline_warps];
 
 namespace timeline {
 
-// Writes an entry for the warp, whose time is clock(index). All active lanes read the index, which
-// stays in L1, and only the first one writes, so that the warp need not branch: later instructions
+// Writes an entry with the time clock(index) for the warp. All active lanes read the index, which
+// stays in L1, and only the first lane writes, so that the warp need not branch: later instructions
 // may need all of its lanes together.
 template <class Clock>
 __device__ __forceinline__ void record_with(Clock clock, unsigned kind, unsigned argument) {

@@ -237,7 +237,9 @@ ONE = np.ones((BATCH, KV_HEADS), "f4")
 def test_calls_on_parts_are_refused():
     array, _ = map(pytest.importorskip, ("dask.array", "cupyfa.dask"))
     q, k, v = (array.from_array(x, chunks=-1) for x in inputs())
-    with pytest.raises(Unsupported, match="which partitioned calls reject; convert"):
+    with pytest.raises(
+        Unsupported, match="but partitioned calls do not support this dtype; convert"
+    ):
         cupyfa.attention(q, k, v)
     with pytest.raises(TypeError, match="v is of type Scaled; give a Dask array"):
         cupyfa.attention(q, k, Scaled(v, ONE))

@@ -170,7 +170,7 @@ def test_arrays_are_copied():
 
 @pytest.mark.parametrize(
     "text, message",
-    [("key <= nowhere", "there is no 'nowhere'"), ("key + 1", "mask_mod is a condition")],
+    [("key <= nowhere", "there is no 'nowhere'"), ("key + 1", "must be a condition")],
 )
 def test_wrong_expressions(text, message):
     with pytest.raises(ValueError, match=message):

@@ -1,7 +1,7 @@
-"""Attention to a cache with e4m3 keys and values and their scales.
+"""Attention over a KV cache of e4m3 keys and values with scales.
 
-The reference is dense float64 attention to the dequantized values. Unused cache rows, and scales of
-unused pages, are NaN.
+The reference is dense float64 attention over the dequantized keys and values. Unused cache rows and
+the scales of unused pages are NaN.
 """
 
 import ml_dtypes
@@ -260,7 +260,7 @@ def test_devices_before_sm_89_are_refused(monkeypatch):
     filled, q = Filled(), drawn((BATCH, HEADS, 1, D), 7, np.float16)
     limits = limits_of("80")
     monkeypatch.setattr(Simulator, "limits", limits)
-    with pytest.raises(Unsupported, match="is sm_80, and a cache of float8_e4m3fn needs sm_89"):
+    with pytest.raises(Unsupported, match="is sm_80, but a float8_e4m3fn cache requires sm_89"):
         decoded(Simulator(), q, filled)
 
 

@@ -171,7 +171,7 @@ def test_a_prefix_may_be_a_cache(backend, pages):
     options = {"score_mod": "score + 0.1 * key - 0.2 * position"}
     case.require(*case.decoded(backend, prefix, check=True, **options), **options)
     prefix.lengths[0] = 100
-    with pytest.raises(ValueError, match=r"prefix: lengths\[0\] is 100.* give a number from 0"):
+    with pytest.raises(ValueError, match=r"prefix: lengths\[0\] is 100.* lengths must be from 0"):
         case.decoded(backend, prefix)
 
 

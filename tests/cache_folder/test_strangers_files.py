@@ -360,7 +360,7 @@ def test_no_script_of_a_file_is_run(tmp_path):
     path = write_failure(tmp_path)
     for name in (f"{script}:mine", f"{script}", "evil.py:mine", "x:y", "auto"):
         about_changed(path, ("kernel",), name)
-        with pytest.raises(ValueError, match="not run; pass the kernel as kernel="):
+        with pytest.raises(ValueError, match="not executed; pass the kernel as kernel="):
             cupyfa.lab.replay(path, backend="simulator")
         assert "--kernel script.py:name" in cli("replay", path, *SIMULATOR, code=2).stderr
     assert not (tmp_path / "ran").exists()

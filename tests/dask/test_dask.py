@@ -1,4 +1,4 @@
-"""Dask arrays: results of tasks match one call on the whole arrays."""
+"""Dask arrays: the tasks' results match those of a single call on the whole arrays."""
 
 import os
 import pickle
@@ -292,7 +292,11 @@ WRONG = {
         r"q is of type ndarray; give a Dask array such as dask.array.from",
     ),
     "numpy v": ({"v": X}, TypeError, r"v is of type ndarray; give a Dask array such as"),
-    "axes": ({"k": A[0]}, ValueError, r"k has shape \(2, 8, 4\); give \[batch, heads, rows, d\]"),
+    "axes": (
+        {"k": A[0]},
+        ValueError,
+        r"k has shape \(2, 8, 4\); it must be \[batch, heads, rows, d\]",
+    ),
     "unknown": ({"v": A[:, :, A[0, 0, :, 0] > 0]}, ValueError, r"compute_chunk_sizes\(\) first"),
     "heads": ({"q": A[:, [0, 0, 1]]}, ValueError, "heads=3 is not a multiple of kv_heads=2"),
     "d": ({"q": A[..., :3]}, ValueError, "d, the last axis of q and k, must be equal"),
@@ -305,10 +309,18 @@ WRONG = {
     "tiles": ({"tiles": {"Bx": 3}}, ValueError, "has no tile size 'Bx'"),
     "no tiles": ({"tiles": 16}, TypeError, "tiles is 16; give tile sizes by name"),
     "causal": ({"causal": 1}, ValueError, "causal is 1; use False, True"),
-    "offset": ({"offset": 3}, ValueError, "nothing depends on the positions of queries"),
-    "bias": ({"bias": X}, Unsupported, "bias is of type ndarray, but parts read only the arrays"),
+    "offset": ({"offset": 3}, ValueError, "no option of this call depends on query positions"),
+    "bias": (
+        {"bias": X},
+        Unsupported,
+        "bias is of type ndarray, but partitioned calls support no arrays",
+    ),
     "mask": ({"mask": A}, Unsupported, "give causal=, window= or an expression"),
-    "sink": ({"sink": [1.0]}, Unsupported, r"sink is \[1.0\], but parts .*; leave it out"),
+    "sink": (
+        {"sink": [1.0]},
+        Unsupported,
+        r"sink is \[1.0\], but partitioned calls .*; leave it out",
+    ),
     "lengths": ({"q": Padded(A, [3])}, TypeError, "q is of type Padded; give a Dask array"),
     "packed": ({"q": Packed(A, [3])}, TypeError, "q is of type Packed; give a Dask array"),
     "captured": (
@@ -317,19 +329,23 @@ WRONG = {
         r"captured x is an array of shape \(8, 4\), .*; give numbers",
     ),
     "no mapping": ({"captured": 3}, TypeError, 'captured is 3; give {"name": number}'),
-    "dropout": ({"dropout": Dropout(0.5, 1)}, Unsupported, "dropout is 0.5, .*; leave it"),
+    "dropout": ({"dropout": Dropout(0.5, 1)}, Unsupported, "dropout is 0.5, .*; leave dropout"),
     "head": (
         {"score_mod": "score + head"},
         Unsupported,
-        "score_mod names head, which starts at 0 in each of the 2 chunks of heads; rechunk",
+        "score_mod uses the index head, which starts at 0 in each of the 2 chunks along heads",
     ),
-    "query": ({"mask": "query > 1"}, Unsupported, "names query, which .* of queries"),
+    "query": ({"mask": "query > 1"}, Unsupported, "uses the index query, which .* along queries"),
     "merged keys": (
         {"mask": "key > 1", "k": MergedKeys(A)},
         Unsupported,
-        "mask_mod names key, which starts at 0 in each of the 2 chunks of keys",
+        "mask_mod uses the index key, which starts at 0 in each of the 2 chunks along keys",
     ),
-    "devices": ({"backend": Devices("all")}, Unsupported, "which Dask arrays do not support"),
+    "devices": (
+        {"backend": Devices("all")},
+        Unsupported,
+        "which calls on Dask arrays do not support",
+    ),
     "layout": ({"layout": "bshd"}, Unsupported, r"layout is 'bshd', .* q.swapaxes\(1, 2\)"),
     "out": ({"out": X}, (Unsupported, ValueError), "out is of type ndarray, but .*dtype"),
     "is_causal": ({"is_causal": True}, TypeError, "no argument 'is_causal'; write causal=True"),
@@ -355,7 +371,7 @@ def test_wrong_arguments(function, what):
             TypeError,
             "dout is float16; it must be float32 for these q, k and v: convert it",
         ),
-        ((A, A), ValueError, r"dlse is float32 .*; it must be float32 \(1, 2, 8\) like lse"),
+        ((A, A), ValueError, r"dlse is float32 .*; it must be float32 \(1, 2, 8\), like lse"),
     ],
 )
 def test_wrong_gradients(wrong, error, message):
@@ -386,7 +402,7 @@ def test_what_texts_count(text, found):
 
 
 def test_gradients_that_name_key_need_one_chunk_of_keys():
-    with pytest.raises(Unsupported, match="names key, which starts at 0"):
+    with pytest.raises(Unsupported, match="uses the index key, which starts at 0"):
         cupyfa.vjp(A, A, A, mask="key > 1", backend="simulator")
     whole = A.rechunk({2: -1})
     cupyfa.vjp(A, whole, whole, mask="key > 1", backend="simulator")
@@ -441,7 +457,7 @@ def test_cupyfa_imports_nothing_of_dask():
 @pytest.mark.parametrize(
     "before, message",
     [
-        ("sys.modules['dask'] = None", 'install them: pip install "dask[array]"'),
+        ("sys.modules['dask'] = None", 'install it: pip install "dask[array]"'),
         (
             "import dask; dask.config.set({'array.query-planning': True})",
             "set array.query-planning to False",

@@ -371,11 +371,11 @@ class NoText:
 
 
 WRONG = {
-    "axes": ({"q": X[0], "k": X[0], "v": X[0]}, ValueError, r"give \[batch, heads, rows, d\]"),
+    "axes": ({"q": X[0], "k": X[0], "v": X[0]}, ValueError, r"must be \[batch, heads, rows, d\]"),
     "rows": (
         {"q": X[:, :, :5], "M": 16},
         ValueError,
-        r"q has 5 rows, and rank 1 of 2 must have 8 of 16; give the rows listed by rows\(16",
+        r"q has 5 rows, but rank 1 of 2 must have 8 of the 16 rows; give the rows listed",
     ),
     "M": ({"M": -1}, ValueError, "rows is -1; give a whole number from 0"),
     "order": ({"order": "blocks"}, ValueError, "order is 'blocks'; use 'zigzag' or 'contiguous'"),
@@ -387,17 +387,21 @@ WRONG = {
     ),
     "dtype": ({"q": X.astype(int)}, TypeError, "q has dtype int64, which is not supported"),
     "list": ({"q": [1.0]}, TypeError, "q is"),
-    "bias": ({"bias": X}, Unsupported, "bias is of type ndarray, but parts read only the arrays"),
+    "bias": (
+        {"bias": X},
+        Unsupported,
+        "bias is of type ndarray, but partitioned calls support no arrays",
+    ),
     "head": (
         {"score_mod": "score + head"},
         Unsupported,
         "names head, .*; write position - key, or",
     ),
-    "window": ({"window": ([1], 2)}, TypeError, r"a window's side is \[1\]; sizes are whole"),
+    "window": ({"window": ([1], 2)}, TypeError, r"a window's side is \[1\]; sizes must be whole"),
     "no character": (
         {"score_mod": "score + \ud800"},
         ValueError,
-        r"'\\ud800' is not available; use",
+        r"'\\ud800' is not allowed; use",
     ),
 }
 
@@ -552,7 +556,7 @@ def test_the_first_error_of_threads_is_raised():
         ranks.threads(2, of_rank)
     with pytest.raises(ValueError, match="ranks is 0; give a whole number from 1"):
         ranks.threads(0, of_rank)
-    with pytest.raises(ValueError, match="timeout is None; give seconds above 0"):
+    with pytest.raises(ValueError, match="timeout is None; give a number of seconds above 0"):
         ranks.threads(1, of_rank, timeout=None)
 
 
@@ -652,14 +656,14 @@ def test_equal_calls_are_checked_and_planned_once(monkeypatch):
 
 
 def test_what_is_no_group():
-    with pytest.raises(TypeError, match="group is 3; give Sharded the result of cupyfa.dis"):
+    with pytest.raises(TypeError, match="group is 3; it must be the result of cupyfa.dis"):
         cupyfa.attention(*sharded(X, X, X, 3))
 
 
 @pytest.mark.parametrize(
     "change, error, message",
     [
-        (lambda group: X, TypeError, "v is of type ndarray, and q is Sharded; give q, k and v"),
+        (lambda group: X, TypeError, "v is of type ndarray, but q is Sharded; give q, k and v"),
         (
             lambda group: ranks.Sharded(X, group, order="contiguous"),
             ValueError,
@@ -668,7 +672,7 @@ def test_what_is_no_group():
         (
             lambda group: ranks.Sharded(X, group, 8),
             ValueError,
-            "k has rows=None and v has rows=8; make them equal",
+            "k has rows=None, but v has rows=8; both must be equal",
         ),
     ],
     ids=["array", "order", "rows"],

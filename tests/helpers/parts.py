@@ -18,7 +18,7 @@ class Parts:
 
     @classmethod
     def of(cls, x):
-        """Splits floats that are already scaled by a power of two."""
+        """Splits floats that have already been scaled by a power of two."""
         high = x.astype(np.float16)
         rest = (x - high.astype(np.float32)) * np.float32(LOW)
         return cls(high, rest.astype(np.float16))

@@ -210,7 +210,7 @@ def test_a_written_input_is_found(tmp_path, backend):
     right = "    *lse.row(batch, head, row) = softmax.lse();"
     wrong = right + "\n      if (row == 0) const_cast<scalar*>(K.row(batch, head, 0))[1] = 7;"
     kernel = changed(tmp_path, "fa2", right, wrong)
-    with pytest.raises(WrongResult, match="wrote its input K, first at byte"):
+    with pytest.raises(WrongResult, match="wrote its input K; the first byte written is at offset"):
         run(kernel, backend)
 
 

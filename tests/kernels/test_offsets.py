@@ -93,7 +93,7 @@ def test_offsets_of_minus_m_hide_everything(backend):
 @pytest.mark.parametrize(
     "wrong, error, message",
     [
-        ({"offset": 3}, ValueError, "nothing depends on the positions"),
+        ({"offset": 3}, ValueError, "no option of this call depends on query positions"),
         ({"offset": 3, "causal": "top-left"}, ValueError, "give causal=True with the offset"),
         ({"offset": 2.0, "causal": True}, TypeError, "give a whole number, or None for N - M"),
         ({"offset": True, "causal": True}, TypeError, "give a whole number"),
@@ -116,7 +116,7 @@ def test_padded_arrays_have_no_offset():
 def test_decode_has_no_offset():
     q, k, v = arrays(1, 12)
     cache = cupyfa.KVCache(k, v, np.array([5, 6], "i4"))
-    with pytest.raises(ValueError, match="new tokens are the last ones"):
+    with pytest.raises(ValueError, match="new tokens are the last tokens"):
         cupyfa.attention(q, cache, causal=True, offset=3)
 
 

@@ -173,10 +173,11 @@ def test_products_are_not_serialized_and_nothing_spills(d, dtype, mask, tile):
 
 TILE = tiles_of(BACKWARD)
 CAUSAL = {"d": 40, "causal": True}
+# The launches are repeated in rounds, each for some heads and some keys.
 ROUNDS = (
-    {"batch": 2, "heads": 4, "kv_heads": 2, "M": 70, "N": 45},  # several rounds of heads
-    {"heads": 2, "kv_heads": 1, "M": 37, "N": 140, "scale": -0.3},  # several rounds of keys
-    {"heads": 2, "M": 37, "N": 140, "causal": "top-left"},  # rounds without a visible key
+    {"batch": 2, "heads": 4, "kv_heads": 2, "M": 70, "N": 45},  # the heads need several rounds
+    {"heads": 2, "kv_heads": 1, "M": 37, "N": 140, "scale": -0.3},  # the keys need several rounds
+    {"heads": 2, "M": 37, "N": 140, "causal": "top-left"},  # no key is visible in some rounds
     {"heads": 1, "M": 90, "N": 20, "scale": 0.0},
     {"batch": 2, "heads": 2, "M": 5, "N": 0},
     {"heads": 2, "kv_heads": 1, "M": 0, "N": 7},

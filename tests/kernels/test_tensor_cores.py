@@ -330,8 +330,8 @@ def test_a_copy_over_data_that_is_still_read(schedule):
         ("&tile[0][2], A, 16", "multiple of 16"),
         ("tile[0], A, 17", "more than 16"),
         ("tile[0], A, -1", "less than 0"),
-        ("A, A, 16", "from global to shared"),
-        ("tile[0], tile[1], 16", "from global to shared"),
+        ("A, A, 16", "in shared and global memory"),
+        ("tile[0], tile[1], 16", "in shared and global memory"),
         ("tile[0], A + 8, 8", "reads 8 bytes, just past the end of A"),
     ],
 )

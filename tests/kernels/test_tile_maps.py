@@ -169,13 +169,16 @@ def test_gradients_by_a_pullback(backend):
 @pytest.mark.parametrize(
     "sizes, message",
     [
-        ({"M": 9, "N": N}, "and the call has batch=1, heads=4, M=150, N=170; make one with M="),
-        ({"M": M, "N": N, "heads": 2}, "make one with heads=4"),
+        (
+            {"M": 9, "N": N},
+            "but the call has batch=1, heads=4, M=150, N=170; create a block mask with M=",
+        ),
+        ({"M": M, "N": N, "heads": 2}, "create a block mask with heads=4"),
         (
             {"M": M, "N": N, "mask_mod": "key <= query + head"},
-            "names head, .* make one with heads=4",
+            "uses head, .* create a block mask with heads=4",
         ),
-        ({"M": M, "N": N, "batch": 3}, "make one with batch=1"),
+        ({"M": M, "N": N, "batch": 3}, "create a block mask with batch=1"),
     ],
 )
 def test_other_sizes_are_refused(sizes, message):

@@ -43,7 +43,7 @@ def pairs_of(dtype, other):
 
 
 def in_python(texts, arrays, n):
-    """Yields the sum of 2^i over all conditions i that hold, computed with Python integers."""
+    """Yields a bit mask of the conditions that hold for each element, using Python integers."""
     names = {"where": lambda test, x, y: x if test else y, "min": min, "max": max, "abs": abs}
     for row in zip(*(x.tolist() for x in arrays.values())):
         given = {**names, **dict(zip("ABC", row)), "n": n}
@@ -92,7 +92,7 @@ def test_block_masks_look_at_the_same_numbers(text):
 def test_a_check_refuses_a_result_of_more_than_64_bits(text):
     arrays = pairs_of("int64", "int64")
     captured = {x: arrays[x] for x in "ab" if f"{x}[" in text}
-    with pytest.raises(ValueError, match="needs more than 64 bits, for batch 0, head 0, query"):
+    with pytest.raises(ValueError, match="needs more than 64 bits at batch 0, head 0, query"):
         scores(f"score + ({text})", captured, 99, "simulator", check=True)
 
 

@@ -188,12 +188,12 @@ def test_every_run_gives_the_same_bits(cuda):
 @pytest.mark.parametrize(
     "wrt, message",
     [
-        (("q", "bucket"), "wrt names bucket, whose dtype is int.*; only arrays of floats"),
-        (("q", "table2"), "wrt names table2; in this call it can name q, k, v, alibi_slopes"),
-        ("size", r"wrt names size; .* an array of one element and write size\[0\]"),
+        (("q", "bucket"), "wrt contains bucket, whose dtype is int.*; only floating-point arrays"),
+        (("q", "table2"), "wrt contains table2; in this call it may contain q, k, v, alibi_slopes"),
+        ("size", r"wrt contains size; .* a one-element array and write size\[0\]"),
         (("q", "q"), "give at least one name, without duplicates"),
         ((), "give at least one name"),
-        ("bias,nias", "wrt names nias; in this call"),
+        ("bias,nias", "wrt contains nias; in this call"),
         (3, "wrt is 3; give names"),
     ],
 )

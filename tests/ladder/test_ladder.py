@@ -92,7 +92,7 @@ def test_the_table_is_written_between_the_markers_of_every_page(checkout):
 
 def test_gradients_have_their_own_markers(checkout):
     gradients = [replace(row, kernel="rows", operation="backward") for row in ROWS[1:2]]
-    with pytest.raises(ValueError, match="needs one <!-- measured backward -->"):
+    with pytest.raises(ValueError, match="must contain <!-- measured backward -->"):
         published(checkout, gradients)
     for name in pages.PAGES:
         both = PAGE + PAGE.replace("forward", "backward")
@@ -105,16 +105,18 @@ def test_gradients_have_their_own_markers(checkout):
 def test_no_page_is_written_unless_all_can_be(checkout):
     english, chinese = pages.PAGES
     (checkout / chinese).write_text("no markers")
-    with pytest.raises(ValueError, match=r"zh/ladder\.md needs one <!-- measured forward -->"):
+    with pytest.raises(ValueError, match=r"zh/ladder\.md must contain <!-- measured forward -->"):
         published(checkout)
     assert (checkout / english).read_text() == PAGE
     (checkout / english).unlink()
-    with pytest.raises(ValueError, match="has no docs/ladder.md; run this in a checkout"):
+    with pytest.raises(
+        ValueError, match="does not contain docs/ladder.md; run this command in a checkout"
+    ):
         published(checkout)
 
 
 def test_times_of_the_simulator_are_not_published(checkout):
-    message = "times of the simulator must not be written to docs/ladder.md"
+    message = "simulator times must not be written to docs/ladder.md"
     with pytest.raises(ValueError, match=message):
         published(checkout, backend="simulator")
     Results({**WHERE, "backend": "simulator"}, ROWS).save(checkout / "a.json")
@@ -151,7 +153,7 @@ def test_rows_of_one_length():
     with pytest.raises(ValueError, match="M=7 was not measured; choose from 256, 2048, 4096"):
         pages.at_length(rows, 7)
     other = Measurement("fa2", "forward", Problem.of_sizes(M=256, d=8))
-    with pytest.raises(ValueError, match="a ladder needs measurements of one problem"):
+    with pytest.raises(ValueError, match="a ladder requires measurements of a single problem"):
         pages.at_length([*rows, other], 256)
     single, *rounded = (
         replace(x, problem=other.problem.with_options(precision=precision))
@@ -160,7 +162,7 @@ def test_rows_of_one_length():
     several = [single, replace(rounded[0], kernel="mma_tf32"), replace(rounded[1], kernel="v3")]
     assert pages.at_length(several, 256) == several
     assert pages.problem_of(several) == pages.problem_of([single]) == single.problem
-    with pytest.raises(ValueError, match="a ladder needs measurements of one problem"):
+    with pytest.raises(ValueError, match="a ladder requires measurements of a single problem"):
         pages.at_length([single, *rounded], 256)
 
 
@@ -294,7 +296,7 @@ def test_colours_have_contrast_on_white():
 def test_invalid_pictures_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"a\.gif must end with \.svg or \.png"):
         plotting.draw(CROWD, tmp_path / "a.gif")
-    with pytest.raises(ValueError, match="nothing to draw: no row was timed"):
+    with pytest.raises(ValueError, match="nothing to plot: no row was timed"):
         plotting.draw([measured("v1", None)], tmp_path / "a.svg")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert "pip install matplotlib" in refused("ladder", "--plot", tmp_path / "a.svg", code=3)

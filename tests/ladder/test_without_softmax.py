@@ -132,7 +132,10 @@ def changed(name, change):
 
 
 WRONG = {
-    "no lse": (without("lse"), "returned O; it must return {name: array} with O, lse"),
+    "no lse": (
+        without("lse"),
+        "returned O; it must return a dict {name: array} with the keys O, lse",
+    ),
     "no O": (without("O"), "returned lse; it must return"),
     "None": (lambda *of: None, "returned NoneType; it must return"),
     "empty": (lambda *of: {}, "returned nothing; it must return"),
@@ -141,10 +144,19 @@ WRONG = {
     "lse text": (changed("lse", lambda x: "x"), "returned lse = 'x'; it must be an array"),
     "lse objects": (changed("lse", lambda x: x.astype(object)), "returned lse of dtype object; it"),
     "lse complex": (changed("lse", lambda x: x * 1j), "returned lse of dtype complex128; it must"),
-    "lse a number": (changed("lse", lambda x: 0.0), r"returned lse of shape \(\); it must have"),
-    "lse an axis": (changed("lse", lambda x: x[..., None]), "returned lse of shape .*1.; it must"),
-    "lse fewer": (changed("lse", lambda x: x[..., :-1]), "returned lse of shape .*; it must have"),
-    "O fewer": (changed("O", lambda x: x[..., :-1]), "returned O of shape .*; it must have"),
+    "lse a number": (
+        changed("lse", lambda x: 0.0),
+        r"returned lse of shape \(\); its shape must be",
+    ),
+    "lse an axis": (
+        changed("lse", lambda x: x[..., None]),
+        "returned lse of shape .*1.; its shape must",
+    ),
+    "lse fewer": (
+        changed("lse", lambda x: x[..., :-1]),
+        "returned lse of shape .*; its shape must be",
+    ),
+    "O fewer": (changed("O", lambda x: x[..., :-1]), "returned O of shape .*; its shape must be"),
     "fails": (lambda arrays, p, c: arrays["x"], "fails with KeyError: 'x'"),
 }
 

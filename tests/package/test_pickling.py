@@ -120,7 +120,7 @@ EXAMPLES = {
     "SimulatorFault": lambda: FAULT,
     "TileChoice": lambda: cupyfa.kernel("fa2").choice,
     "Transfer": lambda: cupyfa.transfer.configure(),
-    "Unsupported": lambda: errors.Unsupported("fa2 cannot do that", "that"),
+    "Unsupported": lambda: errors.Unsupported("fa2 cannot compute that", "that"),
     "WrongResult": lambda: errors.WrongResult("wrong"),
     "Accuracy": lambda: cupyfa.lab.accuracy("fa2", **SIZES, **SIM)[0],
     "Checked": checked,
@@ -208,7 +208,9 @@ def equal(a, b):
 def test_a_public_object_is_pickled_or_says_why_not(name, protocol):
     made = example(name)
     if isinstance(made, OfThisProcess):
-        with pytest.raises(TypeError, match="belongs to its process and cannot be pickled; "):
+        with pytest.raises(
+            TypeError, match="is tied to the process that created it and cannot be pickled; "
+        ):
             pickle.dumps(made, protocol)
         assert copy.deepcopy(made) is copy.copy(made) is made
         return

@@ -31,7 +31,7 @@ def test_every_form_is_a_keyword():
 
 @pytest.mark.parametrize("name", RESERVED)
 def test_no_captured_array_has_the_name_of_an_argument(name):
-    with pytest.raises(ValueError, match=f"captured has '{name}', which expressions use for"):
+    with pytest.raises(ValueError, match=f"captured contains '{name}', a name that is reserved"):
         operand(name, 1.0)
 
 
@@ -47,7 +47,7 @@ def test_wrong_shapes_and_dtypes_are_refused_with_the_rule(name):
     if record.broadcast == "lead":
         check_input(Operand(name, dtype, shape[1:]), SIZES)
     told = written(name)
-    with pytest.raises(ValueError, match=rf"^{told} has shape \(7, .*; its shape must be [^{{]*$"):
+    with pytest.raises(ValueError, match=rf"^{told} has shape \(7, .*; it must be [^{{]*$"):
         check_input(Operand(name, dtype, (7, *shape)), SIZES)
     wrong = "float64" if record.dtype == "int" else "uint8"
     with pytest.raises(TypeError, match=f"^{told} is {wrong}; it must be .*: convert it$"):

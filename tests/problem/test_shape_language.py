@@ -102,7 +102,7 @@ def test_drawn_arrays_can_be_read(values):
 @pytest.mark.parametrize(
     "arrays, message",
     [
-        ({"bias": "xyz"}, "bias is 'xyz'; give its shape by letters, for example 1hmn"),
+        ({"bias": "xyz"}, "bias is 'xyz'; write its shape as letters, for example 1hmn"),
         ({"bias": "f99[1hmn]"}, "bias is 'f99"),
         ({"bias": "1mn"}, "broadcastable to"),
         ({"mask": "f32[11mn]"}, "mask is float32; it must be bool"),
@@ -110,7 +110,7 @@ def test_drawn_arrays_can_be_read(values):
         ({"captured": {"x": "f32[d]"}}, "captured x is 'f32\\[d\\]'; give a number, or a dtype"),
         ({"captured": {"x": "heads"}}, "captured x is 'heads'"),
         ({"captured": {"x": 1.0}}, "no expression reads x"),
-        ({"captured": {"score": 1.0}}, "which expressions use for something else"),
+        ({"captured": {"score": 1.0}}, "a name that is reserved in expressions"),
         ({"bias": (2.5, 3)}, "the shape of bias is"),
     ],
     ids=str,
@@ -214,13 +214,13 @@ def test_rows_of_all_commands_have_the_arrays():
 SLOPES = ("--captured", "slope=f32[heads]")
 OF_ARRAYS = ("--bias", "--score-mod", "score * slope[head]", *SLOPES)
 WRONG_WORDS = [
-    ("fa2", ("--mask-mod", "doc[query] == doc[key]"), 2, "give it by --captured doc=VALUE"),
+    ("fa2", ("--mask-mod", "doc[query] == doc[key]"), 2, "pass it by --captured doc=VALUE"),
     *(
         ("fa2", ("--score-mod", text, *SLOPES), 2, f"\n    {text}\n            ^\n")
         for text in ("score + slop[head]", "score + slope[head, key]")
     ),
     ("fa2", ("--bias", "wide"), 2, "--bias takes axes, as 1hmn"),
-    ("two_pass", (*OF_ARRAYS, "--wrt", "bias,slop"), 2, "it can name q, k, v, bias, slope"),
+    ("two_pass", (*OF_ARRAYS, "--wrt", "bias,slop"), 2, "it may contain q, k, v, bias, slope"),
     ("fa2", (*OF_ARRAYS, "--wrt", "bias"), 3, "does not support wrt (gradients of arrays"),
 ]
 
@@ -325,7 +325,7 @@ def test_shapes_and_forms_are_compiled_too():
     one = cupyfa.compile(*given[:6], dlse=lse, **TEXT, **READ, **on)
     arrays = {"bias": READ["bias"], "mask": READ["mask"], "slope": given[-1], "dlse": lse}
     np.testing.assert_array_equal(one(*given[:6], **arrays)[2], wanted[2])
-    with pytest.raises(ValueError, match=r"dlse is \(3,\); it must be that of lse, "):
+    with pytest.raises(ValueError, match=r"dlse has shape \(3,\); it must be .*, the shape of lse"):
         cupyfa.compile(*every, dtype="float32", **{**forms, "dlse": (3,)})
     arrays = cupyfa.compile(expected, Q, K, V, expected, lse, **TEXT, **READ, **on)
     made = arrays(expected, Q, K, V, expected, lse, READ["bias"], READ["mask"], given[-1])
@@ -351,7 +351,7 @@ def test_wrong_shapes_are_reported_as_given(call, name, shape):
     q, k = np.ones((2, 4, 5, 8), np.float32), np.ones((2, 2, 6, 8), np.float32)
     array = np.ones(shape, bool if name == "mask" else np.float32)
     sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "M": 5, "N": 6, "d": 8}
-    with pytest.raises(ValueError, match=re.escape(f"{name} has shape {shape}; its shape must be")):
+    with pytest.raises(ValueError, match=re.escape(f"{name} has shape {shape}; it must be")):
         if call == "plan":
             cupyfa.plan(backend="simulator", **sizes, **{name: shape})
         else:

@@ -174,10 +174,12 @@ def test_host_arrays_of_e4m3_on_a_gpu(hopper):
 def test_prepared_calls_of_device_arrays_refuse_those_of_the_host(like_a_gpu, dtype):
     host = [of_dtype(2, 20, 16, dtype=dtype, seed=i) for i in range(3)]
     prepared = cupyfa.compile(*map(like_a_gpu.upload, host), backend=like_a_gpu, kernel="fa2")
-    with pytest.raises(ValueError, match="q is .* in host memory .*this was compiled for"):
+    with pytest.raises(ValueError, match="q is .* in host memory .*this call was compiled for"):
         prepared(*host)
     q, k, v = map(like_a_gpu.upload, host)
     with pytest.raises(TypeError, match="mixed|is of type GpuArray"):
         prepared(host[0], k, v)
-    with pytest.raises(TypeError, match="out is .*but inputs are CuPy arrays; give a CuPy array"):
+    with pytest.raises(
+        TypeError, match="out is .*but the inputs are CuPy arrays; give a CuPy array"
+    ):
         prepared(q, k, v, out=np.empty_like(host[0]))

@@ -152,7 +152,7 @@ def test_compile_takes_shapes_and_a_dtype(near):
         (lambda x: x[:, :, :10], r"q is float32 \(2, 3, 10, 16\).* for .*\(2, 3, 20, 16\)"),
         (lambda x: x.astype(np.float64), "q is float64.* compiled for float32"),
         (lambda x: x[:, :, ::-1], "q is .*strides .*-64.* compiled for"),
-        (lambda x: np.array(x), "memory are mixed|in host memory"),
+        (lambda x: np.array(x), "in host memory"),
     ],
     ids=["shape", "dtype", "strides", "kind"],
 )
@@ -198,7 +198,7 @@ def test_arrays_of_several_devices_are_refused(near, name):
         on(1, given["grads"][1:2])
     else:
         (given[name],) = on(1, [given[name].copy()])
-    with pytest.raises(ValueError, match="are on devices .*1.*copy them to one"):
+    with pytest.raises(ValueError, match="are on devices .*1.*copy all to one"):
         cupyfa.backward(**given, backend=near, kernel="rows")
 
 
@@ -206,7 +206,7 @@ def test_an_out_on_another_device_is_refused(near):
     x = arrays(2, 3, 20, 16)
     out = on(1, [np.empty_like(x[0])])[0]
     for call in (compiled(near, *x), partial(cupyfa.attention, backend=near, kernel="fa2")):
-        with pytest.raises(ValueError, match="the inputs and out are on devices 0, 1; copy them"):
+        with pytest.raises(ValueError, match="the inputs and out are on devices 0, 1; copy all"):
             call(*x, out=out)
     with pytest.raises(ValueError, match="devices 0, 1"):
         cupyfa.softmax(x[0], backend=near, out=out)
@@ -566,7 +566,7 @@ def test_gradients_plan_once(near, plans, tmp_path, monkeypatch):
     for change in ({"causal": True}, {"kernel": "columns"}, {"tiles": {"Br": 16, "Bc": 16}}):
         cupyfa.backward(o, *x, o, lse, **options | change)
     assert len(plans) == 6
-    with pytest.raises(Unsupported, match="any order"):
+    with pytest.raises(Unsupported, match="arbitrary order"):
         cupyfa.backward(o, *x, o, lse, backend=near, kernel="columns", deterministic=True)
     there = on(1, [o, *x, o, lse])
     cupyfa.backward(*there, **options)

@@ -259,8 +259,8 @@ def test_axes_of_size_1_get_valid_strides(kernel, simulator):
     [
         (lambda x: x.astype(np.float32), "float32 .*float16 or bfloat16"),
         (lambda x: x[..., 0], "TMA needs .batch, heads, rows, columns."),
-        (lambda x: x[..., 1:], "must be multiples of 16 bytes"),
-        (lambda x: x[:, :, ::-1], "strides positive"),
+        (lambda x: x[..., 1:], "multiples of 16 bytes"),
+        (lambda x: x[:, :, ::-1], "requires positive strides"),
     ],
     ids=["float32", "no columns", "an odd address", "backwards"],
 )
@@ -358,7 +358,10 @@ def skip_unless_it_runs(kernel, backend):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_tma_tiles_are_copied_unchanged(kernel, backend, dtype):
-    """With one key, every row of O is V, so each bit was copied into a box and out of another."""
+    """With one key, every row of O equals V.
+
+    O matches V bit for bit only if the TMA load and the TMA store copied all elements unchanged.
+    """
     skip_unless_it_runs(kernel, backend)
     plan = planned(kernel, backend, {**SIZES, "N": 1}, dtype)
     inputs = inputs_of(plan)

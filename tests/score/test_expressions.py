@@ -230,7 +230,7 @@ def test_a_function_is_traced_once(function, text):
         (lambda score: np.clip(score, 0, 1), "np.clip cannot be traced"),
         (lambda score: np.add.reduce(score), "np.add cannot be traced"),
         (lambda score: None, "returns None"),
-        (lambda *scores: scores[0], "name the parameters"),
+        (lambda *scores: scores[0], "named parameters"),
         (np.tanh, "np.tanh|parameters|'x'"),
         (3, "is 3; give an expression as a string, or a Python function"),
     ],

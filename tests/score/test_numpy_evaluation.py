@@ -242,9 +242,12 @@ def test_an_index_out_of_range_and_a_divisor_of_0_name_the_pair():
         with pytest.raises(ValueError) as error:
             reference.attention(q, k, v, scale=1.0, mods=of_texts(text, table=table))
         axis, size = (0, H) if index < 0 else (1, 16)
-        message = f"score_mod: index {index} of axis {axis} of table is out of range, for {pair}; "
-        assert str(error.value) == message + f"the axis has size {size}: give 0 to {size - 1}"
-    with pytest.raises(ValueError, match="divides by 0, for batch 0, head 0, query 0, key 3; make"):
+        message = f"score_mod: index {index} into axis {axis} of table is out of range at {pair}; "
+        assert (
+            str(error.value)
+            == message + f"the axis has size {size}: indices must be from 0 to {size - 1}"
+        )
+    with pytest.raises(ValueError, match="divides by 0 at batch 0, head 0, query 0, key 3; make"):
         reference.attention(q, k, v, scale=1.0, mods=of_texts("score + query % (key - 3)"))
     # A pair hidden by the mask is not read.
     mods = of_texts("score + table[head, key + 5]", "key < 11", table=table)

@@ -181,7 +181,8 @@ def sass(compiled: Compiled) -> str:
     tool = shutil.which("nvdisasm")
     if tool is None:
         raise Unsupported(
-            "machine code needs nvdisasm, which is not on the PATH; install the CUDA toolkit"
+            "showing machine code requires nvdisasm, which is not on the PATH; install the CUDA "
+            "toolkit"
         )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.cubin + b"\0")  # CuPy's getCUBIN drops the last byte
@@ -189,7 +190,9 @@ def sass(compiled: Compiled) -> str:
         done = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=False)
     if done.returncode:
         said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise Unsupported(f"{tool} cannot read sm_{compiled.arch} ({said}); install a newer one")
+        raise Unsupported(
+            f"{tool} cannot read sm_{compiled.arch} ({said}); install a newer version"
+        )
     return done.stdout
 
 

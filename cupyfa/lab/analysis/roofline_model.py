@@ -180,7 +180,7 @@ def roofline(
     operation = _common_operation(records, backward)
     if operation == "softmax":
         names = ", ".join(x.name for x in records)
-        raise ValueError(f"{names} computes softmax; name kernels of attention or its gradients")
+        raise ValueError(f"{names} computes softmax; give kernels for attention or its gradients")
     sweeps.refuse_foreign([operation], sizes)
     problems = sweeps.problems(operation, sizes, *records)
     given = next((p.wrt for p in problems if p.wrt), ())
@@ -222,7 +222,9 @@ def measured_roofs(
     sheet of the device is known.
     """
     if results.environment.get("backend") == "simulator":
-        raise ValueError("times of the simulator have no roofline; measure on a GPU")
+        raise ValueError(
+            "a roofline needs times of a GPU, but the results are simulator times; measure on a GPU"
+        )
     target = _device_of(results) if device == "auto" else _device(device, gpu())[0]
     limits, chosen = _limits(target), _named(kernels)
     asked = [x for x in chosen if x not in (NAIVE, TILED)]
@@ -237,7 +239,9 @@ def measured_roofs(
     rows = [row for row in rows if is_asked_for(row)]
     if not rows:
         found = ", ".join(dict.fromkeys(str(row.problem) for row in results.rows))
-        raise ValueError(f"no row of attention has these kernels and sizes; measured: {found}")
+        raise ValueError(
+            f"no measurement matches these kernels and sizes; measured problems: {found}"
+        )
     problems = dict.fromkeys((row.operation, row.problem) for row in rows)
     bounds = [x for x in (NAIVE, TILED) if x in chosen or not chosen]
     roofs = [_roof(x, *about, target, limits) for about in problems for x in bounds]
@@ -287,7 +291,7 @@ def _device_of(results: Results) -> Device:
         found = measured_device(backend)
     if found is None:
         known = ", ".join(peaks.DEVICES)
-        raise ValueError(f"there is no data sheet of device {name!r}; name a device: {known}")
+        raise ValueError(f"the peak rates of device {name!r} are unknown; choose a device: {known}")
     return found
 
 
@@ -302,7 +306,7 @@ def _common_operation(kernels: Iterable[Kernel], backward: bool) -> str:
     if len(found) > 1:
         names = ", ".join(f"{kernel.name} computes {kernel.operation}" for kernel in kernels)
         wanted = "gradients" if backward else "the same operation"
-        raise ValueError(f"kernels to compare must compute {wanted}, but {names}")
+        raise ValueError(f"all kernels must compute {wanted}, but {names}")
     return found.pop() if found else "forward"
 
 
@@ -352,7 +356,7 @@ def _device(device: str | Device, backend: Backend | None) -> tuple[Device, bool
     if device == THIS:
         if backend is None:
             known = ", ".join(peaks.DEVICES)
-            raise Unsupported(f"there is no GPU here to measure; name a device: {known}")
+            raise Unsupported(f"this machine has no GPU to measure; choose a device: {known}")
         return measured_device(backend), True
     chosen = device if isinstance(device, Device) else peaks.named(device)
     here = peaks.known_as(backend.limits.device) if backend else None
@@ -370,7 +374,8 @@ def measured_device(backend: Backend) -> Device:
     if not bandwidth or "float32" not in rates:
         why = backend.limits.no_matmul or "its products or copies cannot be timed"
         raise Unsupported(
-            f"this GPU's rates are unknown ({why}); name a device: {', '.join(peaks.DEVICES)}"
+            f"the peak rates of this GPU are unknown ({why}); choose a device: "
+            f"{', '.join(peaks.DEVICES)}"
         )
     limits = backend.limits
     return Device(

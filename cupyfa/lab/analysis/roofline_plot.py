@@ -28,7 +28,7 @@ def draw_roofs(rows: Sequence[Roof], path: str | Path) -> None:
     path, rows = Path(path), [row for row in rows if row.tflops]
     plots.check(path)
     if not rows:
-        raise ValueError("there is nothing to draw: no computation has any work")
+        raise ValueError("there is nothing to plot: no operation performs any work")
     listed = []
     for (_, points), names in _series(rows).items():
         where = (f"{_two_digits(y)} at {_two_digits(x)} FLOP per byte" for x, y, _ in points)

@@ -67,15 +67,15 @@ def draw(timeline: Timeline, path: str | Path, window: tuple[float, float] | Non
     path = Path(path)
     check(path)
     if not timeline.phases:
-        raise ValueError(f"there is nothing to draw: no warp of {timeline.entry} recorded anything")
+        raise ValueError(f"there is nothing to plot: no warp of {timeline.entry} recorded anything")
     if window is not None and not window[0] < window[1]:
         raise ValueError(
             f"the window {window[0]:g}:{window[1]:g} is empty; give the earlier time first"
         )
     if window is not None and not (window[0] < timeline.end and window[1] > 0):
         raise ValueError(
-            f"the window {window[0]:g}:{window[1]:g} shows nothing; the timeline runs from 0 to "
-            f"{timeline.end:g} {timeline.unit}; give two times within it"
+            f"the window {window[0]:g}:{window[1]:g} lies outside the timeline, which runs from 0 "
+            f"to {timeline.end:g} {timeline.unit}; give two times within the timeline"
         )
     said = [
         *summary.lines(timeline),

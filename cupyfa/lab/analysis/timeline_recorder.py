@@ -268,8 +268,8 @@ def record(
     progress(3, 3, "running")
     if not entries:
         raise ValueError(
-            f"no warp of {chosen.entry} recorded anything, since no code in {chosen.path} was "
-            f"run; put the body of {chosen.entry} into this file"
+            f"no warp of {chosen.entry} recorded anything, because no code in {chosen.path} was "
+            f"executed; move the body of {chosen.entry} into this file"
         )
     table = backend.download(members) if members is not None else None
     texts = source.texts(chosen)
@@ -361,7 +361,7 @@ def _chosen(plan: Plan, name: str | None) -> PlannedLaunch:
     """Returns the launch with this index or entry point; by default the kernel's main launch."""
     there = _launches(plan)
     if not there:
-        raise ValueError(f"{plan.problem} has no rows, so nothing is launched; give sizes from 1")
+        raise ValueError(f"{plan.problem} has no rows, so nothing is launched; give larger sizes")
     if name is not None:
         for number, one in enumerate(there):
             if name in (one.entry, str(number)):
@@ -370,7 +370,7 @@ def _chosen(plan: Plan, name: str | None) -> PlannedLaunch:
         more = f" and {len(there) - _LISTED} more" if len(there) > _LISTED else ""
         raise ValueError(
             f"{plan.kernel.name} has no launch {name!r}{nearest(name, [x.entry for x in there])}; "
-            f"it has {known}{more}; give a number or a name"
+            f"its launches are {known}{more}; give the number or name of a launch"
         )
     usual = plan.kernel.name
     alike = [x for x in there if x.entry == usual] or [
@@ -393,15 +393,15 @@ def _recording(launch: PlannedLaunch, block: int | None, backend: Backend) -> Re
     if block is not None:
         if not 0 <= block < count:
             known = "0" if count == 1 else f"0 to {count - 1}"
-            raise ValueError(f"{launch.entry} has no block {block}; give {known}, or all")
+            raise ValueError(f"{launch.entry} has no block {block}; give {known}, or 'all'")
         return Recording(block, 1, CAPACITY)
     detailed = backend.name != "cuda"
     capacity = _MOST_BYTES // (count * launch.warps * _ENTRY_BYTES) - 1
     capacity = min(capacity, CAPACITY if detailed else _MANY)
     if capacity < _FEWEST:
         raise Unsupported(
-            f"a recording of all {count} blocks takes more than {_MOST_BYTES >> 20} MiB; give "
-            "smaller sizes, or one --block"
+            f"recording all {count} blocks would take more than {_MOST_BYTES >> 20} MiB; give "
+            "smaller sizes, or record a single block with --block"
         )
     return Recording(0, count, capacity, detailed)
 
@@ -537,7 +537,7 @@ def _name(entry: Entry, barriers: _Barriers, marks: Mapping[int, str]) -> str:
     return NAMES[entry.kind]
 
 
-# Conversion of entries to phases
+# Converting entries to phases
 
 
 def _of_block(

@@ -149,7 +149,7 @@ def _check(
 ) -> None:
     """Raises ValueError for unknown names of sizes, tiles and peers."""
     if not kernels:
-        raise ValueError("no kernel is named; name at least one")
+        raise ValueError("no kernel was given; give at least one")
     peers.check_names(against)
     sweeps.refuse_foreign(operations, sizes, tiles="tiles")
     known = {name for x in kernels if isinstance(x, Kernel) for name in x.choice.names}
@@ -180,7 +180,7 @@ def _labels(
         alike.append(LADDER[kernel.operation].get(kernel.name, kernel))
         label = kernel.name if all(x == kernel for x in alike) else given
         if any((y, x.operation) == (label, kernel.operation) and x != kernel for x, y in labels):
-            raise ValueError(f"two kernels have the name {label!r}; give a record another name")
+            raise ValueError(f"two kernels have the name {label!r}; rename one of them")
         labels.append((kernel, label))
     return labels
 
@@ -220,7 +220,7 @@ class _Entry:
         if isinstance(error, _WRONG):
             return self.reject(str(error))
         name = self.kernel.name if self.kernel else self.row.kernel
-        about = f"{name} cannot do {self.row.problem}: "
+        about = f"{name} cannot compute {self.row.problem}: "
         note = str(error).partition("; kernels that can")[0].removeprefix(about)
         self.row, self.call = replace(self.row, note=note), None
         self.refusal = error.with_traceback(None)
@@ -460,7 +460,7 @@ class _Measuring:
             return
         try:
             if entry.capture is None:
-                raise Unsupported("it cannot be captured as a CUDA graph")
+                raise Unsupported("this call cannot be captured as a CUDA graph")
             with self.backend.working_on(None), self.watch.calls():
                 self.watch.begins(_call(entry.row))
                 entry.call = entry.capture()
@@ -519,7 +519,7 @@ def _captured(
     replay()
     for name in floats:
         if (np.isnan(backend.download(arrays[name])) != np.isnan(results[name])).any():
-            raise WrongResult(f"{plan.kernel.name}: its CUDA graph does not write all of {name}")
+            raise WrongResult(f"the CUDA graph of {plan.kernel.name} does not write all of {name}")
     return replay
 
 

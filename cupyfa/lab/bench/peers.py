@@ -70,15 +70,18 @@ def peer(
     inputs = [arrays[x] for x in "QKV"]
     with _reasons(label(name), p):
         if others:
-            raise Unsupported(f"it does not support {', '.join(others)} here")
+            raise Unsupported(f"bench does not time this implementation with {', '.join(others)}")
         if p.wrt:
-            raise Unsupported(f"bench does not time its gradients of {', '.join(p.wrt)}")
+            raise Unsupported(
+                "bench does not time this implementation's gradients with respect to "
+                f"{', '.join(p.wrt)}"
+            )
         if name in _OF_TORCH:
             more = {x: y for x, y in arrays.items() if x.startswith("mods.")}
             gradient = arrays["dO"] if operation == "backward" else None
             return _torch(name, backend, p, inputs, more, gradient)
         if operation != "forward":
-            raise Unsupported("bench does not time its gradients")
+            raise Unsupported("bench does not time the gradients of this implementation")
         return _cudnn_frontend(name, backend, p, inputs)
 
 
@@ -166,7 +169,7 @@ def _reasons(label: str, p: Problem) -> Iterator[None]:
                 reasons = [str(warning.message).partition(" (Triggered")[0] for warning in warned]
                 telling = [x for x in reasons if not x.endswith(("because:", "runtime disabled."))]
                 reason = "; ".join(dict.fromkeys(telling)) or reason
-            raise Unsupported(f"{label} cannot do {p}: {reason}") from None
+            raise Unsupported(f"{label} cannot compute {p}: {reason}") from None
 
 
 def _torch(
@@ -260,9 +263,9 @@ def _packed(
     longest = [max(x.rows) for x in p.lengths]
     is_top_left = p.causal == "top-left" and p.lengths[0] != p.lengths[1]
     if name == "fa2" and is_top_left:
-        raise Unsupported("its causal mask is aligned to the bottom right")
+        raise Unsupported("this implementation aligns causal masks to the bottom right")
     if name == "efficient" and p.group > 1:
-        raise Unsupported("it requires one key head per query head")
+        raise Unsupported("this implementation requires one key head per query head")
 
     def fa2(q: Any, k: Any, v: Any) -> Any:
         sides = zip(("window_size_left", "window_size_right"), p.window)
@@ -311,9 +314,9 @@ def _causal(name: str, p: Problem) -> dict[str, Any]:
     if p.causal_offset == 0:
         return {"is_causal": True}
     if name == "cudnn":
-        raise Unsupported("its causal mask is aligned to the top left")
+        raise Unsupported("this implementation aligns causal masks to the top left")
     if p.M > p.N:
-        raise Unsupported("it returns NaN for rows without visible keys")
+        raise Unsupported("this implementation returns NaN for rows without visible keys")
     bias = import_module("torch.nn.attention.bias")
     return {"attn_mask": bias.causal_lower_right(p.M, p.N)}
 
@@ -342,10 +345,10 @@ def _cudnn_frontend(name: str, backend: Backend, p: Problem, arrays: Sequence[An
     """Creates a peer of cuDNN's attention graph, built by cuDNN's Python frontend."""
     cudnn = import_module("cudnn")
     if backend.stream is None:
-        raise Unsupported("it needs a GPU")
+        raise Unsupported("this implementation requires a GPU")
     kinds = {"float16": cudnn.data_type.HALF, "bfloat16": cudnn.data_type.BFLOAT16}
     if p.dtype.name not in kinds:
-        raise Unsupported(f"it supports only {', '.join(kinds)}")
+        raise Unsupported(f"this implementation supports only {', '.join(kinds)}")
     kind, single = kinds[p.dtype.name], cudnn.data_type.FLOAT
     out = backend.empty((p.batch, p.heads, p.M, p.dv), p.dtype.numpy)
 

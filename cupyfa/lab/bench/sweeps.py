@@ -62,7 +62,7 @@ def parsed(text: str) -> tuple[str, list[Any]]:
     if ":" in values:
         several = list(islice(_range(values), MOST + 1))
         if len(several) > MOST:
-            raise ValueError(f"{text!r} gives more than {MOST:,} values; take a larger step")
+            raise ValueError(f"{text!r} has more than {MOST:,} values; use a larger step")
         return name, several
     return name, [_value(name, value.strip()) for value in values.split(",")]
 
@@ -125,8 +125,10 @@ def refuse_foreign(
     unknown = sorted(name for name in sizes if sizes[name] is not None and name not in known)
     if names := ", ".join(unknown):
         remedy = tile_remedy({name: sizes[name] for name in unknown}, tiles) or "leave it out"
-        has = f"{' and '.join(operations)} has no {names}; {remedy}"
-        raise ValueError(f"{has}. The sizes and options are {', '.join(known)}")
+        raise ValueError(
+            f"{' and '.join(operations)} kernels have no size or option {names}; {remedy}. The "
+            f"sizes and options are {', '.join(known)}"
+        )
 
 
 def _problem(operation: str, usual: Mapping[str, Any], given: Mapping[str, Any]) -> Problem:
@@ -137,17 +139,17 @@ def _problem(operation: str, usual: Mapping[str, Any], given: Mapping[str, Any])
     if cache is not None:
         return _of_cache(operation, sizes, given, cache, page)
     if page is not None:
-        raise ValueError(f"page is {page}, but cache is not given; give cache='paged' too")
+        raise ValueError(f"page is {page}, but cache is not given; add cache='paged'")
     if given.get(shape_language.LENGTHS_OF) is not None:
         if given.get("tokens") is not None:
             raise ValueError(
-                "lengths and tokens are given; leave out tokens, which follows from lengths"
+                "lengths and tokens are both given; leave out tokens, which lengths determine"
             )
         sizes = {x: y for x, y in sizes.items() if x in given or x not in ("batch", "M", "N")}
     for whole, count, each in (("tokens", "batch", "M"), ("width", "heads", "d")):
         if (total := sizes.pop(whole, None)) is not None:
             if count in given:
-                raise ValueError(f"{whole} and {count} are given; leave one of them out")
+                raise ValueError(f"{whole} and {count} are both given; leave one of them out")
             if not sizes[each] or total % sizes[each]:
                 raise ValueError(f"{whole}={total} is not a multiple of {each}={sizes[each]}")
             sizes[count] = total // sizes[each]
@@ -161,7 +163,9 @@ def _of_cache(
     if cache not in CACHES:
         raise ValueError(f"cache is {described(cache)}; use one of {', '.join(CACHES)}")
     if operation != "forward":
-        raise ValueError(f"decoding has no {operation} kernels; name forward ones, or omit cache")
+        raise ValueError(
+            f"decoding has no {operation} kernels; give forward kernels, or omit cache"
+        )
     if cache == "contiguous" and page is not None:
         raise ValueError(f"page is {page}, but the cache is contiguous; give cache='paged'")
     if (size := sizes.get(shape_language.PAGE_SIZE)) is not None:
@@ -179,7 +183,9 @@ def _of_cache(
         room = given.get("N", sizes["M"])
         lengths = [room] * sizes["batch"]
     elif "batch" in given:
-        raise ValueError("lengths and batch are given; leave out batch, which follows from lengths")
+        raise ValueError(
+            "lengths and batch are both given; leave out batch, which lengths determine"
+        )
     else:
         q, k = lengths_of(asked)
         if q != k or k.used or k.before or k.after:
@@ -190,8 +196,8 @@ def _of_cache(
         lengths, room = list(k.rows), given.get("N", 0)
     if few := [n for n in lengths if 0 < n < tokens]:  # a sequence of length 0 has no new tokens
         raise ValueError(
-            f"M is {tokens}, but a sequence has {few[0]} keys, including the new ones; give at "
-            "most that many"
+            f"M is {tokens}, but a sequence has only {few[0]} keys, including those of the new "
+            f"tokens; M must be at most {few[0]}"
         )
     return problem_of_cache(lengths, capacity=room, page=page, M=tokens, **own)
 
@@ -228,7 +234,8 @@ def _refuse_in_decoding(sizes: Mapping[str, Any]) -> None:
         asked[name] = getattr(options, name) if value is None else OPTIONS[name].read(value)
     if (causal := asked.pop("causal")) == "top-left":
         raise ValueError(
-            f"causal is {causal!r}, but new tokens are at the end of a cache; leave out causal"
+            f"causal is {causal!r}, but the new tokens are always the last tokens of the cache; "
+            "leave out causal"
         )
     for name, value in asked.items():
         is_off = value is None or value is False or (name == "dropout" and not value)
@@ -264,4 +271,4 @@ def _value(name: str, text: str) -> Any:
         raise ValueError(f"{name!r} is neither a size nor an option{near}")
     least = 0 if name in AXES else 1
     example = f"give for example {name}=64"
-    raise ValueError(f"{name}={text!r} is not a whole number from {least}; {example}")
+    raise ValueError(f"{name}={text!r} is not a whole number of at least {least}; {example}")

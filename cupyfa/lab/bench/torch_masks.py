@@ -28,7 +28,7 @@ def one_array(torch: Any, p: Problem, arrays: Mapping[str, Any], device: Any) ->
     modification of scores.
     """
     if others := [x.name for x in p.operands if x.name not in (BIAS, MASK)]:
-        raise Unsupported(f"it does not support {', '.join(others)}")
+        raise Unsupported(f"this implementation does not support {', '.join(others)}")
     bias, mask = arrays.get(f"mods.{BIAS}"), arrays.get(f"mods.{MASK}")
     if p.window != NO_WINDOW or (p.causal and p.operands):
         seen = torch.as_tensor(p.visible(), device=device)
@@ -47,7 +47,7 @@ def flex(
     known = {name.removeprefix("mods."): x for name, x in arrays.items()}
     unread = [x.name for x in p.modifiers.arrays if x.name in (SINK, DLSE)]
     if unread:
-        raise Unsupported(f"it does not support {', '.join(unread)}")
+        raise Unsupported(f"flex_attention does not support {', '.join(unread)}")
     known |= p.modifiers.numbers | {"queries": p.M, "keys": p.N, "first": p.first_position}
     scores = [_function(torch, x, ("score", *_PLACE), known) for x in p.modifiers.score]
     masks = [_function(torch, x, _PLACE, known) for x in p.modifiers.mask]

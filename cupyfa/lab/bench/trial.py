@@ -137,7 +137,7 @@ def accuracy(
     for record in chosen:
         if record.operation != "forward":
             raise ValueError(
-                f"accuracy takes forward kernels; {record.name} computes {record.operation}"
+                f"accuracy supports only forward kernels; {record.name} computes {record.operation}"
             )
     sweeps.refuse_foreign(["forward"], sizes)
     problem, found = Problem.of_sizes(**sizes), []

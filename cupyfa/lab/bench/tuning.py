@@ -118,7 +118,7 @@ def tune(
     problems = sweeps.problems(operation, sizes, *records, small=small)
     for problem in problems:
         if not OPERATIONS[operation].flops(problem):
-            raise ValueError(f"{problem} contains no work; give sizes of at least 1")
+            raise ValueError(f"there is nothing to compute for {problem}; give sizes of at least 1")
     cache_folder.warn_unless_kept()
     tried = [
         candidates(select(record, operation, problem, backend.limits), problem, backend.limits)

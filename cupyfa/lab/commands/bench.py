@@ -101,7 +101,7 @@ def bench(
     on = backend_to_measure(backend)
     check_target(save, on)
     if how["graph"] and on.name == "simulator":
-        raise Unsupported("the simulator has no CUDA graphs; leave --graph out")
+        raise Unsupported("the simulator does not support CUDA graphs; leave --graph out")
     sizes, several = split(swept, {**how, **tiles})
     all_tiles = {name: [value] for name, value in tiles.items()} | several
     others = [name.strip() for name in (against or "").split(",") if name.strip()]
@@ -207,13 +207,15 @@ def check_target(save: Path | None, on: Backend | None = None) -> None:
     if save and not cache_folder.can_write_to(save):
         folder = (save.resolve() if save.is_symlink() else save).parent
         if os.path.isdir(folder):
-            raise ValueError(f"{save} cannot be written in the folder {folder}; name another one")
-        raise ValueError(f"{save} cannot be written; is there a folder {folder}?")
+            raise ValueError(
+                f"{save} cannot be written in the folder {folder}; give another folder"
+            )
+        raise ValueError(f"{save} cannot be written; check that the folder {folder} exists")
     is_simulated = on is not None and on.name == "simulator"
     if save and is_simulated and save.is_file() and (device := _measured_on(save)):
         raise ValueError(
-            f"{save} has times of {device}, which times of the simulator would overwrite; name "
-            "another file, or remove this one"
+            f"{save} contains times of {device}, which simulator times would overwrite; give "
+            "another file, or remove this file"
         )
 
 

@@ -503,13 +503,15 @@ def refuse_idle(why: str, *names: str) -> None:
     """Raises ValueError if one of the parameters ``names`` was given, since it has no effect."""
     if idle := given_options(*names):
         has = "has" if len(idle) == 1 else "have"
-        raise ValueError(f"{why}, so {', '.join(idle.values())} {has} no effect; leave one out")
+        raise ValueError(
+            f"{why}, so {', '.join(idle.values())} {has} no effect; leave one of these options out"
+        )
 
 
 def kernel_names(kernels: Sequence[str], every: bool) -> list[str]:
     """Returns the given kernel names, or all names of the ladder if ``every``."""
     if every == bool(kernels):
-        raise ValueError(f"name kernels, or give --all{', not both' if every else ''}")
+        raise ValueError(f"give either kernel names or --all{', not both' if every else ''}")
     return [name for group in LADDER.values() for name in group] if every else list(kernels)
 
 
@@ -519,9 +521,8 @@ def backend_with(name: str, schedule: int | None, multiprocessors: int | None) -
     if schedule is None and multiprocessors is None:
         return backend
     if not isinstance(backend, Simulator):
-        what = "--multiprocessors sets how many the simulator has"
-        what = what if schedule is None else "--schedule orders the simulator's threads"
-        raise ValueError(f"{what}; add --backend simulator")
+        option = "--multiprocessors" if schedule is None else "--schedule"
+        raise ValueError(f"{option} applies only to the simulator; add --backend simulator")
     return Simulator(schedule=schedule, multiprocessors=multiprocessors)
 
 

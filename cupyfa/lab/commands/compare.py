@@ -18,7 +18,7 @@ def _fraction(percentage: str) -> float:
     except ValueError:
         share = -1.0
     if not 0 <= share < 1e6:
-        raise click.BadParameter(f"{percentage!r} is not a percentage; write 5%")
+        raise click.BadParameter(f"{percentage!r} is not a percentage such as 5%")
     return share
 
 

@@ -67,10 +67,14 @@ def new(name: str, operation: str | None, rung: str | None, form: str) -> None:
 def _copied(name: str, rung: str, operation: str | None) -> dict[str, str]:
     """Returns the text of each new file: a rung's sources and a record derived from the rung's."""
     if ".py" in rung:
-        raise ValueError(f"{rung!r} is not a rung; copy the files of your own kernel yourself")
+        raise ValueError(
+            f"{rung!r} is not a rung, and --from copies only rungs; copy your own files by hand"
+        )
     kernel = record_named(rung)
     if operation not in (None, kernel.operation):
-        raise ValueError(f"{rung} computes {kernel.operation}, not {operation}; leave out one")
+        raise ValueError(
+            f"{rung} computes {kernel.operation}, not {operation}; leave one of them out"
+        )
     paths = _own_paths(kernel)
     files = {
         entry: f"{name}.cu"
@@ -103,19 +107,21 @@ def _filled(template: str, name: str, rung: str = "") -> str:
 
 def _require_name(name: str) -> None:
     """Raises ValueError if the name cannot be used for the kernel and its files."""
-    hint = f"; choose another, for example my_{name}"
+    hint = f"; choose another name, for example my_{name}"
     if not re.fullmatch(r"[A-Za-z_][A-Za-z_0-9]*", name):
         raise ValueError(
-            f"NAME {name!r} is not an identifier of Python and C; use letters, digits and _, with "
-            "no digit first, for example my_kernel"
+            f"NAME {name!r} is not a valid identifier in Python and C; use letters, digits and _, "
+            "beginning with a letter, for example my_kernel"
         )
     if name in [kernel.name for kernel in kernels()]:
-        raise ValueError(f"NAME {name!r} is a rung{hint}; to copy the rung: --from {name}")
+        raise ValueError(
+            f"NAME {name!r} is the name of a rung{hint}; to copy that rung, give --from {name}"
+        )
     if keyword.iskeyword(name) or name in _taken():
         raise ValueError(f"NAME {name!r} is already used in Python or in {name}.py{hint}")
     found = find_spec(name)
     if found and found.origin and not Path(f"{name}.py").exists():
-        raise ValueError(f"NAME {name!r} is a module, which {name}.py would hide{hint}")
+        raise ValueError(f"NAME {name!r} is the name of a module, which {name}.py would hide{hint}")
 
 
 def _taken() -> set[str]:

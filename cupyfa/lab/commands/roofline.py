@@ -60,10 +60,12 @@ def roofline(
         check_target(plot)
     several, tiles = split(swept, sizes)
     if tiles:
-        raise ValueError(f"{', '.join(tiles)} is not a size; -p takes sizes and options")
+        raise ValueError(
+            f"{', '.join(tiles)} is not a size or option; -p accepts only sizes and options"
+        )
     sizes |= several
     if saved:
-        command_options.refuse_idle("--from names an operation", "backward")
+        command_options.refuse_idle("--from reads the operation from a file", "backward")
         rows = measured_roofs(Results.load(saved), kernels, device=device or "auto", **sizes)
     else:
         with command_options.progress_bar("computing") as progress:

@@ -120,9 +120,9 @@ def timeline(
     files = {"--save": save, "--plot": plot, "--html": html}
     for (one, first), (other, second) in combinations(files.items(), 2):
         if first and second and first.resolve() == second.resolve():
-            raise ValueError(f"{one} and {other} both name {first}; name two files")
+            raise ValueError(f"{one} and {other} both write {first}; give two different files")
     if zoom and not plot:
-        command_options.refuse_idle("without --plot there is no picture", "zoom")
+        command_options.refuse_idle("without --plot, nothing is plotted", "zoom")
     small = on.name == "simulator"
     record, problem = command_options.kernel_and_problem(kernel, sizes, on.limits, small=small)
     case = Case(record.operation, problem, seed, values, layout)

@@ -57,7 +57,7 @@ def draw(rows: Sequence[Measurement], path: str | Path, title: str = "") -> None
     check(path)
     curves = curves_of(rows)
     if not curves:
-        raise ValueError("there is nothing to draw: no row was timed")
+        raise ValueError("there is nothing to plot: no row was timed")
     points = (f"{name} {', '.join(f'{N}: {y:.3g}' for N, y in x)}" for name, x in curves.items())
     said, endings = f"TFLOP/s over N on {title}", _endings(rows, curves)
     write(lambda: _figure(curves, title, endings), path, said, "; ".join([*points, *endings]))
@@ -72,7 +72,8 @@ def draw_blocks(blocks: BlockMask, path: str | Path) -> None:
     """
     if not isinstance(blocks, BlockMask):
         raise TypeError(
-            f"blocks is {described(blocks)}, not a block mask; make one: block_mask(array)"
+            f"blocks is {described(blocks)}; it must be a block mask: create one with "
+            "block_mask(array)"
         )
     path = Path(path)
     check(path)
@@ -130,7 +131,9 @@ def check(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise Unsupported(f"pictures need matplotlib: pip install matplotlib ({error})") from None
+        raise Unsupported(
+            f"plotting requires matplotlib: pip install matplotlib ({error})"
+        ) from None
 
 
 def curves_of(rows: Sequence[Measurement]) -> dict[str, list[tuple[int, float]]]:

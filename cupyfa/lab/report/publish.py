@@ -42,7 +42,7 @@ def at_length(rows: Sequence[Measurement], M: int | None) -> list[Measurement]:
     is_twice = len(chosen) > len({row.kernel for row in chosen})
     if len(problems) > 1 and (is_twice or len({_unrounded(x) for x in problems}) > 1):
         found = ", ".join(map(str, problems))
-        raise ValueError(f"a ladder needs measurements of one problem; found {found}")
+        raise ValueError(f"a ladder requires measurements of a single problem; found {found}")
     if not chosen:
         raise ValueError(f"M={M} was not measured; choose from {', '.join(map(str, lengths))}")
     return chosen
@@ -107,11 +107,11 @@ def pages_of(folder: Path, backend: str) -> list[Path]:
     """
     for name in PAGES:
         if not (folder / name).is_file():
-            raise ValueError(f"{folder} has no {name}; run this in a checkout of the project")
+            raise ValueError(
+                f"{folder} does not contain {name}; run this command in a checkout of the project"
+            )
     if backend == "simulator":
-        raise ValueError(
-            f"times of the simulator must not be written to {PAGES[0]}; measure on a GPU"
-        )
+        raise ValueError(f"simulator times must not be written to {PAGES[0]}; measure on a GPU")
     return [folder / name for name in PAGES]
 
 
@@ -129,7 +129,7 @@ def publish(folder: Path, results: Results, rows: Sequence[Measurement]) -> list
     for page in pages_of(folder, results.environment.get("backend", "")):
         changed[page], count = between.subn(lambda _: table, page.read_text(encoding="utf-8"))
         if count != 1:
-            raise ValueError(f"{page} needs one {first}, followed by one {last}")
+            raise ValueError(f"{page} must contain {first} once, followed by {last} once")
     for page, content in changed.items():
         cache_folder.write_whole(page, content.encode())
     return list(changed)

@@ -301,15 +301,15 @@ class Case:
         drawn = np.asarray(kernel.evaluated(f"draw of {name}", wanted.draw, rng, p))
         if drawn.shape != shape:
             raise ValueError(
-                f"{kernel.name}: the record draws {name} of shape {drawn.shape} for {p}; its shape "
-                f"must be {shape}"
+                f"{kernel.name}: the record's draw of {name} returned shape {drawn.shape} for {p}; "
+                f"the shape must be {shape}"
             )
         return drawn.astype(dtype)
 
     def require_reach(self, backend: Backend) -> None:
         """Raises Unsupported if the backend does not support this layout."""
         if self.layout == "far" and backend.name == "simulator":
-            raise Unsupported("the simulator does not support the layout 'far'", "it needs a GPU")
+            raise Unsupported("the layout 'far' requires a GPU", "the layout 'far' requires a GPU")
 
     def options(self) -> list[str]:
         """Returns the command-line options that describe this case."""

@@ -240,8 +240,8 @@ def tasks_of(
     backend = backend_named(backend)
     if schedules > 1 and not isinstance(backend, Simulator):
         raise ValueError(
-            f"schedules is {schedules}, but {backend.limits.device} orders its threads itself; "
-            "use the simulator, or reruns"
+            f"schedules is {schedules}, but only the simulator can vary the order of threads, not "
+            f'{backend.limits.device}; use backend="simulator", or give reruns'
         )
     if grid not in grids.GRIDS:
         known = ", ".join(grids.GRIDS)
@@ -250,7 +250,7 @@ def tasks_of(
         )
     given: dict[str, Any] = {name: x for name, x in options.items() if x is not None}
     if remedy := tile_remedy(given, None):
-        raise TypeError(f"check() does not take tile sizes; {remedy}")
+        raise TypeError(f"check() does not support tile sizes; {remedy}")
     arrays = {name: given.pop(name) for name in NAMES if name in given}
     AttentionOptions.of(
         None, given | dict.fromkeys(seeds_in_memory(given), 0)
@@ -314,19 +314,20 @@ def replay(
     case, name = stored.case, stored.outcome.kernel
     if kernel is None and not stored.has_name:
         raise ValueError(
-            f"{file} holds a failure of {name}, a record from a script; pass it as kernel= or, on "
-            f"the command line, as --kernel script.py:{name}"
+            f"{file} contains a failure of {name}, a kernel defined in a script; pass the kernel "
+            f"as kernel= or, on the command line, as --kernel script.py:{name}"
         )
     if kernel is None and not any(name in records for records in LADDER.values()):
         raise ValueError(
-            f"{file} holds a failure of {name!r}, and scripts named in a file are not run; pass "
-            "the kernel as kernel= or, on the command line, as --kernel script.py:name"
+            f"{file} contains a failure of {name!r}, but scripts named in such files are not "
+            "executed; pass the kernel as kernel= or, on the command line, as --kernel "
+            "script.py:name"
         )
     chosen = kernel or name
     record = record_named(chosen) if isinstance(chosen, str) else chosen
     if record.operation != case.operation:
         raise ValueError(
-            f"{record.name} computes {record.operation}; the inputs in {file} are for "
+            f"{record.name} computes {record.operation}, but the inputs in {file} are for "
             f"{case.operation}"
         )
     task = Task(case, (chosen,), multiprocessors=stored.multiprocessors)
@@ -352,7 +353,7 @@ def replay(
     finally:
         worker.stop()
     if now.kind == kinds.UNSUPPORTED:
-        raise Unsupported(f"{now.kernel} cannot do {case}: {now.message}", now.message)
+        raise Unsupported(f"{now.kernel} cannot compute {case}: {now.message}", now.message)
     if now.kind == kinds.NO_MEMORY:
         raise OutOfMemory(now.message)
     return Replayed(stored, now, backend.limits.device)
@@ -372,7 +373,7 @@ def _named(
     """Maps names to pairs: the kernel as passed, and its record (None for "auto")."""
     chosen = [kernels] if isinstance(kernels, KernelOrName) else list(kernels)
     if not chosen:
-        raise ValueError("no kernel is named; give at least one")
+        raise ValueError("no kernel was given; give at least one")
     named = cache(record_named)  # each load of a script makes a new record
     found: dict[str, tuple[KernelOrName, Kernel | None]] = {}
     for kernel in chosen:
@@ -385,7 +386,7 @@ def _named(
         elif kernel != AUTO:
             record = named(kernel)
         if found.setdefault(name, (kernel, record))[1] is not record:
-            raise ValueError(f"two kernels are named {name!r}; give one of them another name")
+            raise ValueError(f"two kernels have the name {name!r}; rename one of them")
     return found
 
 
@@ -399,7 +400,7 @@ def _require_room(folder: Path) -> None:
     """Raises ValueError if a folder cannot be written to; does not create it."""
     there = next((x for x in (folder, *folder.parents) if os.path.exists(x)), folder)
     if not cache_folder.can_write(there):
-        raise ValueError(f"failures is {folder}, but {there} is not writable; name another folder")
+        raise ValueError(f"failures is {folder}, but {there} is not writable; give another folder")
 
 
 def _require_pickling(tasks: Sequence[Task], given: str, remedy: str) -> None:
@@ -407,7 +408,9 @@ def _require_pickling(tasks: Sequence[Task], given: str, remedy: str) -> None:
     try:
         pickle.dumps([task.kernels for task in tasks])
     except pickle.PicklingError as error:
-        raise ValueError(f"{given}, which needs a worker, but {error}; or {remedy}") from None
+        raise ValueError(
+            f"{given}, which requires a worker process, but {error}; or {remedy}"
+        ) from None
 
 
 def _refuse_foreign(
@@ -423,7 +426,7 @@ def _refuse_foreign(
     softmaxes = [x.name for x in records if x and x.operation == "softmax"]
     others = [x for x in records if x is None or x.operation != "softmax"]
     if softmaxes and given and not others:
-        raise ValueError(f"softmax does not support {', '.join(given)}; leave it out")
+        raise ValueError(f"softmax kernels do not support {', '.join(given)}; omit these options")
     for name, value in given.items():
         lacking = [x for x in others if x and not _takes(x, dtypes, name, value)]
         if lacking and len(lacking) == len(others):

@@ -252,16 +252,18 @@ def _members(path: str | Path) -> dict[str, np.ndarray]:
     """
     with Path(path).open("rb") as file:
         if not zipfile.is_zipfile(file):  # np.load would read it as a pickle
-            raise ValueError("it is not an .npz file")
+            raise ValueError("not an .npz file")
         size = file.seek(0, io.SEEK_END)
         with zipfile.ZipFile(file) as archive:
             found = archive.infolist()
             if any(x.compress_type != zipfile.ZIP_STORED for x in found):
-                raise ValueError("its arrays are compressed; they must be stored uncompressed")
+                raise ValueError("the arrays are compressed, but must be stored uncompressed")
             if size > _MOST_BYTES or sum(x.file_size for x in found) > size:
-                raise ValueError("its arrays are too large")
+                raise ValueError("the arrays are too large")
             if len({x.filename for x in found}) < len(found) or len(found) > _MOST_ARRAYS:
-                raise ValueError("it holds too many arrays, or two of one name")
+                raise ValueError(
+                    "the file contains too many arrays, or two arrays with the same name"
+                )
             return {x.filename.removesuffix(".npy"): _array(archive, x) for x in found}
 
 
@@ -281,7 +283,9 @@ def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
         raise ValueError(f"{member.filename} has dtype {dtype}; only numbers and strings are read")
     left = content.getbuffer()[content.tell() :]
     if math.prod(shape) * dtype.itemsize != len(left):
-        raise ValueError(f"{member.filename} holds {len(left):,} bytes for {dtype} {shape}")
+        raise ValueError(
+            f"{member.filename} contains {len(left):,} bytes, which do not match {dtype} {shape}"
+        )
     found = np.frombuffer(left, dtype, math.prod(shape)) if len(left) else np.empty(0, dtype)
     return found.reshape(shape, order="F" if in_columns else "C")
 
@@ -304,7 +308,7 @@ def _check_arrays(stored: Stored) -> None:
     require_inputs(inputs, operation.inputs_of(p), p)
     results = sum(x.bytes(p) for x in operation.outputs_of(p).values())
     if results > _MOST_BYTES:
-        raise ValueError(f"results of {p} take {results:,} bytes, more than {_MOST_BYTES:,}")
+        raise ValueError(f"the results of {p} take {results:,} bytes; the limit is {_MOST_BYTES:,}")
     _check_lengths(inputs, p)
 
 
@@ -315,7 +319,7 @@ def require_inputs(arrays: Arrays, wanted: Mapping[str, Input], p: Problem) -> N
             raise ValueError(f"{name} is missing")
         array = arrays[name]
         if array.shape != x.shape(p) or array.dtype != x.dtype(p):
-            raise ValueError(f"{name} is {array.dtype} {array.shape}, which does not fit {p}")
+            raise ValueError(f"{name} is {array.dtype} {array.shape}, which does not match {p}")
 
 
 def _check_lengths(inputs: Arrays, p: Problem) -> None:
@@ -334,11 +338,13 @@ def _check_lengths(inputs: Arrays, p: Problem) -> None:
             most = np.diff(offsets)
         for name in (used, padded):
             if name in given and ((given[name] < 0) | (given[name] > most)).any():
-                raise ValueError(f"{name} has lengths below 0, or larger than the arrays")
+                raise ValueError(
+                    f"{name} contains lengths that are negative or exceed the size of the arrays"
+                )
     if PAGE_TABLE in given and p.page_size:
         table, lengths = given[PAGE_TABLE], given.get(PADDED[1])
         if lengths is None:
             raise ValueError(f"{PADDED[1]} is missing")
         needed = np.arange(table.shape[1]) < -(-lengths[:, None] // p.page_size)
         if (needed & ((table < 0) | (table >= p.pages))).any():
-            raise ValueError(f"{PAGE_TABLE} names pages that do not exist")
+            raise ValueError(f"{PAGE_TABLE} contains page numbers that are out of range")

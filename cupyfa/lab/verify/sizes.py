@@ -147,10 +147,9 @@ def some_lengths(used: bool) -> Packed:
 def lengths_near(tile: "Tile", like: Packed, pick: random.Random, *, is_full: bool) -> Packed:
     """Draws sequence lengths (0, 1, near a tile boundary, several tiles) and padding rows.
 
-    Padding rows belong to no sequence.
-
-    is_full: if true, draws two sequences; the second starts on a tile boundary and extends to the
-    end of the array, so that every tile index is used.
+    Padding rows precede the first sequence or follow the last one. is_full: whether to draw two
+    sequences such that the second one starts on a tile boundary and extends to the end of the
+    array, so that every tile index is used.
     """
     kinds = [_ROWS_OF_SEQUENCES[0], *pick.sample(_ROWS_OF_SEQUENCES[1:], pick.randrange(1, 6))]
     pick.shuffle(kinds)

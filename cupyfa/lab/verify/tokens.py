@@ -81,7 +81,9 @@ def _check_rest(
     """Raises WrongResult if a row other than the new tokens changed, or for wrong lengths."""
     used = step.backend.download(step.lengths) if step.is_moved else step.lengths
     if (used != lengths).any():
-        raise WrongResult(f"append_keys on {cache!r}: lengths are {used}, not {lengths}")
+        raise WrongResult(
+            f"append_keys on {cache!r}: lengths are {used} after the call; expected {lengths}"
+        )
     new = np.zeros(before["K"].shape[:3:2], bool)  # [pages, page_size]
     if (cache.lengths != lengths).any():
         new[_places(cache.lengths, table, p)] = True
@@ -91,5 +93,5 @@ def _check_rest(
         if changed.any():
             page, row = map(int, np.argwhere(changed)[0])
             raise WrongResult(
-                f"append_keys on {cache!r}: row {row} of page {page} of {name} changed"
+                f"append_keys on {cache!r} changed row {row} of page {page} of {name}"
             )

@@ -63,7 +63,10 @@ def pad(p: Problem, sides: Collection[str]) -> Problem:
     On a side that is not named, all rows are used.
     """
     if p.pages:
-        raise ValueError("batch elements with keys in pages already have lengths; leave out padded")
+        raise ValueError(
+            "padded cannot be combined with page_size, since paged keys already have lengths; "
+            "omit padded"
+        )
     _refuse_others("padded", sides, "qk")
     lengths = (Operand(x, "int32", (p.batch,)) for x in PADDED if x[-1] in sides)
     return _replace_operands(p, PADDED, lengths)

@@ -140,7 +140,9 @@ class Process:
             except ConnectionError:
                 self._check_stopped()
                 cause = self._process.cause_of_death()
-                raise DeviceError(f"a worker did not start; {cause}; use --jobs 0") from None
+                raise DeviceError(
+                    f"a worker process did not start ({cause}); use --jobs 0"
+                ) from None
         return self._process
 
     def _check_stopped(self) -> None:

@@ -372,9 +372,9 @@ class Cuda(Backend):
         if (stream := get_current_stream().ptr) and runtime.streamIsCapturing(stream):
             raise Unsupported(
                 "this call copies numbers between the host and the GPU, but a CUDA graph is being "
-                "captured, which would not repeat the copies: give arrays in GPU memory, leave out "
-                "check=True, and make the call once before the capture",
-                "copies cannot be captured",
+                "captured, and replays of the graph would not repeat these copies; give arrays in "
+                "GPU memory, leave out check=True, and make the call once before the capture",
+                "copies between host and GPU cannot be captured",
             )
 
     @contextmanager
@@ -615,7 +615,8 @@ def _encode_tiled() -> Any:
         function = _driver().cuTensorMapEncodeTiled
     except (OSError, AttributeError) as error:
         raise DeviceError(
-            f"the driver has no cuTensorMapEncodeTiled ({error}); install one for CUDA 12 or newer"
+            f"the driver has no cuTensorMapEncodeTiled ({error}); install a driver for CUDA 12 or "
+            "newer"
         ) from None
     function.argtypes = [
         *(ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p),

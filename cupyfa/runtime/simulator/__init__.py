@@ -179,6 +179,6 @@ def try_out() -> str:
         kernel.path.unlink(missing_ok=True)
     if (x != 2).any():
         raise RuntimeError(
-            "a trial kernel gave a wrong result; set CUPYFA_COMPILER to another compiler"
+            "a test kernel returned a wrong result; set CUPYFA_COMPILER to another compiler"
         )
     return machine.compiler_choice() + ("" if lines.can_read() else f"; {lines.REMEDY}")

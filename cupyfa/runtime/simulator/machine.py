@@ -130,8 +130,9 @@ def starter(
     block = threads if isinstance(threads, tuple) else (int(threads), 1, 1)
     if tuple(sizes) != kernel.argument_bytes:
         raise ValueError(
-            f"{kernel.entry} takes arguments of {kernel.argument_bytes} bytes, but its Launch "
-            f"passes {tuple(sizes)}; name one argument of the right type per parameter in args="
+            f"{kernel.entry} has parameters of {kernel.argument_bytes} bytes, but its Launch "
+            f"passes arguments of {tuple(sizes)} bytes; list one argument of the right type per "
+            "parameter in args="
         )
     number = ctypes.c_size_t
     request = _Request()
@@ -337,7 +338,7 @@ def build(
     """
     if sys.platform != "linux":
         raise CompilerNotFound(
-            f"the simulator runs on Linux, and this is {sys.platform}; use a container or the GPU"
+            f"the simulator runs only on Linux, not on {sys.platform}; use a container or the GPU"
         )
     folders = [_TWINS, *(Path(folder).resolve() for folder in include_dirs)]
     source = ("" if inlines else _CALLS) + _source(text, entry)
@@ -480,8 +481,8 @@ def compiler() -> list[str]:
         found = shutil.which(chosen)
         if found is None:
             raise CompilerNotFound(
-                f"CUPYFA_COMPILER is {chosen!r}, which is not a program on the PATH;"
-                " name a C++ compiler, or 'zig' for the ziglang wheel, or unset it"
+                f"CUPYFA_COMPILER is {chosen!r}, which is not a program on the PATH; set it to a "
+                "C++ compiler, or to 'zig' for the ziglang wheel, or unset it"
             )
         return [os.path.abspath(found)]  # the compiler runs in other folders
     if not chosen:
@@ -557,7 +558,7 @@ def _version_of(command: tuple[str, ...]) -> str:
     except CompileError as error:
         raise _useless("does not report its version", str(error), command) from None
     if not version.strip():
-        raise _useless("does not report its version", "it prints nothing", command)
+        raise _useless("does not report its version", "no output", command)
     return version
 
 
@@ -605,7 +606,9 @@ def _run(command: Sequence[str], folder: Path | None = None) -> str:
         message = told + said or f"{shlex.join(command)} failed without a message"
         if _NO_ROOM.search(message):
             where = f"{cache_folder.folder()} or {tempfile.gettempdir()}"
-            raise OSError(errno.ENOSPC, f"the C++ compiler ran out of space in {where}; free some")
+            raise OSError(
+                errno.ENOSPC, f"the C++ compiler ran out of disk space in {where}; free some space"
+            )
         raise CompileError(message)
     return said + told
 
@@ -657,6 +660,6 @@ def _whole_or_made(name: str, make: _Make) -> Path:
         made = Path(scratch).resolve() / name
         make(made)
         if not made.is_file():
-            raise _useless("writes no object file", "it reports no error")
+            raise _useless("writes no object file", "without an error message")
         cache_folder.keep_compiled(path, made.read_bytes())
     return cache_folder.place_of(path)

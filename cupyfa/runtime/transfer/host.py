@@ -76,7 +76,7 @@ def configure(**changes: Any) -> Transfer:
     global _settings
     if unknown := changes.keys() - vars(_settings).keys():
         known = ", ".join(vars(_settings))
-        raise TypeError(f"{', '.join(sorted(unknown))}: unknown; use one of {known}")
+        raise TypeError(f"unknown settings {', '.join(sorted(unknown))}; the settings are {known}")
     if changes:
         _settings = replace(_settings, **changes)
         release()

@@ -1,8 +1,8 @@
 #pragma once
 // Accumulates dQ = dS K in global memory. A consumer warpgroup writes its part to shared memory and
 // continues, while another warp issues a TMA reduce-add of the part. The last block of a key head
-// converts dQ of its query heads, while the sums are in L2 and other blocks keep running. For long
-// sequences or few heads many SMs would wait for it, so a separate launch converts dQ.
+// converts dQ of its query heads, while the sums are in L2 and other blocks keep running. With long
+// sequences or few heads, many SMs would wait for that block, so a separate launch converts dQ.
 
 #include <backward/parts/finish_dQ.cuh>
 #include <backward/parts/transposed_softmax.cuh>
@@ -24,7 +24,7 @@ constexpr int sums_left = 3 + 2 * consumers;
 constexpr int adding_threads = warpgroup_size + warp_size;
 constexpr int leaving_threads = consumers * adding_threads;
 
-// The largest grid that lets finish_dQ begin early; larger grids leave too few SMs free for it.
+// The largest grid for which finish_dQ is launched early; larger grids leave too few SMs free.
 constexpr int few_blocks = 32;
 
 // Stores the warp's columns of dS, from `row` on. `operands` hold its transpose, dS^T.
@@ -95,7 +95,7 @@ __device__ __forceinline__ bool is_last(int& count, int all) {
   return last;
 }
 
-// Ends a warp that adds dQ: waits for its reduce-adds and records whether it is the last one.
+// Ends a warp that adds dQ: waits for its reduce-adds and records whether the warp is the last one.
 __device__ __forceinline__ void leave_sums(int& was_last, int& count, int all) {
   if (elect_one()) {
     bulk_wait_group();
@@ -106,7 +106,7 @@ __device__ __forceinline__ void leave_sums(int& was_last, int& count, int all) {
   barrier_arrive(sums_left, leaving_threads);
 }
 
-// Finishes dQ with the block's consumer warps. Each keeps the loads of two pieces in flight.
+// Finishes dQ with the block's consumer warps. Each warp keeps the loads of two pieces in flight.
 template <int Br, int d, int dv>
 __device__ __forceinline__ void finish_heads(const QuerySums<Br, d, dv>& in, int group) {
   using Rows = Piece<Br, d, dv>;

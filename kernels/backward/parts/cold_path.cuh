@@ -1,5 +1,5 @@
 #pragma once
-// Calls a rarely executed body out of line, so that it does not take registers of the main loop.
+// Calls a rarely executed body out of line, so that it occupies no registers in the main loop.
 template <class Body>
 __device__ __noinline__ void call_cold_path(const Body& body) {
   body();

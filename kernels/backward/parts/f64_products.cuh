@@ -6,7 +6,7 @@
 #include <tile/f64_fragments.cuh>
 #include <timeline.cuh>
 
-// Computes D += A B^T, summed over steps `first` … `end` - 1 of 16 columns each.
+// Computes D += A B^T over steps `first` … `end` - 1, of 16 columns each.
 template <int rows, int blocks, int height, int other, int length, class Own>
 __device__ __forceinline__ void multiply_rows(double (&D)[rows][blocks][4],
                                               operand (&A)[height][length],

@@ -1,6 +1,6 @@
 #pragma once
-// Returns the gradient of lse, or 0 if the call has none. Since d lse / dS = P, it is subtracted
-// from D: dS = P * (dP - (D - dlse)).
+// Returns the gradient of lse, or 0 if the call passes none. Since d lse / dS = P, this gradient is
+// subtracted from D: dS = P * (dP - (D - dlse)).
 
 #include <tile/math.cuh>
 

@@ -26,7 +26,7 @@ struct Slices {
   template <int cols>
   static constexpr int tile_width = own_width<cols> * col_warps;
 
-  // A buffer for one slice of any type.
+  // A buffer for one slice of any operand.
   struct alignas(128) Stage {
     operand numbers[(Br + Bc) * Bd];
 

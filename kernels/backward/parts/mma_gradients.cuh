@@ -9,8 +9,8 @@
 #include <tile/share_out_rows.cuh>
 #include <timeline.cuh>
 
-// Replaces S by P = 2^(S * scale2 - lse2), or by 0 where masked or dropped. Sets PS to P before
-// dropout, times the slope of the modified score. hides: a mask expression may hide pairs.
+// Replaces S with P = 2^(S * scale2 - lse2), or with 0 where masked or dropped. Sets PS to P before
+// dropout, times the derivative of the score modification. hides: a mask expression may hide pairs.
 template <bool masked, bool hides, class Own, int m, int n, int rows, int keys>
 __device__ __forceinline__ void compute_P_if(real (&S)[m][n][4], real (&PS)[m][n][4],
                                              const RowStats (&stats)[rows], const Own& own,
@@ -50,7 +50,7 @@ __device__ __forceinline__ void compute_P(real (&S)[m][n][4], real (&PS)[m][n][4
     compute_P_if<masked, true>(S, PS, stats, own, pair, scorer, lane);
 }
 
-// Replaces dP = dO V^T by the unscaled dS = PS * (dP - delta).
+// Replaces dP = dO V^T with the unscaled dS = PS * (dP - delta).
 template <class Own, int m, int n, int rows>
 __device__ __forceinline__ void compute_dS(real (&dP)[m][n][4], const real (&PS)[m][n][4],
                                            const RowStats (&stats)[rows], const Own& own, int lane,

@@ -1,6 +1,6 @@
 #pragma once
-// Memory layout of the dQ accumulators, which follows from how two warpgroups divide dQ = dS K of a
-// tile of Br rows. Each part is a RegisterTile with `width` columns.
+// Memory layout of the dQ accumulators, determined by how two warpgroups split the product
+// dQ = dS K for a tile of Br rows. dQ consists of `count` RegisterTiles of `width` columns.
 
 #include <tile/math.cuh>
 
@@ -8,8 +8,8 @@ template <int Br, int d, int dv>
 struct QueryLayout {
   // With more than 128 columns, dK and dV of 64 keys need the registers of two warpgroups.
   static constexpr bool is_wide = d > 128 || dv > 128;
-  // dQ is divided by rows, by boxes of 64 columns, or by keys. If it is divided by keys, both
-  // warpgroups add to the same part.
+  // dQ is split by rows, by blocks of 64 columns, or by keys. If dQ is split by keys, both
+  // warpgroups add to the same RegisterTile.
   static constexpr bool by_rows = !is_wide && Br == 128;
   static constexpr bool by_columns = is_wide || (!by_rows && d > 64);
   static constexpr int count = by_rows ? 2 : by_columns ? cdiv(d, 64) : 1;

@@ -1,5 +1,5 @@
 #pragma once
-// Recomputes gradients that come out as infinity or NaN. A masked pair has P = 0, but 0 * NaN is
+// Recomputes gradients that are infinite or NaN. A masked pair has P = 0, but 0 * NaN is
 // NaN, and P or dS may overflow 16 bits. Both are rare, so the main loop multiplies all pairs of a
 // tile; a warp with non-finite accumulators recomputes its rows or keys unrounded, from visible
 // pairs only. Rows with a huge lse are recomputed, too (row_stats.cuh).

@@ -1,7 +1,7 @@
 #pragma once
 // The dynamic tile scheduler of persistent blocks. A block starts with tile blockIdx.x. One warp
 // fetches further indices from an atomic counter in global memory shortly before they are needed,
-// and passes them to the others. Tiles thus start in the same order as without persistence.
+// and passes them to the other warps. Tiles start in the same order as with one block per tile.
 
 #include <ptx/dependent_launch.cuh>
 #include <tile/pipeline.cuh>
@@ -9,7 +9,7 @@
 struct TileQueue {
   static constexpr int depth = 2;
   int numbers[depth];
-  Pipeline<depth> pipeline;  // each warp that reads a number arrives once
+  Pipeline<depth> pipeline;  // each warp that reads a tile number arrives once
 };
 
 // Iterates over the block's tiles, out of `all`. The tile index is warp-uniform: otherwise the

@@ -27,7 +27,7 @@ struct NothingBetween {
 
 // Positions of a thread's scores in a tile: the first of its two keys, and the first of its two
 // rows in every 8. `rows` is opaque, so that loops keep the addresses of row-sum loads in
-// registers. Indices are divided as unsigned numbers, which takes fewer instructions.
+// registers. Indices are divided as unsigned integers, which takes fewer instructions.
 struct KeyRows {
   int warpgroup, warp, lane, rows;
 
@@ -43,8 +43,8 @@ struct KeyRows {
   __device__ __forceinline__ int key() const { return first_key() + unsigned(opaque(lane)) / 4; }
   __device__ __forceinline__ int row() const { return rows; }
 
-  // Waits for the products and replaces S^T by P^T and dP^T by the unscaled dS^T. Slopes other than
-  // 1 are multiplied into dP to save registers. Once the bias is read, the bias of the tile at
+  // Waits for the products and replaces S^T with P^T and dP^T with the unscaled dS^T. Slopes other
+  // than 1 are multiplied into dP to save registers. Once the bias is read, the bias of the tile at
   // next_row is copied. If `masks` is false, no pair may be masked by position. If `overlaps` is
   // true, dP may still be in flight while P is computed, and between() is called after P.
   template <bool masks = true, bool overlaps = true, int Br, int Bc, class StoredSums,
@@ -75,7 +75,7 @@ struct KeyRows {
     }
   }
 
-  // Replaces S^T by P^T = 2^(S^T * scale2 - lse2). Sets PS^T to P^T times the score's slope.
+  // Replaces S^T with P^T = 2^(S^T * scale2 - lse2). Sets PS^T to P^T times the slope.
   template <bool masks = true, int Br, int Bc, class StoredSums, class Bias = const NoBias&>
   __device__ __forceinline__ void compute_P(Sums<Br>& S, Sums<Br>& PS, const StoredSums& sums,
                                             const Scorer<float>& scorer,
@@ -86,7 +86,7 @@ struct KeyRows {
     if constexpr (has_dropout)
       mark_transposed(PS, pair.extent, pair.first_row + row(), pair.first_key + key());
   }
-  // Replaces S by P and multiplies `factors` by P and the slope.
+  // Replaces S with P and multiplies `factors` by P and the slope.
   template <bool masks, int Br, int Bc, class StoredSums, class Bias>
   __device__ __forceinline__ void weigh(Sums<Br>& S, Sums<Br>& factors, const StoredSums& sums,
                                         const Scorer<float>& scorer, const TilePair<Br, Bc>& pair,
@@ -141,7 +141,7 @@ struct KeyRows {
     }
   }
 
-  // Replaces dP^T by the unscaled dS^T = PS^T * (dP^T - delta).
+  // Replaces dP^T with the unscaled dS^T = PS^T * (dP^T - delta).
   template <int count, class StoredSums>
   __device__ __forceinline__ void compute_dS(const float (&PS)[count], float (&dP)[count],
                                              const StoredSums& sums, float factor) const {

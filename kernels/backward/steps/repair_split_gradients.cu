@@ -3,8 +3,8 @@
 //
 // Flags are rare: a block without flagged rows or keys returns at once. For a flagged row the
 // block's warps divide the keys, for a flagged key the rows. Rows and keys without a flag are not
-// written. Large problems have a few flags by chance, and the launch then takes as long as one row.
-// Each warp therefore keeps loads of several pairs in flight.
+// written. Large problems have a few flags by chance, and the launch then takes as long as the
+// repair of one row. Each warp therefore keeps loads of several pairs in flight.
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   lse, delta, flags [batch, heads, M]    dK_flags, dV_flags [batch, kv_heads, N]

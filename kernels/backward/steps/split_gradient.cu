@@ -55,7 +55,7 @@ __device__ __forceinline__ bool is_held(const SplitRow<dv>& row, const RowProduc
          product.size >= times_two_to(0x1p-22f, row.exponent);
 }
 
-// Returns whether a nonzero row of Q has weights that are too small, judged by its unit.
+// Returns whether a nonzero row of Q has weights that are too small, judged by the row's unit.
 __device__ __forceinline__ bool is_small(const scalar* q, real unit, real scale, int lane) {
   if (unit >= least_unit || (scale == 0 && !has_score_mod)) return false;
   bool zeros = true;

@@ -240,7 +240,7 @@ __device__ __forceinline__ void produce(Shared& shared, const Tasks& tasks, cons
   });
 }
 
-// The thread's two rows, in the form that Scorer::apply takes.
+// The thread's two rows, with the interface that Scorer::apply expects.
 struct OwnStats {
   RowStats rows[2];
 };
@@ -307,7 +307,7 @@ struct Consumer {
     }
   }
 
-  // Adds dS of all chunks that rows see. Whole tiles use code without branches.
+  // Adds dS of all chunks in which a row sees a key. Code for whole tiles has no branches.
   template <bool is_whole>
   __device__ __forceinline__ void add_chunks(const Task& task, const OwnRows& rows,
                                              bool is_last_share, Sums& sums) {
@@ -351,7 +351,7 @@ struct Consumer {
       flat(sums)[i] += flat(S)[i] * (flat(dP)[i] - rows.stats.rows[i / 2 % 2].delta);
   }
 
-  // Replaces S by P, or by 0 where the pair is hidden.
+  // Replaces S with P, or with 0 where the pair is hidden.
   template <class Pairs>
   __device__ __forceinline__ void compute_P(Products& S, const OwnRows& rows, const Task& task,
                                             int first_key, const Pairs& bias) const {
@@ -402,8 +402,8 @@ struct Consumer {
   }
 };
 
-// Recomputes sums that come out as infinity or NaN, pair by pair, from only visible pairs with a
-// nonzero weight, because 0 * NaN is NaN.
+// Recomputes sums that are infinite or NaN, pair by pair, from only visible pairs with a nonzero
+// weight, because 0 * NaN is NaN.
 struct Repair {
   Tensor<const scalar> Q, K, V, dO;
   Tensor<const real> lse;

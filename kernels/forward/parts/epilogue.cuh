@@ -25,7 +25,7 @@ __device__ __forceinline__ void store_output(const float (&O)[1][blocks][4], con
   }
 }
 
-// Finishes a warp's rows. If one is wrong (nonfinite.cuh), recomputes all of them from Q, K and V.
+// Finishes a warp's rows. If any is wrong (nonfinite.cuh), recomputes all rows from Q, K and V.
 template <int d, int dv>
 struct Epilogue {
   Tensor<const operand> Q, K, V;

@@ -3,8 +3,8 @@
 
 #include <attention/extent.cuh>
 
-// The keys `first` … `end` - 1 of a tile, relative to its first key, that a row's causal mask and
-// window leave visible; none for a row past the end. shows() also evaluates a mask expression.
+// Keys of a tile that the causal mask and the window let a row see: `first` … `end` - 1, counted
+// from the tile's first key; none for rows past the end. shows() also evaluates a mask expression.
 struct Seen {
   Extent extent;
   int row, first_key, first, end;

@@ -8,15 +8,15 @@
 // Tiles of Q are assigned in rounds. Under a causal mask tiles differ in length. The tiles of
 // several heads, enough for two rounds, are therefore sorted together: the longest come first, and
 // the second round runs from the last block to the first (snake order). All blocks then have about
-// the same work, and these heads are finished while their K and V are in the cache. A block mask is
-// treated alike; its map sorts the tiles. With `batch_first`, where batch elements share an array
-// of an expression, the batch elements of a head are processed one after another.
+// the same work, and these heads are finished while their K and V are in the cache. With a block
+// mask, its map sorts the tiles by length. With `batch_first`, for expressions that read an array
+// shared by all batch elements, the batch elements of a head are processed one after another.
 //
 // Heads of few tiles are assigned one by one, and each block moves on to the next tile index in
 // every round: after as many rounds as a head has tiles, all blocks have done the same work. Long
 // and short tiles then share the memory bandwidth (even a short tile loads Q and stores O), and the
-// tiles of a head share its K. With `may_skip` the tiles of a head need not divide the number of
-// blocks; a few blocks then have no tile in such rounds, which is slower up to d = 64.
+// tiles of a head share its K. With `may_skip` the number of tiles of a head need not divide the
+// number of blocks; a few blocks are then idle in these rounds, which is slower up to d = 64.
 template <int Br, int Bc, bool by_length, bool batch_first, bool may_skip>
 struct StaticSchedule {
   Sizes sizes;
@@ -36,9 +36,9 @@ struct StaticSchedule {
         turned(heads_in_turn()),
         first(may_skip && blockIdx.x >= slots ? turned : 0) {}
 
-  // Returns the number of heads that are assigned one by one, which gains nothing with more tiles.
-  // They form groups of an even number of rounds, after which each block is back in its first slot;
-  // the last group may be short by up to 1/32 of all heads.
+  // Returns the number of heads that are assigned one by one, 0 if heads have too many tiles to
+  // gain from it. They form groups of an even number of rounds, after which each block is back in
+  // its first slot; the last group may be short by up to 1/32 of all heads.
   __device__ __forceinline__ int heads_in_turn() const {
     const int blocks = gridDim.x, group = tiles % 2 ? 2 * slots : slots;
     if (!by_length || has_key_tiles || tiles < 2 || tiles > (may_skip ? 8 : 4)) return 0;
@@ -64,7 +64,7 @@ struct StaticSchedule {
         index = round * blocks + (round % 2 && !in_turn() ? blocks - 1 - slot : slot);
         round += 1;
         if (index < count() * tiles) return true;
-        // Blocks that got one tile less come first for the next heads.
+        // Blocks that received one tile fewer come first in the order for the next heads.
         const int left = count() * tiles % blocks;
         slot = (slot + (cdiv(count() * tiles, blocks) % 2 ? blocks - left : left)) % blocks;
       }
@@ -72,8 +72,8 @@ struct StaticSchedule {
     }
   }
 
-  // Returns the current tile of Q. It has at least one tile of keys, of zeros if there are no keys.
-  // The divisions are slow; opaque divisors keep them here, where products are in flight.
+  // Returns the current tile of Q. Its range of keys is never empty: without keys, the tile reads
+  // zeros. Opaque divisors keep the slow divisions here, where products in flight hide them.
   __device__ __forceinline__ RowTile task() const {
     const int size = opaque(by_length && !in_turn() ? count() : tiles);
     const int all = opaque(batch_first ? all_heads / heads : heads);
@@ -100,7 +100,7 @@ struct StaticSchedule {
   }
 
   // Returns the end of the keys that are visible to a warpgroup with `rows` of the tile's rows. The
-  // warpgroup skips the tiles after it, but at most `most` tiles.
+  // warpgroup skips the key tiles after this end, at most `most` of them.
   template <int rows>
   __device__ __forceinline__ int own_end(const RowTile& task, int warpgroup, int most) const {
     if constexpr (!causal) return task.kv_end;

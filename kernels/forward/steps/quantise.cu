@@ -85,7 +85,7 @@ struct Tile {
       load<false>(from, batch, head);
   }
 
-  // Loads whole pieces if all are aligned, otherwise element by element.
+  // Loads pieces of `wide` elements at once if they are `aligned`, otherwise element by element.
   template <bool aligned>
   __device__ __forceinline__ void load(Tensor<const scalar> from, int batch, int head) {
     each([&](int row, int col, int round) {
@@ -107,7 +107,7 @@ struct Tile {
   }
 
   // Calls body(row, col, round) for the first element of each group; surplus groups have rows past
-  // the end. If groups have several rows, two neighbouring threads share columns and hold 32 rows.
+  // the end. Groups of several rows: two neighbouring threads hold 32 rows of the same columns.
   template <class Body>
   __device__ __forceinline__ void each(Body body) const {
     constexpr int pair = tall > 1 ? 2 : 1;

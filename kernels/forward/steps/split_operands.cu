@@ -1,10 +1,10 @@
 // split_operands: splits Q, K and V into high and low parts in float16.
 //
 // A float32 has 24 bits of mantissa, of which two float16 numbers hold 22 to 23. Scaling by powers
-// of two brings numbers into the range of float16: each column of K and of V has a power of two,
-// found by `split_maxima`, and so has each row of Q, once its elements are multiplied by the powers
-// of K's columns. Let e[j] be the exponent of the largest number of column j, and r[i] that of row
-// i (see split_pair.cuh):
+// of two brings numbers into the range of float16. `split_maxima` finds the power of each column of
+// K and V. Elements of Q are first multiplied by the powers of K's columns, then each row of Q is
+// scaled by its own power. Let e[j] be the exponent of the largest number in column j, and r[i]
+// that of row i (see split_pair.cuh):
 //
 //   K[k][j] * 2^(14 - e[j])                       = K_high + K_low / 2^11
 //   V[k][j] * 2^(14 - e[j])                       = V_high + V_low / 2^11
@@ -15,7 +15,7 @@
 // scale. With score_mod, sign is 1 and scale2 = 2^(r[i] - 28) * (1 + mean_cut), so that the product
 // is q·k. NaN and infinity become 0. The flag of a row is 1 if its split is not accurate:
 //  - the row, or K or V of its head, contains NaN or infinity;
-//  - scores are so large that the error of the row's largest number would show.
+//  - scores are so large that the split error of the row's largest number would be noticeable.
 // All other flags are set to 0, so the array need not be cleared before. small_values counts the
 // small numbers in each column of V, for each block of rows (cancellation.cuh).
 //
@@ -46,7 +46,7 @@ static_assert(rows_of_block < 256, "counts of small values fit into a byte");
 constexpr float largest_score = 0x1p22f;  // largest score that a row's largest numbers may cause
 constexpr int resident = resident_threads / threads;  // blocks per multiprocessor
 
-// Splits rows of K or V. Calls see(pair, x, y) with every pair of neighbouring numbers, scaled.
+// Splits rows of K or V. Calls see(pair, x, y) for every scaled pair of neighbouring numbers.
 template <int cols, class See>
 __device__ void split_rows(Tensor<const scalar> from, Tensor<operand> high, Tensor<operand> low,
                            int batch, int head, int first_row, int end, const int* exponents,

@@ -34,7 +34,7 @@ extern "C" __global__ __launch_bounds__(threads) void transpose_e4m3(Tensor<cons
   const auto [tile, head, of_batch] = place(blockIdx.x, max(cdiv(N, Bc), 1), kv_heads);
   constexpr int in_row = cdiv(dv, 4);
   const bool aligned = is_aligned(V);
-  // Each thread transposes 16 keys of four columns; two neighbours share columns and have 32 keys.
+  // Each thread transposes 16 keys of four columns; two neighbouring threads handle 32 keys.
   for (int i = threadIdx.x; i < Bc / 16 * in_row; i += threads) {
     const int key = tile * Bc + i / 2 / in_row * 32 + i % 2 * 16, col = i / 2 % in_row * 4;
     if (key / 32 * 32 >= N) return;  // rows of V8 end at a multiple of 32 keys

@@ -1,6 +1,6 @@
 #pragma once
 // Batch elements and their tiles. Here every batch element uses all rows of the arrays. For ragged
-// batches or paged keys the host replaces this header by kernels/with/attention/batch.cuh.
+// batches or paged keys the host replaces this header with kernels/with/attention/batch.cuh.
 
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
@@ -9,7 +9,7 @@
 struct Sizes {
   int M, N;  // queries and keys of a head
   // Query i sees key j if i + window_offset <= j <= i + causal_offset. Both are N - M
-  // (bottom-right) or 0 (top-left), minus a window's left keys, plus its right keys.
+  // (bottom-right) or 0 (top-left), with a window minus left and plus right keys, respectively.
   int causal_offset;
   int window_offset;
 };
@@ -33,7 +33,7 @@ __device__ __forceinline__ BatchElement batch_element(const Sizes& sizes, const 
   return {{}, sizes};
 }
 
-// Returns keys or values by row of a batch element, paged or not.
+// Returns keys or values, paged or not, which are then addressed by row of a batch element.
 template <class T, class Arrays>
 __device__ __forceinline__ Tensor<T> rows_of(Tensor<T> tensor, const Arrays&) {
   return tensor;

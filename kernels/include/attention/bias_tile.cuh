@@ -1,6 +1,6 @@
 #pragma once
-// The bias tile in shared memory: none here. Where scores are modified the host replaces this
-// header by kernels/with/attention/bias_tile.cuh.
+// The bias tile in shared memory; empty here. For modified scores the host replaces this header
+// with kernels/with/attention/bias_tile.cuh.
 
 #include <attention/no_bias.cuh>
 

@@ -1,8 +1,8 @@
 #pragma once
 // Descales of e4m3 Q, K and V: one factor for each batch element and key head.
 //
-// The host defines has_q_descale, has_k_descale and has_v_descale above a kernel. They tell which
-// of these members struct Mods has:
+// The host defines has_q_descale, has_k_descale and has_v_descale above a kernel. For each one that
+// is true, struct Mods has a member:
 //   q_descale_, k_descale_, v_descale_  float32 [batch, kv_heads]
 
 #include <attention/scaled_row.cuh>

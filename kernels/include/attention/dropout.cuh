@@ -71,9 +71,9 @@ struct Dropout {
   }
 };
 
-// Returns a lane's words for 16 rows and keys: those of `row` and `row` + 8, first for its keys
-// below 8, then for the others. Place is an Extent. With packed GQA, row r is query r / heads of
-// head r % heads.
+// Returns a lane's words for 16 rows and 16 keys: the words of `row` and `row` + 8, first for the
+// lane's keys below 8, then for its keys from 8 on. Place is an Extent. With packed GQA, row r is
+// query r / heads of head r % heads.
 template <int heads, class Place>
 __device__ __forceinline__ Bits bits_of(const Dropout& dropout, const Place& place, int row,
                                         int key) {
@@ -128,7 +128,7 @@ __device__ __forceinline__ void for_transposed(const real (&)[count], const Plac
 #pragma unroll
   for (int first = 0; first < count; first += 8) {
     const Bits bits = dropout.bits(place.batch, place.head, row + first * 2 + odd, key);
-    unsigned words[2][2];  // [row][next 8 rows]; key + 8 uses the upper half
+    unsigned words[2][2];  // element i: [i % 2][i / 4]; key + 8 uses the upper half
 #pragma unroll
     for (int next = 0; next < 2; ++next) {
       const unsigned near = bits.words[next], far = bits.words[2 + next];
@@ -172,8 +172,8 @@ __device__ __forceinline__ void for_dropped_weights(const real (&P)[m][n][4], in
 }
 
 // The backward pass also applies dropout to dP, which is complete only later. Until then PS, P
-// times the slope of the score modification, stores whether the weight is kept: in its sign where
-// the slope is 1, since P is never negative, else in its last bit, below the rounding error.
+// times the derivative of the score modification, stores whether the weight is kept: in its sign
+// where the slope is 1, since P is never negative, else in its last bit, below the rounding error.
 template <int bytes>
 struct WordOf {
   using Type = unsigned;

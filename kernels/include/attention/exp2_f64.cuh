@@ -1,8 +1,8 @@
 #pragma once
-// Computes 2^x of doubles for the softmax. It overloads exp2f, which other headers call, so a
-// kernel includes this header before them. With x = n + u, an integer n and |u| <= 1/2, it
-// evaluates a polynomial for 2^u, with a relative error of 1.2 * 2^-53, and adds n to its exponent.
-// Below 2^-1021 the result is 0. Special cases: -infinity gives 0, and NaN stays NaN.
+// Computes 2^x in double for the softmax. This overloads exp2f, which other headers call, so a
+// kernel includes this header first. With x = n + u, an integer n and |u| <= 1/2, a polynomial
+// yields 2^u with a relative error of 1.2 * 2^-53, and n is added to its exponent. Results below
+// 2^-1021 become 0. The result is 0 for -infinity, and NaN for NaN.
 
 __device__ __forceinline__ double exp2f(double x) {
   constexpr double coefficients[] = {

@@ -84,7 +84,7 @@ __device__ __forceinline__ float rsqrt(float x) {
 __device__ __forceinline__ double rsqrt(double x) {
   return 1 / ::sqrt(x);
 }
-// Avoids the subroutine of the correctly rounded root; also returns the roots of 0 and infinity.
+// Avoids the subroutine of the correctly rounded square root; handles 0 and infinity, too.
 __device__ __forceinline__ float sqrt(float x) {
   return reciprocal(rsqrtf(x));
 }
@@ -98,7 +98,7 @@ __device__ __forceinline__ float tanh_near_0(float s) {
   const float of_s = fmaf(s, 0.0164375622f, -0.0526718013f);
   return s * fmaf(s, fmaf(s, of_s, 0.133207247f), -0.333329469f);
 }
-// Returns 1 - |tanh(x)| with a small relative error. If the power overflows, 2 / infinity is 0.
+// Returns 1 - |tanh(x)| with a small relative error. If exp2f overflows, 2 / infinity is 0.
 __device__ __forceinline__ float rest_of_tanh(float x) {
   return 2 * reciprocal(1 + exp2f(fabs(x) * (2 * log2e)));
 }
@@ -120,9 +120,9 @@ __device__ __forceinline__ float capped(float x, float cap) {
 __device__ __forceinline__ double capped(double x, double cap) {
   return cap * ::tanh(x / cap);
 }
-// Applies the softcap to four products times `scale`, of any magnitude. The four share the
-// reciprocal of the product of their powers. Each power is limited to 2^31, where tanh is 1, so
-// that the product stays finite.
+// Applies the softcap to four scaled products of any magnitude. The four divisions share one
+// reciprocal, that of the product of all four powers. Each power is limited to 2^31, where tanh is
+// 1, so that this product stays finite.
 __device__ __forceinline__ void cap_four(float* products, float scale, float by, float cap) {
   const float exponent = fabs(by) * float(2 * log2e);
   float power[4], far[4];
@@ -194,7 +194,7 @@ template <class T>
 __device__ __forceinline__ T softplus(T x) {
   return (x > 0 ? x : T(0)) + log1p(exp(x > 0 ? -x : x));
 }
-// Subtracts the nearest multiple of 2 pi, which is split into two constants. The special functions
+// Subtracts the nearest multiple of 2 pi; two constants represent 2 pi. The special functions
 // lose accuracy away from 0, and sinf has a loop for large arguments.
 __device__ __forceinline__ float within_a_turn(float x) {
   const float turns = rintf(x * 0.159154943f);
@@ -401,7 +401,7 @@ __device__ __forceinline__ auto operator*(const A& a, const B& b) {
   }
 }
 
-// Returns x * y + z, rounded once. Unfused products would be computed far ahead and hold registers.
+// Returns x * y + z, rounded once. Compilers move unfused products up, where they occupy registers.
 template <int n, int m, int k>
 __device__ __forceinline__ auto fused(const Dual<n>& x, const Dual<m>& y, const Dual<k>& z) {
   const real value = elementary::fused(x.value, y.value, z.value);
@@ -460,8 +460,8 @@ __device__ __forceinline__ bool operator!=(const A& a, const B& b) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Selection. Both sides are evaluated. The slope is selected too rather than multiplied by 0,
-// because the slope of the other side may be infinite.
+// Selection. Both sides are evaluated. The slope is selected, too, not multiplied by 0,
+// because the slope of the unselected side may be infinite.
 
 template <class A, class B>
 __device__ __forceinline__ auto where(bool condition, const A& a, const B& b) {
@@ -697,7 +697,7 @@ struct Unsigned<4> {
   using type = unsigned;
 };
 
-// True for bfloat16, whose bits are the upper half of a float; the host specialises it.
+// True for bfloat16, whose bits are the upper half of a float; the host specialises this template.
 template <class Element>
 constexpr bool is_bfloat16 = false;
 
@@ -727,7 +727,7 @@ struct Array {
   long long stride[rank];
   int size[rank];
 
-  // Loads one element. Each axis takes an Index, Whole, int or long long, or an index that
+  // Loads one element. Each index is an Index, Whole, int or long long, or an index that
   // bounded() keeps inside the axis.
   template <class... Indices>
   __device__ __forceinline__ auto read(const Indices&... indices) const {
@@ -782,7 +782,7 @@ struct Array {
     return place_from<axis + 1>(before * size[axis] + own, rest...);
   }
 
-  // Sums the constant parts of indices in `more`, which becomes the immediate offset of the load.
+  // Adds the constant parts of indices to `more`, which becomes the immediate offset of the load.
   template <int axis>
   __device__ __forceinline__ auto read_from(const Element* there, long long more) const {
     return element(there[more]);
@@ -813,7 +813,7 @@ struct Array {
 // these elements.
 template <int count>
 struct Tape {
-  using Number = Dual<1 + count>;  // with respect to the score, then to each element
+  using Number = Dual<1 + count>;  // derivatives w.r.t. the score and each element
   long long place[count];
 
   template <int slot, class Array, class... Indices>

@@ -1,18 +1,18 @@
 #pragma once
-// The geometry of one batch element: its numbers of queries and keys, and which keys each query
-// sees. Query i sees keys kv_begin(i) … kv_end(i) - 1. The causal mask and the number of keys
-// determine kv_end, the left edge of a window kv_begin. The host defines above every kernel:
-// - types: scalar (of the tensors); result (of O, dQ, dK and dV); real (of sums and lse: float, or
-//   double for float64); operand (of products on tensor cores; may be narrower than scalar); and
-//   Mods, a struct with the arrays and numbers of options, empty if no option needs any;
-// - the size and tile constants that the first comment of a .cu file lists;
-// - options: causal, windowed, positive_scale; packed, ragged (batch.cuh), page_size (pages.cuh)
-//   and those that score_context.cuh in kernels/with/attention lists.
+// Geometry of one batch element: how many queries and keys it has, and which keys each query sees.
+// Query i sees keys kv_begin(i) … kv_end(i) - 1. kv_end depends on the causal mask and the number
+// of keys, kv_begin on the left edge of the window. The host prepends definitions to each kernel:
+// - types: scalar (element type of the inputs), result (of O, dQ, dK and dV), real (of sums and
+//   lse: float, or double for float64 inputs), operand (of tensor-core operands; may be narrower
+//   than scalar) and Mods (a struct of the arrays and numbers that options use; may be empty);
+// - the size and tile constants listed in the comment at the top of the kernel's .cu file;
+// - option flags: causal, windowed, positive_scale; packed, ragged (batch.cuh); page_size
+//   (pages.cuh); and the flags listed in kernels/with/attention/score_context.cuh.
 
 #include <attention/batch.cuh>
 #include <attention/score_context.cuh>
 
-// Whether some row may not see every existing key.
+// Whether a mask may hide existing keys from some rows.
 constexpr bool has_mask = causal || windowed || has_mask_mod || ragged;
 
 struct Extent : Context, BatchElement {  // M and N are members of Sizes
@@ -30,7 +30,7 @@ struct Extent : Context, BatchElement {  // M and N are members of Sizes
     return in_reach(row, key) && shown(row, key, more);
   }
 
-  // Returns whether the causal mask and the window show a pair. Left of the window `inside` is
+  // Returns whether a pair is within the causal mask and the window. Left of the window `inside` is
   // negative; as unsigned it exceeds any distance in the window, so one comparison checks both
   // ends.
   __device__ __forceinline__ bool in_reach(int row, int key) const {
@@ -42,7 +42,7 @@ struct Extent : Context, BatchElement {  // M and N are members of Sizes
     return key < kv_end(row);
   }
 
-  // Returns whether mask expressions show a pair, whether or not it is in reach.
+  // Returns whether mask expressions leave a pair visible, regardless of in_reach().
   __device__ __forceinline__ bool shown(int row, int key, int more = 0) const {
     return !has_mask_mod || shows(index_of<true>(row, 0, M), index_of<true>(key, 0, N), more);
   }
@@ -54,7 +54,7 @@ struct Extent : Context, BatchElement {  // M and N are members of Sizes
   }
 };
 
-// Returns the geometry of a batch element, from which every kernel takes its sizes.
+// Returns the geometry of a batch element, from which every kernel reads its sizes.
 __device__ __forceinline__ Extent extent_of(const Sizes& sizes, [[maybe_unused]] int batch) {
   return {{}, {{}, sizes}};
 }

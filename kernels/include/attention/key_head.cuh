@@ -1,6 +1,6 @@
 #pragma once
 // The rows of one key head, for asynchronous copies of keys and values. For paged keys the host
-// replaces this header by kernels/with/attention/key_head.cuh.
+// replaces this header with kernels/with/attention/key_head.cuh.
 
 #include <attention/batch.cuh>
 #include <tile/async_copy.cuh>

@@ -17,8 +17,8 @@ __device__ __forceinline__ bool is_huge(real exponent) {
   return !(fabs(exponent) < (sizeof(real) == 8 ? real(1ll << 55) : real(1 << 26)));
 }
 
-// Returns whether a row's scores were too large, or N is 0. Only expressions can leave a row that
-// sees a key without any score, and expressions of products (score_context.cuh) hide no keys.
+// Returns whether a row's scores are too large, or N is 0. If a row has keys in range but no score,
+// an expression has hidden them all; expressions of products (score_context.cuh) hide no keys.
 __device__ __forceinline__ bool has_overflowed(real maximum, real sum, bool sees_key) {
   const bool may_have_none = (has_expressions && !of_products) || !sees_key;
   const bool has_none = has_context && maximum == -largest && sum == 0 && may_have_none;
@@ -96,7 +96,7 @@ __device__ void repair_row(Queries Q, Keys K, Keys V, Tensor<result> O, Tensor<r
   }
 }
 
-// Calls repair_row() out of line: leaves the main loop more registers, but would serialise wgmma.
+// Calls repair_row() out of line. The main loop has more registers, but a call serialises wgmma.
 template <int d, int dv, class... Args>
 __device__ __noinline__ void call_repair_row(Args... args) {
   repair_row<d, dv>(args...);

@@ -36,7 +36,7 @@ struct OnlineSoftmax : RowMaxima<1> {
     return factor;
   }
 
-  // Returns the final factor of O: 0 if no key was seen, or only scores of -infinity.
+  // Returns the factor that normalizes O: 0 if no key is visible or all scores are -infinity.
   __device__ __forceinline__ real inverse_sum() const { return sum == 0 ? real(0) : 1 / sum; }
 
   // Returns the natural logarithm of the sum of exp(score), -infinity if that sum is 0.

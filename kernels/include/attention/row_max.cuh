@@ -1,6 +1,6 @@
 #pragma once
 // The largest score of each row: not computed here. If a call requests it, the host replaces this
-// header by kernels/with/attention/row_max.cuh.
+// header with kernels/with/attention/row_max.cuh.
 
 #include <tile/math.cuh>
 

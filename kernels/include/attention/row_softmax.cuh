@@ -6,8 +6,8 @@
 #include <timeline.cuh>
 
 // Masks a tile of scores and updates the row maxima. Sets the factors that rescale earlier sums;
-// returns whether any in the warp is not 1. A maximum exceeded by at most `slack` stays: P is at
-// most 2^slack. If `whole`, maxima are integers, so that factors are exact powers of two.
+// returns whether any factor in the warp is not 1. A maximum stays if scores exceed it by at most
+// `slack`: P is at most 2^slack. If `whole`, maxima are integers and factors exact powers of two.
 template <bool masked, bool whole = false, int m, int n, int pack_gqa>
 __device__ __forceinline__ bool raise_maxima(real (&S)[m][n][4], Rows<m * step, pack_gqa>& rows,
                                              int first_key, int lane, real (&factor)[m][2],
@@ -30,7 +30,7 @@ __device__ __forceinline__ bool raise_maxima(real (&S)[m][n][4], Rows<m * step, 
   return __any_sync(full_warp, risen);
 }
 
-// Masks a tile of scores and updates the row maxima. If one rises, rescales O and the sums.
+// Masks a tile of scores and updates the row maxima. If a maximum rises, rescales O and the sums.
 template <bool masked, int m, int keys, int cols, int pack_gqa>
 __device__ __forceinline__ void rescale(real (&S)[m][keys][4], real (&O)[m][cols][4],
                                         Rows<m * step, pack_gqa>& rows, int first_key, int lane) {
@@ -53,8 +53,8 @@ __device__ __forceinline__ void exponentiate(real (&S)[m][n][4], int j,
   }
 }
 
-// Computes P for a tile, and applies dropout unless the packed operands receive it later. Sums a
-// tile separately before it joins the row sums, which limits rounding errors with many keys.
+// Computes P for a tile, and applies dropout unless callers apply it to packed operands. The sum
+// of a tile is computed separately, then added to the row sums, to limit rounding errors.
 template <bool drops = true, int m, int n, int pack_gqa>
 __device__ __forceinline__ void exponentiate(real (&S)[m][n][4], Rows<m * step, pack_gqa>& rows,
                                              int first_key) {

@@ -38,7 +38,7 @@ struct Rows : RowMaxima<2 * (Wr / step)> {
     return min(first + i * step + half * 8, extent.M * pack_gqa - 1);
   }
   // Converts a maximum to an exponent of two. If finite modified scores overflow to -infinity, as
-  // if hidden, the result stays above -largest, and the row is recomputed (nonfinite.cuh).
+  // if masked, the result stays above -largest, and the row is recomputed (nonfinite.cuh).
   __device__ __forceinline__ real exponent_of(real maximum) const {
     if constexpr (!has_expressions) return maximum * scale2;
     return fmax(maximum * scale2, maximum != -infinity ? -largest / 2 : -infinity);

@@ -1,7 +1,7 @@
 #pragma once
-// Converts products q·k to scores, and differentiates this step. Here the score is the product
+// Converts products q·k to scores, and computes their derivatives. Here the score is the product
 // times a positive scale. For expressions, or a scale that may not be positive, the host replaces
-// this header by kernels/with/attention/score.cuh.
+// this header with kernels/with/attention/score.cuh.
 
 #include <attention/extent.cuh>
 

@@ -1,6 +1,6 @@
 #pragma once
 // What a score depends on besides q·k and the scale: nothing here. For expressions, sinks, dropout
-// or block masks the host replaces this header by kernels/with/attention/score_context.cuh.
+// or block masks the host replaces this header with kernels/with/attention/score_context.cuh.
 
 #include <tile/math.cuh>
 
@@ -34,7 +34,7 @@ struct KeyTiles {
   __device__ __forceinline__ int stride(int) const {
     return size;
   }
-  // Returns whether the mask is known to show all pairs of a tile.
+  // Returns whether all pairs of a tile are known to be visible.
   template <int size>
   __device__ __forceinline__ bool is_full(int) const {
     return false;

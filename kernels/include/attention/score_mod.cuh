@@ -65,7 +65,7 @@ struct HeadContext<true, Arrays> {
   __device__ __forceinline__ bool shows(Index query, Key key, int more) const {
     return mask_mod(mods, batch, head + more, query, key, queries, keys);
   }
-  // Returns the block mask's map of key tiles for a row tile; row_tiles() returns the converse.
+  // Returns the block mask's key tiles of a row tile; row_tiles() the row tiles of a key tile.
   __device__ __forceinline__ TileMap<has_key_tiles> key_tiles([[maybe_unused]] int tile) const {
     if constexpr (has_key_tiles)
       return {line_of(mods.key_tiles_, tile)};
@@ -78,7 +78,7 @@ struct HeadContext<true, Arrays> {
     else
       return {};
   }
-  // Returns the row tile of this rank, longest first; `tiles` is the number of key tiles.
+  // Returns the row tile with this rank by decreasing length; `tiles` is the number of key tiles.
   __device__ __forceinline__ int longest([[maybe_unused]] int tiles, int rank) const {
     if constexpr (has_key_tiles) return key_tiles(rank).line[tiles + 1];
     return rank;
@@ -87,7 +87,7 @@ struct HeadContext<true, Arrays> {
   __device__ __forceinline__ const int* line_of(const Map& map, int tile) const {
     return map.data + (batch * map.stride[0] + head * map.stride[1] + tile * map.stride[2]);
   }
-  // Returns -infinity if a head has no sink.
+  // Returns the head's sink, or -infinity if there is none.
   __device__ __forceinline__ real sink(int more = 0) const {
     if constexpr (has_sink) return sink_of(mods.sink_, batch, head + more);
     return -infinity;
@@ -114,7 +114,7 @@ struct HeadContext<true, Arrays> {
   }
 };
 
-// Returns the index of a lane's key j.
+// Returns the index of a lane's j-th key.
 template <bool at_end, class Bias>
 __device__ __forceinline__ auto key_of(int even, int j, const Bias& bias,
                                        [[maybe_unused]] const typename Bias::Part& part,
@@ -161,8 +161,8 @@ __device__ __forceinline__ void apply_expressions(const Scorer& scorer, T (&prod
     apply_expressions<false, hides>(scorer, products, rows, first_key, bias);
 }
 
-// Starts rows, whose sums are 0, with their sinks. One of the four lanes of a row sets the sum to
-// the sink's term: 1, or NaN if the sink is NaN or infinite, so that the row is recomputed.
+// Initialises rows, whose sums are 0, with their sinks. One of the four lanes of a row sets the sum
+// to the sink's term: 1, or NaN if the sink is NaN or infinite, so that the row is recomputed.
 template <class Rows>
 __device__ __forceinline__ void begin_with_sinks(Rows& rows, bool takes_sink) {
   if (!takes_sink) return;

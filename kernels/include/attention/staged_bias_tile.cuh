@@ -12,7 +12,7 @@ __device__ __forceinline__ void wait_for_bias() {
   __syncwarp();
 }
 
-// Starts the copy of `rows` rows of `keys` keys. Elements past the end become 0.
+// Starts copying `rows` rows of `keys` keys. Elements past the end become 0.
 template <int bytes, int rows, int keys, class Place, class At>
 __device__ __forceinline__ void copy_bias(const Place& of, int first_row, int first_key, At at) {
   constexpr int in_chunk = 16 / bytes, chunks = keys / in_chunk, at_once = warp_size / chunks;

@@ -1,6 +1,6 @@
 #pragma once
 // Tile indices over all heads and batch elements. For packed sequences the host replaces this
-// header by kernels/with/attention/tile_index.cuh.
+// header with kernels/with/attention/tile_index.cuh.
 
 #include <attention/batch.cuh>
 

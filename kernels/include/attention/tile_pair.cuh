@@ -35,7 +35,7 @@ struct TilePair {
     return first_row + rows <= extent.M && first_key + keys <= extent.N;
   }
 
-  // Returns whether the block mask is known to show all pairs.
+  // Returns whether the block mask is known to leave all pairs visible.
   __device__ __forceinline__ bool is_full() const {
     if constexpr (has_row_tiles)
       return extent.row_tiles(first_key / keys).template is_full<rows>(first_row);

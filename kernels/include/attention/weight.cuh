@@ -1,5 +1,5 @@
 #pragma once
-// Computes P = exp(score - lse), at most 1: rounding may leave a score above a huge lse.
+// Computes P = exp(score - lse), clamped to 1, since rounding may make a score exceed a huge lse.
 #include <tile/math.cuh>
 
 constexpr real huge_lse = sizeof(real) == 8 ? 0x1p55 : 0x1p25;  // from here on rounding matters

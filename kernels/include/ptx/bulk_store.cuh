@@ -29,8 +29,8 @@ __device__ __forceinline__ void bulk_wait_group() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// Makes this thread's writes to shared memory visible to TMA and wgmma. Another thread may start
-// these after a barrier that follows the fence.  PTX: fence.proxy.async
+// Makes this thread's writes to shared memory visible to TMA and wgmma. Other threads may start TMA
+// and wgmma operations on them after a barrier that follows the fence.  PTX: fence.proxy.async
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -20,7 +20,7 @@ constexpr int wgmma_bytes = 32;  // bytes of each row of A and B that one produc
 struct Matrix {
   unsigned long long descriptor;
 
-  // Builds a descriptor. The lower word has address / 16 and, from bit 16 on, leading offset / 16.
+  // Builds a descriptor. The lower word holds address / 16 and, from bit 16, leading offset / 16.
   // The upper word is constant: stride 1024 / 16 between groups of eight rows, bit 30 for 128-byte
   // swizzle.
   static __device__ __forceinline__ Matrix of(unsigned low) {

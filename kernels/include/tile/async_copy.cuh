@@ -18,7 +18,8 @@ __device__ __forceinline__ int paired(int row) {
   return chunks % 8 == 0 ? row : row ^ (row / 2 & 1);
 }
 
-// Returns a chunk's address. Eight lanes read 4 chunks of 2 rows of doubles, or 2 of 4 even rows.
+// Returns a chunk's address. Eight lanes that load doubles read 4 chunks in each of 2 rows, or 2
+// chunks in each of 4 even rows.
 template <int height, int columns>
 __device__ __forceinline__ operand* at(operand (&tile)[height][columns], int row, int chunk) {
   if constexpr (sizeof(operand) == 4) row = paired<columns / in_chunk>(row);
@@ -26,7 +27,7 @@ __device__ __forceinline__ operand* at(operand (&tile)[height][columns], int row
   return &tile[row][swizzled<columns / in_chunk>(line, chunk) * in_chunk];
 }
 
-// Returns the address `below` rows further on, a multiple of 8, after which the swizzle repeats.
+// Returns the address `below` rows down. `below` is a multiple of 8, the period of the swizzle.
 template <int height, int columns>
 __device__ __forceinline__ operand* at(operand (&tile)[height][columns], int row, int chunk,
                                        int below) {
@@ -54,7 +55,7 @@ struct Head {
   }
 };
 
-// Starts to copy `width` columns of a head's rows in chunks of 16 bytes, with zeros beyond its rows
+// Starts copying `width` columns of a head's rows in chunks of 16 bytes, with zeros beyond its rows
 // and its `cols` columns. Unaligned rows are copied synchronously, one element at a time.
 template <int threads, int width, bool whole, int heads = 1, int height, int columns>
 __device__ __forceinline__ void copy_tile(operand (&tile)[height][columns], const Head& head,
@@ -84,7 +85,7 @@ __device__ __forceinline__ void copy_tile(operand (&tile)[height][columns], cons
   }
 }
 
-// Starts to copy all `cols` columns of a head's rows, padded with zeros to a multiple of `step`.
+// Starts copying all `cols` columns of a head's rows, padded with zeros to a multiple of `step`.
 template <int threads, int cols, int heads = 1, int height, int columns>
 __device__ __forceinline__ void copy_rows(operand (&tile)[height][columns], const Head& head,
                                           int first_row) {

@@ -37,7 +37,7 @@ struct AlongRows {
 // Operands whose rows are columns of a tile, from column `first` on, a multiple of 16.
 template <int columns>
 struct DownColumns {
-  const operand *even, *odd;  // in the lane's first row: 8 columns, the next 8
+  const operand *even, *odd;  // in the lane's first row: even and odd blocks of 8 columns
 
   template <int height>
   __device__ __forceinline__ DownColumns(operand (&tile)[height][columns], int first, int lane)

@@ -1,5 +1,5 @@
 #pragma once
-// Constants, since NVRTC has no header for them, and a division that rounds up.
+// Constants for which NVRTC has no header, and a division that rounds up.
 
 constexpr float infinity = __builtin_bit_cast(float, 0x7f800000);
 constexpr real log2e = real(1.4426950408889634), ln2 = real(0.6931471805599453);

@@ -33,7 +33,7 @@ struct Pipeline {
     }
   }
 
-  // Producer: waits until the stage is empty, as all are at first, and returns its `full` barrier.
+  // Producer: waits until the stage is empty (initially all are), and returns its `full` barrier.
   __device__ __forceinline__ Barrier& acquire(PipelineState<stages> state = {}) {
     ::wait(empty[state.stage], state.phase ^ 1);
     return full[0][state.stage];

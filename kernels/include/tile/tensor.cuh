@@ -27,7 +27,7 @@ __device__ __forceinline__ bool is_aligned(Tensor<T> tensor) {
   return (reinterpret_cast<unsigned long long>(tensor.data) | strides * sizeof(T)) % 16 == 0;
 }
 
-// Blocks form one axis of at most 2^31 - 1: tiles vary fastest, then heads, then batch elements.
+// The grid is one axis of at most 2^31 - 1 blocks: tiles vary fastest, then heads, then the batch.
 struct Place {
   int tile, head, batch;
 };

@@ -17,7 +17,7 @@ struct alignas(box_alignment) TmaTile {
   }
 };
 
-// Starts to copy a tile from a row and column on; `barrier` completes a phase when it has arrived.
+// Starts copying a tile from a row and column on; `barrier` completes a phase when it has arrived.
 template <class T, int rows, int columns>
 __device__ __forceinline__ void load_async(TmaTile<T, rows, columns>& tile, const TensorMap& map,
                                            Barrier& barrier, int row, int head, int batch,

@@ -20,7 +20,7 @@
 struct Sizes {
   int M, N;  // queries and keys of a head
   // Query i sees key j if i + window_offset <= j <= i + causal_offset. Both are N - M
-  // (bottom-right) or 0 (top-left), minus a window's left keys, plus its right keys.
+  // (bottom-right) or 0 (top-left), with a window minus left and plus right keys, respectively.
   int causal_offset;
   int window_offset;
 };  // In a ragged launch M and N count all rows; offsets start from a query's position.
@@ -125,7 +125,7 @@ struct PagedTensor {
   }
 };
 
-// Returns keys or values by row of a batch element, paged or not.
+// Returns keys or values, paged or not, which are then addressed by row of a batch element.
 template <bool in_pages = (page_size > 0), class T, class Arrays>
 __device__ __forceinline__ auto rows_of(Tensor<T> tensor, [[maybe_unused]] const Arrays& mods) {
   if constexpr (in_pages)

@@ -1,6 +1,6 @@
 #pragma once
-// A shared-memory tile of a bias, or of another array indexed by query and key. It is empty unless
-// bias_bytes, an element's size, is nonzero; then the host includes staged_bias_tile.cuh.
+// A shared-memory tile of a bias, or of another array indexed by query and key. The tile is empty
+// if bias_bytes, an element's size, is 0; otherwise the host includes staged_bias_tile.cuh.
 
 #include <attention/no_bias.cuh>
 

@@ -3,8 +3,8 @@
 
 #include <attention/score.cuh>
 
-// Marks dropped weights in PS, P times the slope of the score modification (dropout.cuh), because
-// dP needs the same decisions later. `row` and `key` are the lane's first row and key.
+// Marks dropped weights in PS, P times the derivative of the score modification (dropout.cuh),
+// because dP needs the same decisions later. `row` and `key` are the lane's first row and key.
 template <class Weights, class Place>
 __device__ __forceinline__ void mark(Weights& PS, const Place& extent, int row, int key) {
   if constexpr (has_dropout) mark_weights(PS, extent, row, key);

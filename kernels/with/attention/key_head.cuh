@@ -28,7 +28,7 @@ struct PagedHead {
   }
 };
 
-// Starts to copy all `cols` columns of a head's rows, like copy_rows() for a Head. The first row is
+// Starts copying all `cols` columns of a head's rows, like copy_rows() for a Head. The first row is
 // a multiple of the tile's height, so a thread reads the page table once per page.
 template <int threads, int cols, int height, int columns>
 __device__ __forceinline__ void copy_rows(operand (&tile)[height][columns], const PagedHead& head,

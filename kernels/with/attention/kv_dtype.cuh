@@ -66,7 +66,7 @@ struct HeadScales {
 
   __device__ __forceinline__ HeadScales(const Scales& scales, int batch, int head)
       : data(scales.of(batch, 0, head)), page_stride(scales.page_stride) {}
-  // of_all() returns the scale of all rows; of_row() that of one row, which may lie in a page.
+  // of_all() returns the scale of all rows; of_row() the scale of one row, which may lie in a page.
   __device__ __forceinline__ float of_all() const { return *data; }
   template <class Keys>
   __device__ __forceinline__ float of_row(const Keys& keys, int row) const {

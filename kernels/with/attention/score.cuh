@@ -1,6 +1,6 @@
 #pragma once
-// Converts products q·k to scores, and differentiates this step, for all kernels, forward and
-// backward. Without modifications only the scale remains.
+// Converts products q·k to scores, and computes their derivatives, for all forward and backward
+// kernels. Without modifications the score is the scaled product.
 //
 //   score = scale * q·k  ->  softcap, score_mod, ALiBi and bias, one after the other
 //                        ->  -infinity where the mask hides the key
@@ -87,7 +87,7 @@ struct Scorer {
           of_products || is_capped ? product : product * scale, row, key, more);
     return positive_scale ? product : product * T((scale > 0) - (scale < 0));
   }
-  // Replaces the lane's products in a key tile by applied(); is_full: the mask hides no pair.
+  // Calls applied() on the lane's products in a key tile; is_full: the mask hides no pair.
   template <int m, int n, class Rows, class Bias = NoBias>
   __device__ __forceinline__ void apply(T (&products)[m][n][4], const Rows& rows, int first_key,
                                         [[maybe_unused]] bool is_full = false,

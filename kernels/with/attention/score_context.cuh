@@ -33,7 +33,7 @@ struct Index {
 struct EvenIndex : Index {
   using Index::Index;
 };
-// The index of a key together with its element of a staged array, the first or second of a pair.
+// A key's index together with its element of a staged array: the first or second one of a pair.
 struct HeldIndex : Index {
   unsigned pair;
   bool second;
@@ -42,7 +42,7 @@ struct HeldIndex : Index {
       : Index(key), pair(pair), second(second) {}
 };
 
-// Returns the index base + more; for a tile `at_end`, clamped below `count`, where arrays may end.
+// Returns the index base + more; in a tile `at_end` clamped to count - 1, where arrays may end.
 template <bool at_end>
 __device__ __forceinline__ Index index_of(int base, int more, [[maybe_unused]] int count) {
   return at_end ? Index(min(base + more, count - 1)) : Index(base, more);
@@ -54,7 +54,7 @@ struct Scored {
   T score, slope;
 };
 
-// The batch element and head of a score; empty without expressions, sinks and dropout.
+// The batch element and head of a score; empty without expressions, sinks or dropout.
 template <bool used, class Arrays = Mods>
 struct HeadContext {
   __device__ __forceinline__ void take(int, int, int, int, const Arrays&) {}

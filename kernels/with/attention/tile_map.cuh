@@ -1,18 +1,18 @@
 #pragma once
-// A kernel visits only the tiles that a block mask's map lists as showing a pair. It evaluates the
-// mask expression only in partial tiles, which also hide a pair. Without a map it visits all tiles.
+// A kernel visits only the tiles that a block mask's map lists: those with visible pairs. It
+// evaluates the mask expression only in partial tiles. Without a map it visits all tiles.
 //
 // The host defines has_key_tiles and has_row_tiles above every kernel: true if the launch has a map
 // of key tiles for each row tile, or of row tiles for each key tile.
 
 template <bool used>
 struct TileMap {
-  // Returns where the first tile of `size` keys or rows to visit starts, not before `first`.
+  // Returns the start of the first tile to visit, of `size` keys or rows, at or after `first`.
   template <int size>
   __device__ __forceinline__ int from(int first) const {
     return first;
   }
-  // Returns where the next tile to visit starts, after the tile at `first`.
+  // Returns the start of the next tile to visit after the tile at `first`.
   template <int size>
   __device__ __forceinline__ int after(int first) const {
     return first + size;
@@ -22,7 +22,7 @@ struct TileMap {
   __device__ __forceinline__ int stride(int) const {
     return size;
   }
-  // Returns whether the mask is known to show all pairs of a tile.
+  // Returns whether all pairs of a tile are known to be visible.
   template <int size>
   __device__ __forceinline__ bool is_full(int) const {
     return false;
@@ -30,7 +30,7 @@ struct TileMap {
 };
 
 // Element t of a line is 2 * n, or 2 * n + 1 if tile n is partial. Tile n is the first tile from t
-// on that shows a pair; n is the number of tiles if there is none.
+// on with a visible pair; n is the number of tiles if there is none.
 template <>
 struct TileMap<true> {
   const int* line;

@@ -149,8 +149,8 @@ def test_kernels_that_a_device_cannot_run_are_refused():
     assert not any(name.startswith("wgmma") for name in names)
     tiled, wgmma = rows("tiled", "wgmma")
     assert tiled.tflops and wgmma.tflops is None
-    assert "wgmma cannot do" in wgmma.row()["note"]
-    with pytest.raises(cupyfa.Unsupported, match="wgmma cannot do"):
+    assert "wgmma cannot compute" in wgmma.row()["note"]
+    with pytest.raises(cupyfa.Unsupported, match="wgmma cannot compute"):
         row("wgmma")
 
 
@@ -213,7 +213,7 @@ def test_the_dtype_is_one_that_the_kernels_can_do():
 
 def test_the_device_of_a_machine_without_a_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(roofs, "gpu", lambda: None)
-    assert "there is no GPU here" in refused("roofline", "--device", "this", code=3)
+    assert "this machine has no GPU" in refused("roofline", "--device", "this", code=3)
 
 
 def test_the_page_lists_the_devices():
@@ -262,7 +262,7 @@ def test_no_text_of_a_picture_hides_another_or_a_point(name):
 @pytest.mark.parametrize("device", [x for x in DEVICES if "float32" in DEVICES[x].plain])
 @pytest.mark.parametrize("backward", [False, True])
 def test_no_mark_lies_above_its_roof(device, backward):
-    """Markers must use unrounded figures: rounded to two digits, some lie above the roof."""
+    """Markers must use unrounded figures: rounded to two digits, some would exceed the roof."""
     for dtype in ("float16", "float32"):
         found = [x for x in rows(device=device, dtype=dtype, backward=backward) if x.tflops]
         axes = plotting._figure(found).axes[0]
@@ -302,7 +302,7 @@ def test_a_picture_names_every_computation_once(tmp_path):
     text = (tmp_path / "a.svg").read_text()
     assert "<title>TFLOP/s on NVIDIA H100 SXM: batch=4 " in text
     assert "<desc>naive 100 at 31 FLOP per byte; " in text
-    with pytest.raises(ValueError, match="nothing to draw"):
+    with pytest.raises(ValueError, match="nothing to plot"):
         plotting.draw_roofs([row("tiled", M=0)], tmp_path / "a.svg")
 
 
@@ -333,7 +333,7 @@ def test_measurements_of_a_file_are_shown_under_the_roof_of_their_device():
 
 def test_a_device_without_a_data_sheet_has_measured_roofs_where_it_is(monkeypatch):
     unknown = replace(LADDER_OF_H200, environment={"device": cupyfa.Simulator().limits.device})
-    with pytest.raises(ValueError, match="no data sheet of device .*; name a device: t4, "):
+    with pytest.raises(ValueError, match="rates of device .* are unknown; choose a device: t4, "):
         roofs.measured_roofs(unknown)
     monkeypatch.setattr(roofs, "gpu", cupyfa.Simulator)
     monkeypatch.setattr(roofs, "measured_device", lambda backend: DEVICES["h100"])
@@ -343,7 +343,7 @@ def test_a_device_without_a_data_sheet_has_measured_roofs_where_it_is(monkeypatc
 def test_times_of_the_simulator_are_shown_under_no_roof():
     simulated = replace(LADDER_OF_H200, environment={"backend": "simulator"})
     for device in ("auto", "h100"):
-        with pytest.raises(ValueError, match="times of the simulator have no roofline"):
+        with pytest.raises(ValueError, match="a roofline needs times of a GPU"):
             roofs.measured_roofs(simulated, device=device)
 
 
@@ -363,9 +363,9 @@ def test_the_arguments_select_measurements():
     assert (found.computation, found.intensity) == ("a library", pytest.approx(128))
     file = ROOT / "docs" / "ladder.json"
     idle = refused("roofline", "--from", file, "--backward", code=2)
-    assert "--from names an operation, so --backward has no effect" in idle
+    assert "--from reads the operation from a file, so --backward has no effect" in idle
     nothing = refused("roofline", "--from", file, "-d", 63, code=2)
-    assert "no row of attention has these kernels and sizes; measured: batch=4 " in nothing
+    assert "no measurement matches these kernels and sizes; measured problems: batch=4 " in nothing
 
 
 def test_arrays_select_measurements():
@@ -382,7 +382,7 @@ def test_arrays_select_measurements():
     assert found(bias="1hmn", sink="h") == problems[:1] and found(wrt="q,bias") == problems
     assert found(bias=["1hmn", "11mn"], block_mask=False) == problems
     for other in ({"bias": "f16[1hmn]"}, {"wrt": "sink"}, {"mask": True}):
-        with pytest.raises(ValueError, match="no row of attention has these"):
+        with pytest.raises(ValueError, match="no measurement matches these"):
             found(**other)
 
 

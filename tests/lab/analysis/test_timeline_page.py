@@ -225,7 +225,7 @@ def test_the_command_writes_a_page(tmp_path):
     cli("timeline", "fa2", *sizes, "--html", path)
     assert Scripts(path.read_text()).data
     refused = cli("timeline", "fa2", *sizes, "--html", path, "--save", path, code=2)
-    assert f"--save and --html both name {path}; name two files" in refused.output
+    assert f"--save and --html both write {path}; give two different files" in refused.output
 
 
 # In a browser

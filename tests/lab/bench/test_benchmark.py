@@ -444,7 +444,7 @@ def test_a_users_kernel_named_like_the_baseline(tmp_path):
 
 def test_different_records_of_the_same_name_are_refused(two_of_a_name):
     one, other = map(records.record_named, two_of_a_name)
-    with pytest.raises(ValueError, match="two kernels have the name 'mine'; give a rec"):
+    with pytest.raises(ValueError, match="two kernels have the name 'mine'; rename"):
         quick([one, other])
     assert names(quick([one, one])) == ["mine", "mine"]
 
@@ -469,13 +469,13 @@ def test_unsupported_problems_are_rows_with_a_note():
 def test_constants_that_break_a_rule_are_rows_with_a_note():
     tiles = {"Br": [32, 8], "Bc": 24}
     rows = quick(["v1", "fa2"], tiles=tiles)
-    rule = "fa2 with Br={}, Bc=24 breaks its rule: Bc is below 16 or a multiple of it"
+    rule = "constants Br={}, Bc=24 violate a constraint of fa2: Bc is below 16 or a multiple of it"
     assert [(row.time is not None, row.note.partition(";")[0]) for row in rows] == [
         (True, ""),
         (False, rule.format(32)),
         (False, rule.format(8)),
     ]
-    with pytest.raises(ValueError, match="Br=32, Bc=24 breaks its rule"):
+    with pytest.raises(ValueError, match="Br=32, Bc=24 violate a constraint"):
         quick("fa2", tiles=tiles)
 
 
@@ -549,7 +549,7 @@ def test_graphs_are_replayed_and_incomplete_ones_found():
     assert row.passed and row.time
     (row,) = bench("fa2", backend=Forgetful(), **how)
     assert (row.passed, row.time) == (False, None)
-    assert row.note == "WRONG: fa2: its CUDA graph does not write all of O"
+    assert row.note == "WRONG: the CUDA graph of fa2 does not write all of O"
 
 
 @pytest.fixture
@@ -717,7 +717,7 @@ def test_times_of_a_gpu_are_not_replaced_by_those_of_the_simulator(tmp_path, com
     Results({"backend": "cuda", "device": "an H100"}, []).save(saved)
     before = saved.read_text()
     message = refused(*command, "--backend", "simulator", "--save", saved, code=2)
-    assert "a.json has times of an H100, which times of the simulator would overwrite" in message
+    assert "a.json contains times of an H100, which simulator times would overwrite" in message
     assert saved.read_text() == before
 
 

@@ -87,7 +87,9 @@ def test_gradients_mean_the_same(simulator, name, mask):
 
 
 def test_peers_without_gradients_are_refused(simulator):
-    with pytest.raises(Unsupported, match="bench does not time its gradients"):
+    with pytest.raises(
+        Unsupported, match="bench does not time the gradients of this implementation"
+    ):
         asked(simulator, "cudnn-frontend", operation="backward")
 
 
@@ -114,10 +116,18 @@ def test_nothing_is_copied_for_torch(simulator, name):
 @pytest.mark.parametrize(
     "name, sizes, reason",
     [
-        ("cudnn", {}, "torch cudnn cannot do batch=2 heads=4 M=24 .*: ."),
-        ("cudnn", {"causal": True}, "its causal mask is aligned to the top left"),
-        ("fa2", {"causal": True, "M": 50}, "it returns NaN for rows without visible keys"),
-        ("cudnn-frontend", {}, "cudnn-frontend cannot do .*: it needs a GPU"),
+        ("cudnn", {}, "torch cudnn cannot compute batch=2 heads=4 M=24 .*: ."),
+        ("cudnn", {"causal": True}, "this implementation aligns causal masks to the top left"),
+        (
+            "fa2",
+            {"causal": True, "M": 50},
+            "this implementation returns NaN for rows without visible keys",
+        ),
+        (
+            "cudnn-frontend",
+            {},
+            "cudnn-frontend cannot compute .*: this implementation requires a GPU",
+        ),
     ],
 )
 def test_unsupported_problems_have_a_reason(simulator, name, sizes, reason):

@@ -296,12 +296,18 @@ def test_sizes_may_be_numpy_integers():
 BEFORE = "mine = Kernel"
 # A file, its content (None if it is missing), and patterns of the message.
 FILES = (
-    ("mine.cu", None, "mine.cu, the file of kernel mine", "put"),
-    ("mine.cu", "a folder", "mine.cu, the file of kernel mine", "Is a directory", "put it there"),
+    ("mine.cu", None, "mine.cu, the file of kernel mine", "create this"),
+    (
+        "mine.cu",
+        "a folder",
+        "mine.cu, the file of kernel mine",
+        "Is a directory",
+        "create this file",
+    ),
     ("mine.cu", b"\xff\xfe", "mine.cu is not valid UTF-8", "byte 0xff", "save it"),
     ("mine.cu", b"", "mine.cu has no kernel mine", "write"),
-    ("script.py", None, "does not exist", "give the path"),
-    ("script.py", "a folder", "does not exist", "give the path"),
+    ("script.py", None, "does not exist", "give a script"),
+    ("script.py", "a folder", "does not exist", "give a script"),
     ("script.py", b'x = "\xff"\n', r"script\.py: SyntaxError: .*0xff", "correct the script"),
     ("script.py", b"x = 1\0\n", r"script\.py: .*Error: .*null bytes", "correct the script"),
 )

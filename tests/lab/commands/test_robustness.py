@@ -371,7 +371,7 @@ def test_a_file_size_limit_in_the_cache(tmp_path):
     env = {"CUPYFA_CACHE_DIR": tmp_path / "cache", "TMPDIR": tmp_path}
     done = process(RUN, env=env, preexec_fn=limited)
     assert done.returncode == 3, done.stderr
-    says(line_of(done.stderr), "the C\\+\\+ compiler ran out of space in", "free some")
+    says(line_of(done.stderr), "the C\\+\\+ compiler ran out of disk space in", "free some space")
     assert list(tmp_path.rglob("*")) == [tmp_path / "cache"]
 
 
@@ -421,7 +421,7 @@ def compiler(folder, script):
 
 TELLS = 'if [ "$1" = --version ]; then echo "cc 1.0"; exit; fi\n'
 COMPILERS = [
-    (None, ["CUPYFA_COMPILER is '.*compiler', which is not a program", "name a C"]),
+    (None, ["CUPYFA_COMPILER is '.*compiler', which is not a program", "set it to a C"]),
     ("\x7fELF", ["does not report its version|cannot be started"]),
     *(
         (script.replace("TELLS ", TELLS), words)
@@ -798,7 +798,7 @@ def test_a_machine_without_a_device(warm):
 
 
 class DriverError(RuntimeError):
-    """Replaces CUDADriverError, which cannot be created without a driver."""
+    """Stands in for CUDADriverError, which cannot be created without a driver."""
 
     def __init__(self, status):
         super().__init__(f"CUDA_ERROR number {status}")

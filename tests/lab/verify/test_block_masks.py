@@ -106,7 +106,7 @@ def test_plans_of_a_block_mask_are_those_of_its_calls():
     how = {"mask": (mask, "head + key > 0"), "kernel": "fa2", "backend": BACKEND}
     made = cupyfa.plan(M=70, d=8, heads=2, **how)
     assert made.problem == cupyfa.compile(q, q, q, **how).plan.problem and maps(made)
-    with pytest.raises(ValueError, match="a block mask of .*M=70.* and the call has .*M=71"):
+    with pytest.raises(ValueError, match="a block mask for .*M=70.* but the call has .*M=71"):
         cupyfa.plan(M=71, d=8, heads=2, **how)
 
 

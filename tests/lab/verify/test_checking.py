@@ -179,7 +179,9 @@ def test_a_users_record_is_not_confused_with_a_rung(tmp_path, name):
     kernel = replace(record_named(script), name=name)
     failure = the_failure(check(["softmax_online", kernel], failures=tmp_path))
     assert failure.command.startswith(f"cupyfa run SCRIPT.py:{name} ")
-    with pytest.raises(ValueError, match=f"a failure of {name}, a record from a script; pass it"):
+    with pytest.raises(
+        ValueError, match=f"a failure of {name}, a kernel defined in a script; pass the kernel"
+    ):
         cupyfa.lab.replay(failure.file, backend="simulator")
     again = cupyfa.lab.replay(failure.file, kernel, backend="simulator")
     assert again.now.kind == failures.WRONG_RESULT
@@ -259,7 +261,9 @@ def test_the_simulator_skips_cases_that_are_too_large():
     assert outcome == Outcome("softmax_safe", failures.UNSUPPORTED, "too large for the simulator")
     far = Case("softmax", Problem.of_row_sizes(2, 9, "float16"), layout="far")
     (outcome,) = perform(Simulator(), Task(far, ("softmax_safe",)))
-    assert outcome == Outcome("softmax_safe", failures.UNSUPPORTED, "it needs a GPU")
+    assert outcome == Outcome(
+        "softmax_safe", failures.UNSUPPORTED, "the layout 'far' requires a GPU"
+    )
 
 
 @pytest.mark.parametrize("grid", ["smoke", "edges", "fuzz"])
@@ -447,7 +451,7 @@ def test_each_case_runs_in_several_orders_of_threads(tmp_path):
 def test_orders_of_threads_are_the_simulators(monkeypatch):
     device = SimpleNamespace(limits=Simulator().limits)
     monkeypatch.setattr(checking, "backend_named", lambda backend: device)
-    with pytest.raises(ValueError, match="schedules is 2, but .* orders its threads itself"):
+    with pytest.raises(ValueError, match="schedules is 2, but only the simulator can vary"):
         cupyfa.check("fa2", schedules=2)
 
 

@@ -44,7 +44,7 @@ extern "C" __global__ __launch_bounds__(threads) void NAME_rows(
     Tensor<const real> lse, Tensor<const scalar> dO, Tensor<real> delta, Tensor<scalar> dQ,
     Sizes sizes, int heads, int group, real scale, real limit) {
   const auto [tile, head, batch] = place(blockIdx.x, cdiv(sizes.M, Br), heads);
-  const Extent extent = extent_of(sizes, batch);  // the range of keys visible to a row
+  const Extent extent = extent_of(sizes, batch);  // the range of keys visible to each row
   const int row = tile * Br + threadIdx.x, kv_head = head / group;
   if (row >= extent.M) return;  // past the last row; not allowed before __syncthreads()
 

@@ -10,9 +10,9 @@
 #include <forward/parts/split_f32/split_pair.cuh>
 
 constexpr int dS_exponent = 60;
-constexpr int unit_exponent = dS_exponent - 2 * split_exponent;  // dO_units: 32 + row exponent
-constexpr int key_exponent = unit_exponent + split_exponent;     // dK, dV: 46 + column exponent
-constexpr int row_exponent = dS_exponent + split_exponent;       // dQ: 74 - column exponent
-constexpr int largest_row = 55, least_row = -60;                 // exponents of dO rows
+constexpr int unit_exponent = dS_exponent - 2 * split_exponent;  // dO_units: 2^(32 + row exponent)
+constexpr int key_exponent = unit_exponent + split_exponent;     // dK, dV: too large by 2^(46 + e)
+constexpr int row_exponent = dS_exponent + split_exponent;       // dQ: too large by 2^(74 - e)
+constexpr int largest_row = 55, least_row = -60;                 // limits of dO row exponents
 constexpr float least_unit = 0x1p-90f;                           // smallest unit of a Q row
 constexpr float largest_delta = 0x1p60f;

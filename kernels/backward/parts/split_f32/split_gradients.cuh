@@ -39,8 +39,8 @@ __device__ __forceinline__ void multiply_units(float (&numbers)[m][n][4],
   });
 }
 
-// Replaces S by P = 2^(S * unit - lse2), or by 0 where masked or dropped. Sets PS to P before
-// dropout, times the slope of the modified score. hides: mask expressions may hide pairs.
+// Replaces S with P = 2^(S * unit - lse2), or with 0 where masked or dropped. Sets PS to P before
+// dropout, times the derivative of the score modification. hides: mask expressions may hide pairs.
 template <bool masked, bool hides, bool of_keys, int m, int n, int rows, int keys>
 __device__ __forceinline__ void compute_P_if(float (&S)[m][n][4], float (&PS)[m][n][4],
                                              const SplitStats (&stats)[rows],
@@ -67,7 +67,7 @@ __device__ __forceinline__ void compute_P_if(float (&S)[m][n][4], float (&PS)[m]
   else
     mark(PS, pair.extent, row, key);
   drop_marked(S, PS);
-  if constexpr (has_dropout && !unit_slope)  // unit slopes: NaN counts as kept
+  if constexpr (has_dropout && !unit_slope)  // with unit slopes, NaN counts as kept
     own.for_each(S, [&](int i, int j, int e, int, int) {
       if (isnan(PS[i][j][e])) S[i][j][e] = PS[i][j][e];
     });
@@ -87,7 +87,7 @@ __device__ __forceinline__ void compute_P(float (&S)[m][n][4], float (&PS)[m][n]
     compute_P_if<masked, true>(S, PS, stats, own, pair, scorer);
 }
 
-// Replaces the split product dP by the unscaled dS, times 2^60: PS * (dP - delta) * 2^60.
+// Replaces the split product dP with the unscaled dS, times 2^60: PS * (dP - delta) * 2^60.
 template <bool of_keys, int m, int n, int rows>
 __device__ __forceinline__ void compute_dS(float (&dP)[m][n][4], const float (&PS)[m][n][4],
                                            const SplitStats (&stats)[rows],
@@ -102,7 +102,7 @@ __device__ __forceinline__ void compute_dS(float (&dP)[m][n][4], const float (&P
 // Running maxima of the weights in a lane's fragment rows.
 template <int m>
 struct Largest {
-  static constexpr int least = -112;  // exponent for which 2^(14 - least) is still a float
+  static constexpr int least = -112;  // smallest exponent for which 2^(14 - least) is finite
   float weight[m][2] = {};
 
   // Scales each fragment row so that its largest weight is in 2^14 … 2^15; `factor` undoes this.
@@ -132,8 +132,8 @@ struct Largest {
   }
 };
 
-// Returns, to all lanes of a fragment row, whether it has inaccurate sums. has_numbers(col) tells
-// whether a sum of 0 is wrong in a column. The columns begin at first_col.
+// Returns, to all lanes of a fragment row, whether the row has inaccurate sums. has_numbers(col):
+// whether a sum of 0 in this column is wrong. The columns begin at first_col.
 template <int cols, int m, int n, class HasNumbers>
 __device__ __forceinline__ bool is_wrong(const float (&sums)[m][n][4], int i, int half, float least,
                                          int lane, HasNumbers has_numbers, int first_col = 0) {
@@ -147,7 +147,7 @@ __device__ __forceinline__ bool is_wrong(const float (&sums)[m][n][4], int i, in
     wrong |= !held && at(j) != 0 && column(j) < cols;
     zero |= !held && at(j) == 0 && column(j) < cols;
   }
-  if (zero && !wrong) {  // rare; the loop has a single copy of has_numbers()
+  if (zero && !wrong) {  // rare; a rolled loop inlines has_numbers() only once
     unsigned long long zeros = 0;
 #pragma unroll
     for (int j = 0; j < 2 * n; ++j) zeros |= (unsigned long long)(at(j) == 0) << j;

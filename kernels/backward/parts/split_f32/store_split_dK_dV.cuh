@@ -22,12 +22,12 @@ struct SplitKeys {
     maxima = row_maxima + own_head * group * row_slabs * (d + dv + 1);
   }
 
-  // Returns the factor of dK. The weights contain the units of rows, scale * log2(e) unless an
-  // expression modifies scores. mean_cut() corrects for what tensor cores cut off.
+  // Returns the factor of dK. The weights already include the row units: scale * log2(e), unless
+  // an expression modifies scores. mean_cut() corrects for truncation by the tensor cores.
   static __device__ __forceinline__ float of_units(float scale) {
     return (has_score_mod ? scale : float(ln2)) / (1 + mean_cut(d));
   }
-  // Returns whether any row of the group's heads has a nonzero in column `col` of [Q, dO].
+  // Returns whether column `col` of [Q, dO] has a nonzero element in any head of the group.
   __device__ bool has_numbers(int col) const {
     for (int i = 0; i < group * row_slabs; ++i)
       if (maxima[(long long)i * (d + dv + 1) + col] > 0) return true;

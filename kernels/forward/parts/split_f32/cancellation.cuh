@@ -1,6 +1,6 @@
 #pragma once
-// Detects cancellation: although an element of O is small, its row is accurate if the values are
-// large compared to the errors of the split, and only cancel each other.
+// Detects cancellation: a small element of O is still accurate if the values are large compared
+// with the errors of the split and merely cancel each other.
 //
 // A weight is off by at most 2^-51 of its row's largest weight, which is about 1, and a value by at
 // most 2^-51 of its column's largest value. For n keys with weights that add up to l, O is off by
@@ -12,7 +12,7 @@
 #include <attention/score.cuh>
 #include <forward/parts/split_f32/split_pair.cuh>
 
-// Whether small values are counted: dropped weights and sinks add to the weight sum, but no value.
+// Whether small values are counted. Dropped weights and sinks add to the weight sum, but not to O.
 constexpr bool counts_values = !ragged && !has_dropout && !has_sink;
 
 constexpr float least_share = 0x1p-23f * 0x1p15f;  // larger elements of O are accurate
@@ -27,7 +27,7 @@ __device__ __forceinline__ float small_value(int keys) {
 __device__ __forceinline__ unsigned char flag_of_sum(float sum) {
   return counts_values ? max(exponent_of(sum) + 2, 1) : 1;
 }
-// Returns how many small values make a flagged row inaccurate: half of its weight sum, or 1.
+// Returns how many small values make a flagged row inaccurate: half of its weight sum, at least 1.
 __device__ __forceinline__ int many_of_flag(int flag) {
   return 1 << max(flag - 3, 0);
 }

@@ -19,7 +19,7 @@ struct EarlierSums {
   real sum[m][2] = {};
   bool any = false;
 
-  // Adds the earlier sections to O and the row sums. If `moves`, stores the total and zeroes both.
+  // Adds earlier sections to O and the row sums. If `moves`, stores the totals and zeroes both.
   template <bool moves, int cols, int n, int pack_gqa>
   __device__ __forceinline__ void add(real (&O)[m][n][4], Rows<m * step, pack_gqa>& rows,
                                       Tensor<result> out, Tensor<real> lse, int batch, int head,

@@ -2,9 +2,9 @@
 // Split float32: x * 2^s = high + low / 2^11 with two float16 numbers. Scaling by 2^s is exact and
 // brings the largest |x| to 2^14 … 2^15, within the range of float16. The low part is stored 2^11
 // times larger, so that it does not underflow before the high part does. Tensor cores truncate
-// sums, so each tile is accumulated from zero and added to the running sum in registers, which
-// round to nearest. Rows and keys that are not accurate are flagged, and the last launch recomputes
-// them from the float32 arrays (`repair_split_output`, `repair_split_gradients`).
+// sums, so each tile is accumulated from zero, and ordinary float additions, which round to
+// nearest, add it to the running sum. Inaccurate rows and keys are flagged, and the last launch
+// recomputes them from the float32 arrays (`repair_split_output`, `repair_split_gradients`).
 
 #include <ptx/pack.cuh>
 #include <tile/math.cuh>
@@ -13,9 +13,9 @@
 constexpr int split_exponent = 14;  // exponent of the largest numbers after scaling
 constexpr float low_unit = 0x1p-11f;
 
-// Returns the mean relative error of a dot product of `columns` terms. After each 16 columns Hopper
-// truncates the partial sum, on average half the result, by half a unit in the last place, which is
-// 0.72 * 2^-23 of it. Other architectures were not measured and get the same factor.
+// Returns the mean relative error of a dot product of `columns` terms. After every 16 columns
+// Hopper truncates the partial sum, which loses half an ulp on average: 0.72 * 2^-23 of a partial
+// sum that averages half the result. Other architectures, not measured, use the same factor.
 __host__ __device__ constexpr float mean_cut(int columns) {
   return float((columns + 15) / 16) * (0.5f * 0.5f * 0.72f * 0x1p-23f);
 }
@@ -25,7 +25,7 @@ __device__ __forceinline__ int exponent_of(float x) {
   return int(__float_as_uint(x) >> 23 & 255) - 127;
 }
 
-// Returns x * 2^power. No float may hold 2^power itself, so it is applied as two factors.
+// Returns x * 2^power, in two steps because 2^power itself may be out of range.
 __device__ __forceinline__ float times_two_to(float x, int power) {
   const int first = max(-252, min(power, 254)) >> 1;
   return x * two_to(first) * two_to(max(-252, min(power, 254)) - first);

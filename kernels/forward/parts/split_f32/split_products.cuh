@@ -1,5 +1,5 @@
 #pragma once
-// Products of split float32 operands (split_pair.cuh) by warps that own their rows.
+// Products of split float32 operands (split_pair.cuh) in which each warp owns its rows.
 //
 // x y = (xh + xl / 2^11) (yh + yl / 2^11). The product xl yl is left out, because it is below
 // float32 precision. The two products with one low part have separate accumulators, scaled by 2^11.
@@ -11,8 +11,8 @@
 
 static_assert(sizeof(operand) == 2, "these tensor-core products take 16-bit numbers");
 
-// Accumulators of the products with a low part. If `apart`, the low parts of A and of B have
-// separate ones, so that few products in flight need not wait for each other.
+// Accumulators of the products with a low part. If `apart`, products with A's low part and with B's
+// low part have separate accumulators, so that neither waits for the other.
 template <int m, int n, bool apart>
 struct LowSums {
   static constexpr int kinds = apart ? 2 : 1;

@@ -6,7 +6,7 @@
 #include <tile/warp_max.cuh>
 
 // Reads the column exponents of a head's K and V from the table of split_maxima. Returns whether
-// the head has NaN or infinity.
+// the head contains NaN or infinity.
 template <int threads, int slabs, int columns>
 __device__ __forceinline__ bool read_exponents(const float* maxima, int (&exponents)[columns]) {
   constexpr int line = columns + 1;

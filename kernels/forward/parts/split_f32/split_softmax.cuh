@@ -9,8 +9,8 @@
 
 constexpr int weight_exponent = 15;  // exponent of a row's largest weight in each tile
 
-// A warp's rows. A product times its row's unit is a score as an exponent of two. Row maxima are
-// maxima of scores minus 15.
+// A warp's rows. A product times its row's unit is a score as an exponent of two. Each stored
+// maximum is the row's largest score minus 15, so that the largest weight is 2^15.
 template <int Wr, int pack_gqa>
 struct SplitRows : Rows<Wr, pack_gqa> {
   real units[Wr / step][2];
@@ -48,7 +48,7 @@ __device__ __forceinline__ void apply_scorer(const Scorer<T>& scorer, float (&S)
 }
 
 // Turns S into P = 2^(S * unit - origin), at most 2^15 in each row. P is relative to the maximum of
-// this tile, not of all tiles, so that weights far below the latter keep their precision. Rescales
+// this tile rather than the running maximum, so that small weights keep their precision. Rescales
 // O and the row sums, and sets `weight`, by which the tile's P V has to be multiplied.
 template <bool masked, int m, int n, int cols, int pack_gqa>
 __device__ __forceinline__ void weigh(float (&S)[m][n][4], float (&O)[m][cols][4],

@@ -53,7 +53,7 @@ struct SplitScores {
     }
     wgmma_commit_group();
   }
-  // Waits until at most `pending` later groups of products are in flight, then adds the parts up.
+  // Waits until at most `pending` later product groups are in flight, then adds up the parts of S.
   template <int pending = 0>
   __device__ __forceinline__ void wait(float (&S)[1][n / 8][4]) {
     wgmma_wait_group<pending>(high);

@@ -31,7 +31,7 @@ struct RaggedSchedule {
   __device__ __forceinline__ RowTile task() const {
     const Extent extent = extent_of(sizes, *mods, found.batch);
     RowTile task = row_tile<Br, Bc>(extent, found.tile * Br, found.head, found.batch);
-    if (extent.N == 0) task.kv_begin = Bc;  // a hidden tile; bias copies start at whole chunks
+    if (extent.N == 0) task.kv_begin = Bc;  // a hidden tile, aligned for bias copies
     task.kv_end = max(task.kv_end, task.kv_begin + 1);
     return task;
   }

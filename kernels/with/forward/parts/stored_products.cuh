@@ -111,7 +111,7 @@ __device__ __forceinline__ void restore_columns(float (&O)[m][n][4], float facto
   for (int i = 0; i < m * n / 2; ++i) {
     float (&even)[4] = O[i * 2 / n][i * 2 % n], (&odd)[4] = O[i * 2 / n][i * 2 % n + 1];
 #pragma unroll
-    for (int e = 0; e < 4; e += 2) {  // two rows
+    for (int e = 0; e < 4; e += 2) {  // rows l / 4 and l / 4 + 8
       float found[4];
 #pragma unroll
       for (int x = 0; x < 4; ++x) {
