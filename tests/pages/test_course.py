@@ -23,8 +23,9 @@ def headings(text):
     return re.findall(r"^## (.+)$", text, re.M)
 
 
-def without_code(text):
-    return re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+def prose(text):
+    """The text without blocks of code and without marks, which readers do not see."""
+    return re.sub(r"^```.*?^```$|<!--.*?-->", "", text, flags=re.M | re.S)
 
 
 def rows_of_tables(text):
@@ -35,7 +36,7 @@ def rows_of_tables(text):
 def test_a_page_has_the_outline_and_few_words(name):
     text = read(name)
     assert headings(text) == OUTLINE
-    assert len(without_code(text).split()) <= MOST_WORDS
+    assert len(prose(text).split()) <= MOST_WORDS
     measured = text.split("## Measured")[1].split("## Exercises")[0]
     assert all(rows <= MOST_ROWS for rows in rows_of_tables(measured))
 
