@@ -473,7 +473,7 @@ def plan(
     ``dtype`` and mask is bool. To set the dtype, write "f16[1hmn]", or for captured arrays "i32[M]"
     or "f32[heads]". Arrays are accepted as well, and only their shapes and dtypes are used. A mask
     may also be a ``block_mask`` or an expression. lengths_q and lengths_k, the lengths of
-    ``Padded`` arrays, are True or "i32[batch]". ``scales`` names the ``Scaled`` arrays, as "qkv".
+    ``Padded`` arrays, are True or "i32[batch]". ``scales`` lists the ``Scaled`` arrays, as "qkv".
     With ``return_max`` the call also returns each row's largest score.
 
     Raises the errors of ``attention``.

@@ -44,7 +44,7 @@ _REFUSED = {
         if name not in _READ
     },
     "layout": "q is [batch, heads, new tokens, d], and the cache has its own layout",
-    "offset": "new tokens are the last ones",
+    "offset": "new tokens are the last tokens of each sequence",
     "dropout": "decoding has no gradients",
     "precision": "products are computed in the dtype of the cache",
 }

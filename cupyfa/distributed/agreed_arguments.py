@@ -39,9 +39,8 @@ class Schedule(NamedTuple):
 
     forward: Callable[..., tuple[Any, Any]]
     backward: Callable[..., tuple[Any, ...]]
-    known: frozenset[
-        str
-    ]  # names of indices that have the same value in a rank's calls as in the whole
+    # Names of indices that have the same value in a rank's calls as in the whole problem.
+    known: frozenset[str]
     # Whether "auto" may choose a kernel with persistent blocks. NCCL kernels that wait for another
     # rank occupy multiprocessors, and persistent blocks would queue behind them.
     persistent: bool = True

@@ -136,7 +136,7 @@ def test_a_call_on_a_cache_reads_or_refuses_each_optional_array(name):
     try:
         found = cupyfa.attention(TOKENS[0], CACHE, backend="simulator", **{name: one})
     except ValueError as error:
-        assert f"{name} is " in str(error) and "leave it out" in str(error)
+        assert f"{name} is " in str(error) and f"leave {name} out" in str(error)
     else:
         assert not np.array_equal(found, plain)
 

@@ -395,7 +395,7 @@ WRONG = {
     "head": (
         {"score_mod": "score + head"},
         Unsupported,
-        "names head, .*; write position - key, or",
+        "uses the index head, .*; write position - key, or",
     ),
     "window": ({"window": ([1], 2)}, TypeError, r"a window's side is \[1\]; sizes must be whole"),
     "no character": (

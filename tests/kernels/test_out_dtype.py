@@ -72,7 +72,9 @@ def test_results_that_were_rounded_before_are_found(dtype):
         if is_right:
             tolerance.require_unrounded(rounded, expected, dtype, "fa2")
             continue
-        with pytest.raises(cupyfa.WrongResult, match=rf"O: \d+ of \d+ elements are {dtype}"):
+        with pytest.raises(
+            cupyfa.WrongResult, match=rf"O: \d+ of \d+ float32 elements were rounded to {dtype}"
+        ):
             tolerance.require_unrounded(rounded, expected, dtype, "fa2")
 
 

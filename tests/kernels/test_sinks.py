@@ -50,7 +50,7 @@ def test_sinks_of_any_size(backend, kernel, how):
 def test_wrong_sinks_are_refused(backend):
     q, k, v = qkv(4, 4, "float32")
     for wrong, error, message in (
-        (SINKS[:3], ValueError, r"sink has shape \(3,\); its shape must be \[heads\]"),
+        (SINKS[:3], ValueError, r"sink has shape \(3,\); it must be \[heads\]"),
         (np.ones(4, int), TypeError, "sink is int64; it must be a floating-point dtype"),
         (1.0, TypeError, r"sink is 1\.0; give an array"),
     ):

@@ -376,7 +376,7 @@ def test_require_names_the_case_and_every_failure():
     "results, options, message",
     [
         ({"o": np.zeros((1, 2, 3, 16))}, {}, "result 'o' is unknown; use one of O, lse"),
-        ({"O": np.zeros((1, 2, 4, 16))}, {}, r"O has shape \(1, 2, 4, 16\); its shape must be"),
+        ({"O": np.zeros((1, 2, 4, 16))}, {}, r"O has shape \(1, 2, 4, 16\); it must be"),
         ({}, {"dtype": "half"}, "dtype 'half' is unknown; use one of float16, "),
         ({}, {"rounding": "fp8"}, "rounding 'fp8' is unknown; use None or one of float64, "),
     ],

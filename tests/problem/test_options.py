@@ -123,9 +123,7 @@ def test_options_are_keywords_of_attention():
 def test_peers_without_an_option_are_refused(peer):
     p = Problem.of_sizes(**SIZES, dropout=0.1, dropout_seed=3, precision="tf32")
     lacking = "precision=tf32, dropout=0.1, dropout_seed=3"
-    with pytest.raises(
-        Unsupported, match=f"cannot compute .*does not time this implementation with {lacking}"
-    ):
+    with pytest.raises(Unsupported, match=f"cannot compute .*does not support {lacking} in bench"):
         peers.peer(peer, Simulator(), p, Case("forward", p).inputs())
 
 

@@ -258,7 +258,7 @@ def test_axes_of_size_1_get_valid_strides(kernel, simulator):
     "spoil, message",
     [
         (lambda x: x.astype(np.float32), "float32 .*float16 or bfloat16"),
-        (lambda x: x[..., 0], "TMA needs .batch, heads, rows, columns."),
+        (lambda x: x[..., 0], "TMA requires .batch, heads, rows, columns."),
         (lambda x: x[..., 1:], "multiples of 16 bytes"),
         (lambda x: x[:, :, ::-1], "requires positive strides"),
     ],

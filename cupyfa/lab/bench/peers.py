@@ -70,7 +70,7 @@ def peer(
     inputs = [arrays[x] for x in "QKV"]
     with _reasons(label(name), p):
         if others:
-            raise Unsupported(f"bench does not time this implementation with {', '.join(others)}")
+            raise Unsupported(f"this implementation does not support {', '.join(others)} in bench")
         if p.wrt:
             raise Unsupported(
                 "bench does not time this implementation's gradients with respect to "
