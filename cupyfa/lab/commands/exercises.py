@@ -12,7 +12,7 @@ from cupyfa import cache_folder
 from cupyfa.lab.commands import WRONG, command_options
 from cupyfa.lab.exercises.exercise import Exercise, exercise_named, exercises
 from cupyfa.lab.exercises.judge import Verdict, judge
-from cupyfa.lab.report.tables import render
+from cupyfa.lab.report.tables import render, table_of
 
 PROGRESS = Path("exercises.json")  # in the learner's folder
 WORDS = {
@@ -79,7 +79,7 @@ def list_exercises(language: str, form: str) -> None:
         }
         for x in exercises().values()
     ]
-    click.echo(render(rows, form))
+    click.echo(table_of(rows, share=False) if form == "table" else render(rows, form))
 
 
 @exercise.command()
@@ -112,6 +112,8 @@ def check_solution(name: str, language: str) -> None:
     """
     chosen = exercise_named(name)
     file = Path(name, chosen.file)
+    if not file.exists() and Path(chosen.file).exists():
+        raise ValueError(f"{chosen.file} is in this folder; run the command in the folder above")
     if not file.exists():
         raise ValueError(f"{file} is missing; write it with: cupyfa exercise start {name}")
     text = file.read_text(encoding="utf-8")

@@ -156,6 +156,8 @@ def _run_function(exercise: Exercise, text: str, example: Example) -> dict[str, 
     if exercise.entry not in names:
         raise NameError(f"the file defines no function {exercise.entry}")
     result = names[exercise.entry](**deepcopy(dict(example.arguments)))
+    if result is None:
+        raise TypeError(f"{exercise.entry} returns nothing; is `return` missing?")
     results = result if isinstance(result, tuple) else (result,)
     if len(results) != len(example.expected):
         raise TypeError(f"it returns {len(results)} values, not {len(example.expected)}")

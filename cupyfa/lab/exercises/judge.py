@@ -12,6 +12,15 @@ from cupyfa.lab.exercises.attempt import Outcome, run_solutions, without_numbers
 from cupyfa.lab.exercises.exercise import Example, Exercise, Mistake
 
 _ALIKE = 1e-4  # results of the same mistake differ by rounding only
+# What a wrong NaN may come from if no known mistake has the same results.
+NAN = Mistake(
+    (),
+    {
+        "en": "The result has NaN: look for -infinity minus -infinity, 0 / 0, an exponential that "
+        "overflows, or an element that is never written.",
+        "zh": "结果里有 NaN：检查是否有负无穷减负无穷、0 / 0、溢出的指数，或从未写入的元素。",
+    },
+)
 _SIMILAR = 0.6  # least similarity of lines in which the same mistake fails
 
 
@@ -45,7 +54,17 @@ def judge(exercise: Exercise, text: str) -> Verdict:
     first = next(number for number, symptom in enumerate(symptoms) if symptom)
     symptom = f"example '{examples[first].name}': {symptoms[first]}"
     mistake = find_mistake(exercise, outcomes, run_mistakes(exercise))
+    if mistake is None and _is_nan(outcomes[first], examples[first]):
+        mistake = NAN
     return Verdict(right, len(examples), symptom, mistake)
+
+
+def _is_nan(outcome: Outcome, example: Example) -> bool:
+    """Whether an outcome has NaN where none is expected."""
+    return any(
+        np.isnan(array).any() and not np.isnan(example.expected[name]).any()
+        for name, array in outcome.arrays.items()
+    )
 
 
 def run_mistakes(exercise: Exercise) -> list[list[Outcome]]:

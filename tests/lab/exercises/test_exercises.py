@@ -78,7 +78,7 @@ def test_a_learner_starts_fails_takes_hints_and_solves(folder):
     assert "open" in run("list", "--language", "en").stdout
     started = run("start", "warp_sum", "--language", "en")
     assert started.exit_code == 0
-    assert "Complete `warp_sum`" in started.stdout
+    assert "Complete `sum_of_lanes`" in started.stdout
     untouched = run("check", "warp_sum", "--language", "en")
     assert untouched.exit_code == 2
     assert "is as it was written" in untouched.stderr

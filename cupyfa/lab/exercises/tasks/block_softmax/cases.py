@@ -7,12 +7,13 @@ from cupyfa.lab.exercises.exercise import Example
 
 def examples():
     rng = np.random.default_rng(0)
-    for name, rows, n in (
-        ("a number per thread", 1, 64),
-        ("a long row", 2, 200),
-        ("a short row", 2, 5),
+    for name, rows, n, mean in (
+        ("a number per thread", 1, 64, 100),
+        ("a long row", 2, 200, 100),
+        ("a short row", 2, 5, 100),
+        ("scores far below 0", 1, 64, -1000),
     ):
-        x = (100 + 3 * rng.standard_normal((rows, n))).astype(np.float32)
+        x = (mean + 3 * rng.standard_normal((rows, n))).astype(np.float32)
         weights = np.exp(x.astype(float) - x.max(axis=1, keepdims=True))
         yield Example(
             name,

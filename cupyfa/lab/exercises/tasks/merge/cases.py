@@ -27,6 +27,7 @@ def examples():
         ("usual scores", usual),
         ("sets of different weight", usual + 6 * (np.arange(12) < 5)),
         ("large scores", 900 + usual),
+        ("rows of very different scores", usual + [[1000], [-1000], [0], [500]]),
         ("rows that see one set", one_sided),
         ("a row that sees nothing", nothing),
     ):

@@ -26,6 +26,8 @@ def examples():
         Q, K, V = (rng.standard_normal((rows, 4)) for rows in (M, N, N))
         Q[:, 0] = 1.0
         K[:, 0] += growth * (1 + np.arange(N) / N)
+        if growth > 1000:  # rows with scores of both signs
+            Q[1::2, 0] = -1.0
         distance = np.arange(M)[:, None] - np.arange(N)
         visible = (np.abs(distance) < window) & ((distance >= 0) | (window == 99))
         O, L = reference(Q, K, V, visible)
