@@ -160,8 +160,8 @@ def test_prepared_calls_of_packed_arrays(backend, of_shapes):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"cu_seqlens_q": [0, 5, 9, 100]}, "q.offsets go from 0 to 100, but q has 17 rows"),
-        ({"cu_seqlens_k": [0, 9, 5, 6]}, r"k.offsets\[2\] is 5, less than 9 before it"),
+        ({"cu_seqlens_q": [0, 5, 9, 100]}, "q.offsets range from 0 to 100, but q has 17 rows"),
+        ({"cu_seqlens_k": [0, 9, 5, 6]}, r"k.offsets\[2\] is 5, less than the preceding 9"),
         ({"seqused_q": [5, 1, 1]}, r"q.used\[0\] is 5, but sequence 0 has 3 rows"),
     ],
 )

@@ -26,7 +26,7 @@ def run(kernel, backend, sizes=SIZES, **tiles):
 BARRIER = re.compile(r"__sync(?:threads|warp)\(\);  // (.*)")
 # Q may still be in flight when O overwrites it only if there is no tile of keys.
 WHERE_NO_KEYS_ARE = "Q is no longer read, and its copy has completed"
-OF_SPLITS_WITHOUT_KEYS = "the initial maxima and sums are written, even without keys"
+OF_SPLITS_WITHOUT_KEYS = "without keys, nothing else waits for the initial maxima and sums"
 WAIT = re.compile(
     rf"cp_async_wait_group<(.*)>\(\);(?!\n  __syncthreads\(\);  // {WHERE_NO_KEYS_ARE})"
 )

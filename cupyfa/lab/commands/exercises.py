@@ -67,7 +67,7 @@ def exercise() -> None:
 @language_option
 @command_options.format_option
 def list_exercises(language: str, form: str) -> None:
-    """List the exercises in the order of the course, with your progress."""
+    """List the exercises and your progress."""
     progress = _read_progress()
     states = WORDS["states"][language].split()
     rows = [
