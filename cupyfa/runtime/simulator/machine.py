@@ -121,8 +121,9 @@ def starter(
 
     An ``early`` launch may begin before the previous one has ended. The simulator then checks that
     threads wait for the previous launch before they access ``awaited`` regions and, with
-    ``waits_first``, before they let the next launch begin. A thread of each block must wait, or
-    with ``one_waits`` a thread of the launch. No thread may write to a ``kept`` region.
+    ``waits_first``, before they let the next launch begin. At least one thread of each block must
+    wait; with ``one_waits`` one thread of the launch is enough. No thread may write to a ``kept``
+    region.
 
     Raises ValueError if ``sizes`` do not match the kernel's parameters. The returned function
     raises SimulatorFault.
@@ -137,7 +138,7 @@ def starter(
     number = ctypes.c_size_t
     request = _Request()
     request.entry = ctypes.cast(kernel.code.simulator_call, ctypes.c_void_p)
-    if locate := getattr(kernel.code, "simulator_locate", None):  # for `extern __shared__`
+    if locate := getattr(kernel.code, "simulator_locate", None):  # has `extern __shared__` arrays
         request.locate = ctypes.cast(locate, ctypes.c_void_p)
     request.argument_bytes = (number * max(len(sizes), 1))(*sizes)
     request.argument_count = len(sizes)
@@ -178,14 +179,14 @@ def _interruptible(call: Callable[[], int], stop: Callable[[], Any]) -> int:
     """Calls a C function so that a signal handler, such as that of Ctrl-C, can stop it.
 
     Python runs signal handlers in its main thread, between bytecodes. The main thread therefore
-    waits here while another thread makes the call. After a signal it stops the call and waits for
-    its end, because the call uses the caller's memory. A kernel without memory accesses cannot be
-    stopped.
+    waits here while another thread makes the call. If a signal handler raises, the main thread
+    stops the call and waits for its end, because the call uses the caller's memory. A kernel
+    without memory accesses cannot be stopped.
     """
     if threading.current_thread() is not threading.main_thread():
         return call()
     results: list[int | None] = []
-    begun, done = threading.Lock(), threading.Lock()  # a signal leaves each held or free
+    begun, done = threading.Lock(), threading.Lock()  # atomic, even if a signal interrupts
     done.acquire()
 
     def work() -> None:
@@ -258,8 +259,8 @@ class _Report(ctypes.Structure):
 # object file, so it cannot contain the paths of one checkout.
 _UNPLACED, _PLACED_TWINS, _PLACED = "/@", "/@twins", "/@include"
 _PLACE = re.compile(r"\{([0-9a-f]+);([^}]*):(-?\d+)\}")
-_DIVIDES = "divides an integer by zero"  # message of runtime.cpp
-_EXPRESSIONS = re.compile(r"\b(score_mod|mask_mod)\(")  # generated from expressions
+_DIVIDES = "divides an integer by zero"  # must match runtime.cpp
+_EXPRESSIONS = re.compile(r"\b(score_mod|mask_mod)\(")  # functions generated from user expressions
 
 
 def _fault(kernel: CompiledKernel, report: _Report) -> SimulatorFault:
@@ -378,7 +379,7 @@ class _ArgumentSizes(ctypes.Structure):
 def _build(source: str, entry: str, digest: str, folders: Sequence[Path]) -> CompiledKernel:
     try:
         runtime_path, runtime = _runtime()
-    except CompileError as error:  # not the kernel's fault
+    except CompileError as error:  # the cause is not the kernel
         raise _useless("cannot compile the simulator", str(error)) from None
 
     def make(path: Path) -> None:
@@ -533,7 +534,7 @@ def _warn_of_ignored(what: str) -> None:
 
 
 def compiler_choice() -> str:
-    """Describes the compiler: its version, its command and the variable that names it."""
+    """Describes the compiler: its version, its command and the variable in which it was set."""
     if os.environ.get("CUPYFA_COMPILER"):
         by = "named by CUPYFA_COMPILER"
     else:
@@ -614,7 +615,7 @@ def _run(command: Sequence[str], folder: Path | None = None) -> str:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    for order in (signal.SIGTERM, signal.SIGKILL):  # SIGTERM lets it remove its files
+    for order in (signal.SIGTERM, signal.SIGKILL):  # SIGTERM lets the compiler remove its files
         with suppress(ProcessLookupError):
             os.killpg(process.pid, order)
         with suppress(subprocess.TimeoutExpired):
@@ -626,7 +627,8 @@ def _end(process: subprocess.Popen[str]) -> None:
 def _environment(folder: Path | None) -> dict[str, str]:
     """Returns the environment for a compiler, with a cache folder for zig if the user has none.
 
-    Temporary files go to ``folder``, which is deleted later, because a killed linker leaves some.
+    Temporary files go to ``folder``, which the caller deletes, because a killed linker leaves its
+    temporary files behind.
     """
     environment = dict(os.environ, LC_ALL="C", **({"TMPDIR": str(folder)} if folder else {}))
     base = cache_folder.user_cache()
