@@ -1,4 +1,4 @@
-"""Caches whose tokens have equal scales, very different ones, and large scores."""
+"""Examples: caches with equal scales, with very different scales, and with large scores."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""New tokens at the beginning, after cached ones, and sequences of different lengths."""
+"""Examples: new tokens with an empty cache, after cached tokens, and of unequal sequences."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Parts of equal and unequal size, with large scores, and without keys for some or all rows."""
+"""Examples: parts of equal and unequal size, large scores, and parts without keys."""
 
 import numpy as np
 
