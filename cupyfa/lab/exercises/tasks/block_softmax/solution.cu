@@ -1,4 +1,4 @@
-// Softmax of the rows of x [rows, n]: a block for each row, maximum and sum in shared memory.
+// Softmax of each row of x [rows, n]: one block per row; maximum and sum are reduced in it.
 
 constexpr int threads = 64;
 constexpr float infinity = __builtin_bit_cast(float, 0x7f800000);
@@ -10,7 +10,7 @@ __device__ float sum(float a, float b) {
   return a + b;
 }
 
-// Combines the x of all threads; shared has an element for each. Every thread gets the result.
+// Reduces the x of all threads and returns the result in each. `shared` has one element per thread.
 template <class Combine>
 __device__ float reduce(float x, float* shared, Combine combine) {
   const int thread = threadIdx.x;
@@ -20,9 +20,9 @@ __device__ float reduce(float x, float* shared, Combine combine) {
     __syncthreads();
     if (thread < half) shared[thread] = combine(shared[thread], shared[thread + half]);
   }
-  __syncthreads();  // the result is written
+  __syncthreads();  // wait until the result is written
   const float result = shared[0];
-  __syncthreads();  // every thread has read it, and shared may be written again
+  __syncthreads();  // wait until every thread has read it; then shared may be reused
   return result;
   // end
 }

@@ -1,4 +1,4 @@
-"""Examples: caches with equal scales, with very different scales, and with large scores."""
+"""Examples: one scale for all tokens, a different scale for each, and large scores."""
 
 import numpy as np
 
