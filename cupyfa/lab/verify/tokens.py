@@ -78,7 +78,7 @@ def _check_rest(
     lengths: np.ndarray,
     p: Problem,
 ) -> None:
-    """Raises WrongResult if a row other than the new tokens changed, or for wrong lengths."""
+    """Raises WrongResult if lengths are wrong or a row that holds no new token has changed."""
     used = step.backend.download(step.lengths) if step.is_moved else step.lengths
     if (used != lengths).any():
         raise WrongResult(

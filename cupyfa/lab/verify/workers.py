@@ -49,7 +49,7 @@ _PATIENCE = 1.0  # seconds between SIGTERM and SIGKILL
 
 
 class Stopped(Exception):
-    """Raised when a worker is stopped before its task is done."""
+    """Raised if a worker is stopped before its task is complete."""
 
 
 class Here:

@@ -15,7 +15,7 @@
 #include <ptx/wgmma.cuh>
 #include <timeline.cuh>
 
-// Returns whether a causal mask, a window or the end of the keys hides some pair of the tile.
+// Returns whether a causal mask, a window or the end of the keys hides any pair of the tile.
 template <int Br, int Bc>
 __device__ __forceinline__ bool is_masked(const TilePair<Br, Bc>& pair) {
   return pair.first_key + Bc > pair.extent.N || !pair.reaches_all();

@@ -59,7 +59,7 @@ __device__ __forceinline__ void add_up(WarpSums<m, n>* all, int warp, float (&O)
   for (int first = 0; first < m * n; first += warps) {
     const int i = first + warp;
     if (m * n % warps != 0 && i >= m * n) continue;
-    const int row = n % warps == 0 || m == 1 ? first / n : i / n;  // constant in most cases
+    const int row = n % warps == 0 || m == 1 ? first / n : i / n;  // usually known at compile time
     float4 total = {};
 #pragma unroll
     for (int w = 0; w < warps; ++w) {

@@ -38,7 +38,7 @@ __device__ __forceinline__ void flag_rows(const float (&O)[m][n][4],
     for (int j = 0; j < 2 * n; ++j) {
       const int col = j / 2 * 8 + 2 * (lane % 4) + j % 2;
       const float o = fabs(O[i / 2][j / 2][i % 2 * 2 + j % 2]);
-      if (col < cols && !(o >= least)) small |= exponents[col] > -127;  // not a column of zeros
+      if (col < cols && !(o >= least)) small |= exponents[col] > -127;  // skips columns of zeros
     }
     const real maximum = rows.maximum[i / 2][i % 2];
     const bool wrong = !(sum < infinity) || (maximum != -largest && is_beyond_split(maximum));
