@@ -178,7 +178,7 @@ class BufferChange(NamedTuple):
 class Timeline(Shown):
     """The recorded phases of one block (times in cycles) or of all blocks (in microseconds).
 
-    In the simulator times count the block's log entries.
+    In the simulator, times are numbers of log entries of the block.
     """
 
     kernel: str

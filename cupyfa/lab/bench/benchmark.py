@@ -88,7 +88,7 @@ def bench(
     backend = backend_to_measure(backend)
     names = [kernels] if isinstance(kernels, str | Kernel) else list(kernels)
     against = (against,) if isinstance(against, str) else tuple(against)
-    named = cache(record_named)  # each load of a script makes a new record
+    named = cache(record_named)  # loading a script again would create another record
     chosen = [x if isinstance(x, Kernel) or x == "auto" else named(x) for x in names]
     if not isinstance(tiles or {}, Mapping):
         raise TypeError(f'tiles is {described(tiles)}; give tile sizes by name, as {{"Br": 64}}')

@@ -313,7 +313,8 @@ def _long(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-# Maps options with an optional value to the implied value, a test for values, and a description.
+# Maps each option with an optional value to the implied value, a predicate for valid values, and a
+# description of these.
 _FLAGS: Mapping[str, tuple[str, Callable[[str], bool], str]] = {
     _long(name): (x.flag, partial(contains, x.choices or ()), " or ".join(x.choices or ()))
     for name, x in OPTIONS.items()

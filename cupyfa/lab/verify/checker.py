@@ -374,7 +374,7 @@ def _named(
     chosen = [kernels] if isinstance(kernels, KernelOrName) else list(kernels)
     if not chosen:
         raise ValueError("no kernel was given; give at least one")
-    named = cache(record_named)  # each load of a script makes a new record
+    named = cache(record_named)  # loading a script again would create another record
     found: dict[str, tuple[KernelOrName, Kernel | None]] = {}
     for kernel in chosen:
         if not isinstance(kernel, KernelOrName):

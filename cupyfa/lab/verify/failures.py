@@ -295,7 +295,7 @@ def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
 
 
 def _viewed(members: Mapping[str, np.ndarray], name: str, dtype: str) -> np.ndarray:
-    """Returns a stored array as a view of its original dtype."""
+    """Returns a stored array, viewed as its original dtype."""
     if name not in members:
         raise ValueError(f"{name} is missing")
     found, wanted = members[name], INPUTS[dtype].numpy if dtype in INPUTS else np.dtype(dtype)

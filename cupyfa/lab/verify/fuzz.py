@@ -94,7 +94,8 @@ _USUAL_DIMS = (8, 16, 32, 48, 80, 96, 112, 144, 160, 192, 208, 256)
 _PLAIN_DIM = 64
 _NARROW, _NARROW_GROUP = 64, 3
 _WIDEST = 640  # largest d drawn for kernels that support any d
-# Lengths and numbers of heads for which a head has few rows, so that heads may share a row tile.
+# Kinds of lengths, and (batch, kv_heads, group), if heads have so few rows that several may share a
+# row tile.
 _FEW, _FEW_HEADS = ("few", "beyond"), (2, 2, 3)
 _HEADS_OF_LENGTHS = ((3, 2, 2), (5, 2, 1), (2, 2, 3), (3, 1, 5))
 _PAGE_SIZES = (16, 64, 32, 128)

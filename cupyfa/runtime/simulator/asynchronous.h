@@ -220,7 +220,8 @@ Cell* cells_at(Arena& arena, const void* pointer) {
   return &arena.cells[(reinterpret_cast<std::uintptr_t>(pointer) - arena.address) / cell_bytes];
 }
 
-// The clocks that a reader (thread, copy or tensor core) has seen; `thread` is -1 for no thread.
+// The clocks that a reader (thread, copy or tensor core) has seen; if it is not a thread, `thread`
+// is -1.
 struct Reader {
   const Clock* past;
   int thread;
@@ -645,7 +646,7 @@ void add_to(float* memory, float value) {
       !__atomic_compare_exchange_n(word, &old, desired, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
 }
 
-// Executes a thread's delayed additions: all of them, or with a seed a random choice.
+// Executes a thread's delayed additions: all of them or, with a seed, a random subset.
 void make_additions(Worker& worker, Fiber& fiber, bool all) {
   Addition** link = &fiber.additions;
   while (Addition* addition = *link) {
@@ -1508,7 +1509,7 @@ void set_registers(Worker& worker, int count, bool increases, const Place& place
   }
 }
 
-// Returns a warpgroup's last call; nullptr if it made none, or more than kept_calls.
+// Returns a warpgroup's last setmaxnreg call; nullptr if it made none, or more than kept_calls.
 const RegisterCall* last_call(const Worker& worker, const Warpgroup& group) {
   const RegisterCall* last = nullptr;
   for (const RegisterCall& call : group.registers) {
@@ -1566,7 +1567,8 @@ Clock latest_clock(const Worker& worker) {
   return latest;
 }
 
-// Drops copies that no thread waits for. Their data is unused, since any use would be a fault.
+// Drops copies that no thread waits for. Their data is unused, since any use would have been
+// reported as a fault.
 void drop_copies(Worker& worker, Fiber& fiber) {
   for (const Copy* copy = fiber.copies; copy != nullptr; copy = copy->next) {
     mark_writing(*arena_of(worker, copy->shared, chunk_bytes), copy->shared, chunk_bytes, 0);
@@ -1574,7 +1576,7 @@ void drop_copies(Worker& worker, Fiber& fiber) {
   free_all(fiber.copies);
 }
 
-// Discards all pending operations before the next block.
+// Discards all pending asynchronous operations before the next block runs.
 void forget_asynchronous(Worker& worker) {
   for (int i = 0; i < worker.threads; ++i) {
     drop_copies(worker, worker.fibers[i]);

@@ -46,7 +46,8 @@ _MAX_FRAME_BYTES = 200_000  # per function; a fiber's stack has 260 KB
 # DWARF 4 is the last version of debug information that every addr2line reads correctly.
 _BASE_FLAGS = ["-std=c++17", "-O2", "-g1", "-gdwarf-4", "-fPIC", "-fvisibility=hidden"]
 _KERNEL_FLAGS = [
-    # Compiling dominates small problems; large ones run 10 % slower than with -O2.
+    # For small problems most of the time is spent on compiling, for which -O1 is faster. Large
+    # problems run 10 % slower than with -O2.
     "-O1",
     "-fno-exceptions",
     "-fno-math-errno",
@@ -310,7 +311,7 @@ def _line(kernel: CompiledKernel, places: Sequence[re.Match[str]]) -> str:
 
 
 def _own_name(kernel: CompiledKernel, line: str) -> str:
-    """Replaces the placeholder in a ``file:line`` of an object file by the kernel's folder."""
+    """Replaces the placeholder in a ``file:line`` of an object file with the kernel's folder."""
     if not line.startswith(f"{_PLACED}/"):
         return line.removeprefix(f"{_UNPLACED}/")
     name = line.removeprefix(f"{_PLACED}/")
@@ -577,7 +578,8 @@ def _runtime_key() -> str:
 
 
 def _run(command: Sequence[str], folder: Path | None = None) -> str:
-    # Another thread starts the process; in this one a signal could interrupt Popen and lose it.
+    # Another thread starts the process: in this thread a signal could interrupt Popen after the
+    # process was started, which would then never be ended.
     with ThreadPoolExecutor(1) as threads:
         started = threads.submit(
             subprocess.Popen,
@@ -648,7 +650,7 @@ def _load_or_make(name: str, make: _Make) -> tuple[Path, ctypes.CDLL]:
     path = _whole_or_made(name, make)
     try:
         return path, ctypes.CDLL(str(path))
-    except OSError:  # intact, but built before the system changed
+    except OSError:  # the file is intact, but incompatible with the updated system
         path.unlink(missing_ok=True)
         return path, ctypes.CDLL(str(_whole_or_made(name, make)))
 

@@ -231,7 +231,7 @@ struct Coordinates {
   unsigned grid_dim[3];
 };
 
-// The source line or the address of a collective; for a memory access only one of them is known.
+// A place in the kernel, as file and line, as code address, or as both.
 struct Place {
   const char* file = nullptr;
   int line = 0;
@@ -527,7 +527,7 @@ struct Worker {
   int threads = 0;
   int warp_count = 0;
   int finished = 0;
-  int idle_polls = 0;  // polls since any other progress
+  int idle_polls = 0;  // polls since a thread last made progress
   bool abandoned = false;
   bool shuffled = false;
   // True if the block has executed, respectively: an atomic in global memory, which may order
@@ -708,7 +708,7 @@ inline Fiber* next_fiber(Worker& worker) {
   }
   if (worker.shuffled) {
     unsigned ready = worker.ready_warps & ~worker.late_warps;
-    if (ready == 0 && worker.idle_polls == 0) {  // conditions of polling threads may hold now
+    if (ready == 0 && worker.idle_polls == 0) {  // some condition may have become true
       wake_polling(worker);
       ready = worker.ready_warps & ~worker.late_warps;
     }
@@ -1353,9 +1353,9 @@ void check_waited(Worker& worker) {
   worker.abandoned = true;
 }
 
-// Checks an access of the array that was accessed last. The simulator does not track order by
-// atomics: it does not compare a block that executed atomics with other blocks, nor the block's
-// threads with each other if a fence came before.
+// Checks an access of the array that was accessed last. Atomics may order accesses, which the
+// simulator does not track. It therefore ignores races between a block that executed atomics and
+// other blocks and, if a fence preceded an atomic, races between threads of that block.
 template <Access access>
 __attribute__((noinline)) void check_global(Worker& worker, const Touch& touch) {
   if (access == Access::announcement) return;

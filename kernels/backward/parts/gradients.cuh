@@ -43,7 +43,7 @@ __device__ __forceinline__ void load_row_sums(real (&tile_lse)[tile_rows],
   });
 }
 
-// Loads Q or dO of a row tile. The tile's lse must have arrived.
+// Loads Q or dO of a row tile. The tile's lse must already be in shared memory.
 template <int threads, int width, int rows, int stride>
 __device__ __forceinline__ void load_rows(scalar (&tile)[rows][stride], Tensor<const scalar> tensor,
                                           const real (&lse)[rows], int batch, int head,

@@ -451,7 +451,8 @@ inline int __syncthreads_and(int predicate, simulator::Here here = {}) {
 inline void __syncwarp(unsigned mask = 0xffffffffu, simulator::Here here = {}) {
   simulator::warp_barrier(mask, "__syncwarp", here);
 }
-// A worker runs one thread at a time. Other workers see its stores when the grid ends or earlier.
+// A worker runs one thread at a time, so no fence is needed within it. Other workers see its stores
+// at the latest when the grid ends.
 inline void __threadfence() {
   simulator_fence();
 }

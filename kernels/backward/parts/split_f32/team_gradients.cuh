@@ -140,7 +140,7 @@ struct TeamWeights {
     const TeamPlace own;
     const int first = own.group * team_rows, col = own.turn * own_columns<columns>;
     if (has_own() && own.lane % 4 < 2) own_factor(own) = largest.weight[0][own.lane % 4 == 1];
-    __syncthreads();  // the largest weights are written
+    __syncthreads();  // wait for all largest weights
     Largest<2> of_all;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -154,7 +154,7 @@ struct TeamWeights {
     }
     store_scaled<cols>(sums, factor, gradient, batch, head, first_row + first, end, own.lane, power,
                        col);
-    __syncthreads();  // `wrong` is written
+    __syncthreads();  // wait for all elements of `wrong`
     for (int row = threadIdx.x; row < rows && first_row + row < end; row += block) {
       bool is_not_held = false;
       for (int i = 0; i < team; ++i) is_not_held |= wrong[i][row] != 0;

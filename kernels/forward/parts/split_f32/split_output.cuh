@@ -20,7 +20,7 @@ __device__ __forceinline__ float least_output(float sum, const Extent& extent, i
 }
 
 // Flags the warp's rows of O / sum that may be inaccurate (cancellation.cuh) and have no flag yet.
-// `exponents` belong to the columns of V. Rows without a weight are exactly 0.
+// `exponents` are those of V's columns. Rows whose weights are all 0 are exactly 0.
 template <int cols, int m, int n, int pack_gqa>
 __device__ __forceinline__ void flag_rows(const float (&O)[m][n][4],
                                           const SplitRows<m * step, pack_gqa>& rows,

@@ -23,7 +23,7 @@ extern "C" __global__ void producer_consumer(const float* P, const float* V, flo
   float sum = 0.0f;
   for (int tile = 0; tile < tiles; ++tile) {
     const int stage = tile % stages;
-    const int phase = tile / stages % 2;  // of both barriers in this round of the ring
+    const int phase = tile / stages % 2;  // parity of both barriers' phases in this round
     const int rows = min(keys, N - tile * keys);
     if (warp == 0 && lane == 0) {
       const float* source = &V[tile * keys * columns];

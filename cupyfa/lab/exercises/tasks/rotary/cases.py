@@ -1,4 +1,4 @@
-"""Examples: new tokens with an empty cache, after cached tokens, and of unequal sequences."""
+"""Examples: new tokens in an empty cache, after cached tokens, and in unequal sequences."""
 
 import numpy as np
 
