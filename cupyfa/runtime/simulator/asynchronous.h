@@ -767,7 +767,7 @@ void end_stores(Worker& worker, const Place& place) {
     std::free(first);
   }
   make_additions(worker, fiber, false);
-  // Restores the marks of other threads' stores of the same bytes, which may still be in flight.
+  // Restores the marks of other threads' stores of these bytes: they may still be in flight.
   for (int i = 0; i < worker.threads; ++i) {
     for (Store* store = worker.fibers[i].stores; store != nullptr; store = store->next) {
       const Box& box = store->box;

@@ -74,7 +74,8 @@ inline void wgmma_wait_group(float (&d)[count], simulator::Here here = {}) {
   simulator_wait_for_products(pending, d, here.file, here.line);
 }
 
-// Like the wait above, but D may not be read yet; operands of complete groups may be overwritten.
+// Like the function above, but D must not be read yet. Operands of complete groups may be
+// overwritten.
 template <int pending>
 inline void wgmma_wait_group(simulator::Here here = {}) {
   static_assert(pending >= 0, "a number of groups");
