@@ -262,7 +262,7 @@ def _loaded(timeline: Timeline, load: Span, of_tile: Sequence[Span], has_queries
 def _copied(
     timeline: Timeline, group: Span, height: int, width: int
 ) -> tuple[str, str, int | None, int | None]:
-    """Returns the arrays that a cp.async group reads, "" (it writes none), and their row and key."""
+    """Returns the arrays that a cp.async group reads, "" (it writes none), and its row and key."""
     groups = [x.start for x in timeline.copies if (x.warp, x.name) == (group.warp, group.name)]
     before = max((x for x in groups if x < group.start), default=-1)
     found: dict[str, int] = {}

@@ -191,7 +191,7 @@ class Timeline(Shown):
     blocks: tuple[int, ...]  # indices of the recorded blocks
     phases: tuple[Span, ...]
     copies: tuple[Span, ...] = ()
-    products: tuple[Span, ...] = ()  # wgmma groups, from issue to the end of the wait for them
+    products: tuple[Span, ...] = ()  # wgmma groups, from issue to the end of their waits
     arrows: tuple[Arrow, ...] = ()
     visits: tuple[Visit, ...] = ()  # simulator only, in each warp's order
     lane_copies: tuple[Copy, ...] = ()

@@ -389,7 +389,7 @@ def _drawn(
         x += 10 * rng.standard_normal(shape, np.float32) * (rng.random(shape) < 0.001)
     elif values in ("nan", "inf") and x.size:
         x[tuple(rng.integers(0, shape))] = math.nan if values == "nan" else math.inf
-    if dtype == E4M3:  # numbers beyond its range would become NaN
+    if dtype == E4M3:  # numbers beyond the range of e4m3 would become NaN
         x = x.clip(-E4M3_MOST, E4M3_MOST)
     return x.astype(dtype)
 

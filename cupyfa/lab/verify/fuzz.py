@@ -552,7 +552,7 @@ class Fuzz:
         are_few: whether heads have so few rows that they may share a row tile. shares: whether the
         problem has arrays, whose indexing compiles differently for a single batch element or head.
         """
-        if values in ("nan", "inf"):  # several heads, to test how the repair launch finds them
+        if values in ("nan", "inf"):  # the repair launch must find the right one of several heads
             batch, kv_heads, group = 2, 2, turns.choose("group", (2, 5, 3)) if is_packed else 2
         else:
             of_lengths = self._kind(turns) in ("pages", "new tokens", "padded")

@@ -115,8 +115,8 @@ struct Product {
   bool added;
   Sums* sums;
   Place place;
-  int thread;  // the first thread that issued it
-  int begun;   // number of threads that have issued it
+  int thread;  // the first thread that issued the product
+  int begun;   // number of threads that have issued the product
   Clock past[max_components];
   unsigned registers[warpgroup_size][4];
 };
@@ -128,7 +128,7 @@ struct RegisterCall {
   int count;
   bool increases;
   int threads;  // number of threads that made the call
-  int thread;   // the first of these threads
+  int thread;   // the first thread that made the call
   Place place;
 };
 

@@ -75,7 +75,7 @@ _GCC_FLAGS = [
 _CLANG_FLAGS = [
     f"-Wframe-larger-than={_MAX_FRAME_BYTES}",
     "-Werror=frame-larger-than",
-    "-fno-sanitize=undefined",  # zig enables it with -O0
+    "-fno-sanitize=undefined",  # zig enables this sanitizer with -O0
     "-fsanitize=array-bounds,integer-divide-by-zero,alignment",
     "-fno-sanitize-trap=all",
     "-fno-vectorize",  # a vectorised access may cover elements that the kernel skips

@@ -51,9 +51,9 @@ struct Region {
   std::uintptr_t address;
   std::size_t bytes;
   int itemsize = 1;  // bytes per element
-  int constant = 0;  // true if the kernel may only read it
-  int awaited = 0;   // true if an earlier launch may still access it when this one starts
-  int kept = 0;      // true if the next launch reads it without waiting for this one
+  int constant = 0;  // true if the kernel may only read the region
+  int awaited = 0;   // true if an earlier launch may access the region while this launch runs
+  int kept = 0;      // true if the next launch reads the region without waiting for this launch
 };
 
 struct Request {
@@ -256,11 +256,11 @@ struct Fiber {
   int warp;
   int lane;
   bool finished;
-  const char* operation;  // the collective in which it waits, or nullptr
+  const char* operation;  // the collective in which the thread waits, or nullptr
   Place place;            // place of that collective
   int barrier;            // number of the block barrier, or -1
   Exchange* exchange;     // the last warp collective
-  int awaited;            // index of the mbarrier for which it waits, or -1
+  int awaited;            // index of the mbarrier for which the thread waits, or -1
   int phase;              // phase of that mbarrier
   Copy* copies;           // copies in flight, oldest first
   Copy** copies_end;
@@ -277,7 +277,7 @@ struct Fiber {
   // whole warp has seen: the threads of a warp wait for copies and products separately.
   Clock known[max_components - max_warps];
   bool begun;   // true after wgmma_fence, until the next wait
-  bool waited;  // true if it has waited for the previous launch
+  bool waited;  // true if the thread has waited for the previous launch
   int register_calls;
   // Address range of the registers that products in flight will write.
   std::uintptr_t awaited_low;
@@ -537,7 +537,7 @@ struct Worker {
   bool signals = false;
   std::uint64_t number = 0;  // number of this worker, from 1
   Epoch block_start = 0;     // first epoch of the block, with the worker's number
-  unsigned late_warps = 0;   // in a shuffled order, warps that run only when no others can
+  unsigned late_warps = 0;   // with shuffled order, warps that run only if no other warp can
   std::uint64_t random = 0;
   unsigned ready_warps = 0;
   void** arguments = nullptr;
@@ -809,7 +809,7 @@ inline Exchange* find_exchange(Worker& worker, unsigned mask, std::size_t size,
   return open_exchange(worker, mask, size, operation);
 }
 
-// Adds the clocks that this thread has seen in addition to those of its warp.
+// Adds the clocks that this thread, but not its whole warp, has seen.
 inline void add_known(const Worker& worker, const Fiber& fiber, Clock (&past)[max_components]) {
   for (int i = max_warps; i < worker.components; ++i) {
     past[i] = std::max(past[i], fiber.known[i - max_warps]);
@@ -1701,7 +1701,7 @@ std::size_t argument_room(std::size_t bytes) {
   return (bytes / argument_alignment + 1) * argument_alignment;
 }
 
-// Copies the arguments to aligned memory of the worker, behind a table of pointers to them.
+// Copies the arguments to the worker's aligned memory, after a table of pointers to the arguments.
 bool copy_arguments(Worker& worker, const Request& request) {
   std::size_t pointer_bytes = argument_room(request.argument_count * sizeof(void*));
   std::size_t total = pointer_bytes;
@@ -1821,7 +1821,7 @@ EXPORTED int cupyfa_launch(const Request* request, Report* report) {
   while (started < workers && pthread_create(&threads[started], nullptr, work, &launch) == 0) {
     ++started;
   }
-  // If the system starts fewer threads, those share the work; if it starts none, this thread works.
+  // If the system starts fewer threads, they share all blocks; without any, this thread runs them.
   if (started == 0) work(&launch);
   for (int i = 0; i < started; ++i) pthread_join(threads[i], nullptr);
   launch.free_shadows();
@@ -2092,7 +2092,7 @@ struct CheckPlace {
 };
 struct CheckType {
   std::uint16_t kind;  // 0 for an integer
-  std::uint16_t info;  // for an integer, bit 0 is set if signed; the others hold log2 of its bits
+  std::uint16_t info;  // for an integer: bit 0 is set if signed; higher bits are log2 of its width
   char name[1];
 };
 struct BoundsCheck {

@@ -7,7 +7,7 @@
 #include <tile/warp.cuh>
 
 struct ExactSums {
-  int* exponents;   // per element: biased exponent of its largest term, plus 1
+  int* exponents;   // per element: biased exponent of the largest term, plus 1
   long long* sums;  // [words, elements]
   unsigned* flags;  // per element, kinds of added terms: 1 infinity, 2 -infinity, 4 NaN
   int bits;         // each element receives fewer than 2^bits terms

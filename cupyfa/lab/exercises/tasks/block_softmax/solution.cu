@@ -1,4 +1,4 @@
-// Softmax of each row of x [rows, n]: one block per row; maximum and sum are reduced in it.
+// Softmax of each row of x [rows, n]: one block per row reduces the maximum and the sum.
 
 constexpr int threads = 64;
 constexpr float infinity = __builtin_bit_cast(float, 0x7f800000);

@@ -1,4 +1,4 @@
-// Copies a tile of rows of x [M, d] to shared memory. The judge counts the sectors that it reads.
+// Copies a tile of rows of x [M, d] to shared memory. The judge counts the sectors that are read.
 
 constexpr int Br = 16, d = 40, threads = 64;
 constexpr int stride = d + 1;  // row stride in shared memory: padded by one column
@@ -32,7 +32,7 @@ extern "C" __global__ void coalesced_tile(const float* x, float* tiles, int* sec
                                           int M) {
   __shared__ float tile[Br * stride];
   reads += blockIdx.x * Br * d * threads;
-  for (int i = threadIdx.x; i < Br * stride; i += threads) tile[i] = -1;  // not written yet
+  for (int i = threadIdx.x; i < Br * stride; i += threads) tile[i] = -1;  // marks missing writes
   __syncthreads();
   copy_tile(Loader{x, reads, 0}, blockIdx.x * Br, M, tile);
   __syncthreads();
