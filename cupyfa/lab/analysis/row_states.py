@@ -53,7 +53,7 @@ def _rounded(**values: float | np.ndarray) -> _State:
 
 
 def _scores(inputs: _Arrays, p: Problem, row: int) -> np.ndarray:
-    """Computes a row's scores; masked ones are -inf."""
+    """Computes a row's scores; scores of masked keys are -inf."""
     scores = np.full(p.N, -np.inf)
     for tile in tiles_of_scores(inputs, p):
         heads, rows = tile.where

@@ -82,7 +82,7 @@ def save(timeline: Timeline, case: Case, path: Path) -> None:
             "a page plays one block of the simulator; give --backend simulator and a --block"
         )
     data = json.dumps(_data(timeline, case), separators=(",", ":"), allow_nan=False)
-    escaped = data.replace("<", "\\u003c")  # ends no script and begins no comment
+    escaped = data.replace("<", "\\u003c")  # so that data cannot end the script
     page = _TEMPLATE.read_text("utf-8").replace(_DATA, escaped)
     cache_folder.write_whole(path, page.encode())
 

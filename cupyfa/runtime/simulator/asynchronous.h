@@ -927,7 +927,7 @@ typedef std::int32_t ColumnBits __attribute__((vector_size(64), aligned(4)));
 constexpr int width_of_columns = sizeof(Columns) / sizeof(float);
 constexpr std::int32_t exponent_bits = 0x7f800000;
 
-// Modifies vectors in place: to return one takes a SIMD register that not every processor has.
+// Modifies vectors in place, because returning them requires registers that some processors lack.
 inline void keep_bits(Columns& x, std::int32_t bits) {
   x = reinterpret_cast<Columns>(reinterpret_cast<ColumnBits>(x) & bits);
 }

@@ -686,9 +686,9 @@ inline Fiber* take_ready(Worker& worker, int warp, int start) {
   return &worker.fibers[warp * warp_size + lane];
 }
 
-// Chooses a block's late warps at random. The seed decides whether they are no warps, single warps
-// or groups of four. With random order alone, threads advance at a similar pace; late warps reveal
-// missing barriers between threads that are far apart.
+// Chooses a block's late warps at random. The seed decides whether no warps, single warps or groups
+// of four may be late. With random order alone, threads advance at a similar pace; late warps
+// reveal missing barriers between threads that are far apart.
 unsigned late_warps(std::uint64_t seed, std::uint64_t block) {
   std::uint64_t state = seed + (block << 32);
   const std::uint64_t random = next_random(state);
