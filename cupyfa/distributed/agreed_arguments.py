@@ -123,7 +123,7 @@ def _check_shards(shards: Mapping[str, Any]) -> None:
         if not getattr(q, name) == getattr(k, name) == getattr(v, name):
             raise ValueError(f"q, k and v have different {name}; give all three the same {name}")
     if k.rows != v.rows:
-        raise ValueError(f"k has rows={k.rows}, but v has rows={v.rows}; both must be equal")
+        raise ValueError(f"k has rows={k.rows}, but v has rows={v.rows}; they must be equal")
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ def _read(path: Path, entry: str) -> str:
 
 @lru_cache(maxsize=128)  # exceeds the number of kernel files
 def _words(code: str) -> frozenset[str] | None:
-    """Returns the words in code, without comments and strings; None if macros may form names."""
+    """Returns the words in code, without comments and strings; None if macros may paste names."""
     bare = includes.NO_CODE.sub(" ", code)
     return None if _MADE.search(bare) else frozenset(re.findall(r"\w+", bare))
 

@@ -672,7 +672,7 @@ def test_what_is_no_group():
         (
             lambda group: ranks.Sharded(X, group, 8),
             ValueError,
-            "k has rows=None, but v has rows=8; both must be equal",
+            "k has rows=None, but v has rows=8; they must be equal",
         ),
     ],
     ids=["array", "order", "rows"],

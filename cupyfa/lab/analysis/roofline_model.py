@@ -301,7 +301,9 @@ def _limits(device: Device) -> Limits:
 
 
 def _common_operation(kernels: Iterable[Kernel], backward: bool) -> str:
-    """Returns the kernels' operation, "forward" by default. Raises ValueError if they differ."""
+    """Returns the operation that all kernels share, or "forward" if there are no kernels.
+
+    With ``backward`` it must be "backward". Raises ValueError if the operations differ."""
     found = {kernel.operation for kernel in kernels} | ({"backward"} if backward else set())
     if len(found) > 1:
         names = ", ".join(f"{kernel.name} computes {kernel.operation}" for kernel in kernels)
@@ -315,7 +317,7 @@ def _input_sizes(operation: str, p: Problem) -> dict[str, int]:
 
 
 def tiled_bytes(operation: str, p: Problem) -> int:
-    """Counts the bytes moved if inputs are read once and outputs, except lse, written once."""
+    """Counts the bytes moved if inputs are read once and outputs are written once, except lse."""
     outputs = OPERATIONS[operation].outputs_of(p).items()
     written = sum(x.bytes(p) for name, x in outputs if name != "lse")
     return sum(_input_sizes(operation, p).values()) + written

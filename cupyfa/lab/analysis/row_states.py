@@ -1,4 +1,4 @@
-"""Computes by NumPy what a block knows of a row after each tile: m, l and O, or its gradients."""
+"""Computes, in NumPy, a row's intermediate results after each tile: m, l and O, or gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cupyfa.ladder.operations import tiles_of_scores
 from cupyfa.numerics import reference
 from cupyfa.problem.problem import Problem
 
-_SHOWN = 4  # elements of each array
+_SHOWN = 4  # number of elements shown of each array
 _Arrays = Mapping[str, np.ndarray]
 _State = dict[str, list[str]]
 
@@ -19,11 +19,11 @@ _State = dict[str, list[str]]
 def states(
     case: Case, index: int, of_keys: bool, starts: Sequence[int], size: int
 ) -> Iterator[_State] | None:
-    """Returns the states of a row of the first head after tiles of ``size`` keys from ``starts``.
+    """Returns a row's intermediate results after each tile, in the first head.
 
-    Of the forward pass these are those of the online softmax; of the backward pass dQ of the row,
-    or with ``of_keys`` dK and dV of a key after tiles of rows. None for packed sequences, pages,
-    dropout and arrays of options.
+    A tile has ``size`` keys from one of ``starts`` on. The results are those of the online softmax
+    or, for a backward pass, dQ of the row. With ``of_keys`` they are dK and dV of a key after each
+    tile of rows. Returns None for ragged batches, pages, dropout and score-modifying arrays.
     """
     p = case.problem
     if p.is_ragged or p.pages or p.options.dropout:
@@ -40,12 +40,12 @@ def states(
 
 
 def _in_float64(array: np.ndarray) -> np.ndarray:
-    """Returns the first head."""
+    """Returns the first head of the first batch element."""
     return array[0, 0].astype(np.float64)
 
 
 def _rounded(**values: float | np.ndarray) -> _State:
-    """Rounds numbers and the first elements of arrays to four digits, as text."""
+    """Formats numbers, and the first elements of arrays, with four significant digits."""
     return {
         name: [f"{x:.4g}" for x in np.atleast_1d(value)[:_SHOWN].tolist()]
         for name, value in values.items()
@@ -53,7 +53,7 @@ def _rounded(**values: float | np.ndarray) -> _State:
 
 
 def _scores(inputs: _Arrays, p: Problem, row: int) -> np.ndarray:
-    """Computes the scores of a row, -inf where masked."""
+    """Computes a row's scores; scores of masked keys are -inf."""
     scores = np.full(p.N, -np.inf)
     for tile in tiles_of_scores(inputs, p):
         heads, rows = tile.where

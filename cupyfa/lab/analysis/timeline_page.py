@@ -1,4 +1,4 @@
-"""Writes a page that plays a simulated block step by step, with the state of one row meanwhile."""
+"""Writes a page that animates a simulated block step by step, with the state of one row."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cupyfa.lab.analysis.timeline_summary import merged
 from cupyfa.lab.verify.case import Case
 
 _TEMPLATE = Path(__file__).with_name("timeline_page.html")
-_DATA = "{/* the recording */}"  # in the template
+_DATA = "{/* the recording */}"  # placeholder in the template
 _MOST_STEPS = 20_000
 _PRODUCTS = (Kind.PRODUCTS, Kind.ISSUE, Kind.ARITHMETIC)
 _ACTIONS = {
@@ -31,7 +31,7 @@ _ACTIONS = {
     Kind.MARKED: "mark",
     Kind.COPIES_BEGUN: "copy",
 }
-# What actions read and write.
+# Maps operations and actions to the arrays that the action reads and those that it writes.
 _ARRAYS = {
     "softmax": {"softmax": ("S", ""), "epilogue": ("S", "P")},
     "forward": {
@@ -49,11 +49,11 @@ _ARRAYS = {
         "epilogue": ("", "dQ dK dV"),
     },
 }
-_RESULTS = {"columns": "dK dV", "rows": "dQ", "scores": "P dS"}  # of kernels named so
+_RESULTS = {"columns": "dK dV", "rows": "dQ", "scores": "P dS"}  # outputs by part of entry name
 
 
 class _Work(NamedTuple):
-    """What a warp does with a tile: the action, the phase's name, and the arrays by their names."""
+    """A warp's work on a tile: an action, its phase, and the arrays that it reads and writes."""
 
     action: str
     name: str
@@ -65,23 +65,24 @@ class _Work(NamedTuple):
 
 @dataclass
 class _Step:
-    """Work that warps do together, and the time at which each of them begins it."""
+    """Work that several warps do together, and the time at which each of these warps begins."""
 
     work: _Work
     times: dict[int, float]
 
 
 def save(timeline: Timeline, case: Case, path: Path) -> None:
-    """Writes the page of a block to a file, whole or not at all.
+    """Writes the page of a block to a file atomically.
 
-    Raises ValueError unless the recording is of one block in the simulator, and for too many steps.
+    Raises ValueError unless the timeline records one block in the simulator, and if there are more
+    than _MOST_STEPS steps.
     """
     if not (timeline.in_steps and timeline.is_detailed):
         raise ValueError(
             "a page plays one block of the simulator; give --backend simulator and a --block"
         )
     data = json.dumps(_data(timeline, case), separators=(",", ":"), allow_nan=False)
-    escaped = data.replace("<", "\\u003c")  # ends no script and begins no comment
+    escaped = data.replace("<", "\\u003c")  # so that data cannot end the script
     page = _TEMPLATE.read_text("utf-8").replace(_DATA, escaped)
     cache_folder.write_whole(path, page.encode())
 
@@ -112,7 +113,7 @@ def _data(timeline: Timeline, case: Case) -> dict[str, Any]:
         "warps": timeline.warps,
         "operation": operation,
         **{"M": p.M, "N": p.N, "height": height, "width": width},
-        # Of each tile: 0 if all of its pairs are masked, 2 if none is, otherwise 1.
+        # One digit per tile: 0 if all of its pairs are masked, 2 if none are, otherwise 1.
         "visible": [
             "".join(_seen(visible[i : i + height, j : j + width]) for j in range(0, p.N, width))
             for i in range(0, p.M, height)
@@ -130,7 +131,9 @@ def _seen(pairs: np.ndarray) -> str:
 
 
 def _size_of_tiles(starts: set[int], constant: int, whole: int) -> int:
-    """Returns the rows or keys of a tile: a constant of the launch unless tiles are nearer."""
+    """Returns the number of rows or keys in a tile.
+
+    This is the launch's constant or, if smaller, the smallest distance between tile starts."""
     gaps = [after - before for before, after in pairwise(sorted(starts))]
     return max(min([*gaps, constant or whole, whole]), 1)
 
@@ -141,11 +144,11 @@ def _size_of_tiles(starts: set[int], constant: int, whole: int) -> int:
 def _steps(
     timeline: Timeline, operation: str, visits: Sequence[Visit], size: tuple[int, int]
 ) -> list[_Step]:
-    """Returns what warps do, in order.
+    """Returns the steps of all warps in order.
 
-    The simulator runs one warp until it waits, then the next one. Here warps that do the same after
-    the same number of waits share a step, as they would run together on a GPU: all warps if they
-    wait for the block only, otherwise those of a warpgroup.
+    The simulator runs one warp until it waits, then the next. On a GPU the warps would run
+    together. Warps that do the same work after the same number of waits therefore share a step: all
+    warps of the block if they wait only at block barriers, otherwise the warps of a warpgroup.
     """
     found = []
     for warp in range(timeline.warps):
@@ -161,8 +164,8 @@ def _steps(
             found.append((x.start, warp, (*same, repeated[same])))
             repeated[same] += 1
     made: list[_Step] = []
-    shared: dict[Any, int] = {}  # the step of the same work after the same waits
-    last = [-1] * timeline.warps  # the last step of each warp
+    shared: dict[Any, int] = {}  # latest step for each kind of work and number of waits
+    last = [-1] * timeline.warps  # latest step of each warp
     for time, warp, key in sorted(found, key=lambda x: x[:2]):
         if shared.get(key, -1) <= last[warp]:
             shared[key] = len(made)
@@ -179,13 +182,13 @@ def _work(
     visits: Sequence[Visit],
     size: tuple[int, int],
 ) -> Iterator[tuple[Span, _Work]]:
-    """Yields what each phase of a warp does, by its place among the phases of the same tile."""
+    """Yields each phase of a warp and its work, derived from its position in the tile's phases."""
     times = [x.time for x in visits]
     by_visit = {
         number: list(own)
         for number, own in groupby(spans, lambda x: bisect_right(times, x.start) - 1)
     }
-    # The number of products before the softmax of the first tile.
+    # Products that precede the softmax of the first tile.
     ahead = next((_products_ahead(own) for own in by_visit.values() if _softmax(own)), [])
     for number, own in by_visit.items():
         for x in own:
@@ -217,7 +220,7 @@ def _softmax(of_tile: Sequence[Span]) -> list[Span]:
 
 
 def _products_ahead(of_tile: Sequence[Span]) -> list[Span]:
-    """Returns the products before the softmax of a tile."""
+    """Returns the products that precede a tile's softmax."""
     start = min((x.start for x in _softmax(of_tile)), default=0)
     return [x for x in of_tile if x.kind in _PRODUCTS and x.start < start]
 
@@ -225,10 +228,10 @@ def _products_ahead(of_tile: Sequence[Span]) -> list[Span]:
 def _kind_of_products(
     product: Span, of_tile: Sequence[Span], operation: str, first_products: int
 ) -> str:
-    """Returns whether a product is one of scores or of an output, or "products" if unknown.
+    """Returns "scores" or "output", depending on what a product computes; "products" if unknown.
 
-    Scores come before the softmax of their tile. A kernel that overlaps them with the output of the
-    previous tile has one product before its first softmax, and two before the following ones.
+    Scores are computed before their tile's softmax. A kernel that overlaps them with the output of
+    the previous tile has one product before its first softmax, and two before each later softmax.
     """
     softmax = _softmax(of_tile)
     if not softmax:
@@ -246,7 +249,7 @@ def _kind_of_products(
 
 
 def _loaded(timeline: Timeline, load: Span, of_tile: Sequence[Span], has_queries: bool) -> str:
-    """Returns the names of the arrays that a phase of loads reads."""
+    """Returns the names of the arrays that a load phase reads."""
     for name, array in timeline.arrays.items():
         if load.argument and array.row_at(load.argument) is not None:
             return name
@@ -259,7 +262,7 @@ def _loaded(timeline: Timeline, load: Span, of_tile: Sequence[Span], has_queries
 def _copied(
     timeline: Timeline, group: Span, height: int, width: int
 ) -> tuple[str, str, int | None, int | None]:
-    """Returns the arrays that a group of cp.async reads, none that it writes, and their tile."""
+    """Returns the arrays that a cp.async group reads, "" (it writes none), and its row and key."""
     groups = [x.start for x in timeline.copies if (x.warp, x.name) == (group.warp, group.name)]
     before = max((x for x in groups if x < group.start), default=-1)
     found: dict[str, int] = {}
@@ -267,7 +270,7 @@ def _copied(
         if copy.warp == group.warp and before < copy.time <= group.start:
             for name, array in timeline.arrays.items():
                 if (row := array.row_at(copy.address)) is not None:
-                    found.setdefault(name.partition("_")[0], row)  # Q of Q_high and Q_low
+                    found.setdefault(name.partition("_")[0], row)  # Q for Q_high and Q_low
     rows = [row // height * height for name, row in found.items() if name[0] in "Qd"]
     keys = [row // width * width for name, row in found.items() if name[0] in "KV"]
     return " ".join(found), "", next(iter(rows), None), next(iter(keys), None)
@@ -276,9 +279,10 @@ def _copied(
 def _rows(
     timeline: Timeline, steps: Sequence[_Step], phases: Sequence[str], actions: Sequence[Any]
 ) -> Iterator[list[Any]]:
-    """Yields steps for JSON: action, row, key, runs of active warps, and runs of warps' phases.
+    """Yields steps for JSON: action, row, key, active warps, and phases of all warps.
 
-    A run has the first and the last warp. The phases are 0 if they are those of the step before.
+    Active warps and phases are lists of runs of adjacent warps, each with its first and last warp.
+    The phases are 0 if they equal those of the previous step.
     """
     numbers, codes = ({x: i for i, x in enumerate(names)} for names in (phases, actions))
     columns = [_phases_of_warp(timeline, steps, warp) for warp in range(timeline.warps)]
@@ -293,9 +297,9 @@ def _rows(
 
 
 def _phases_of_warp(timeline: Timeline, steps: Sequence[_Step], warp: int) -> Iterator[str | None]:
-    """Yields the phase of a warp at each step, None after its end.
+    """Yields a warp's phase at each step, or None after the warp's end.
 
-    Between two steps of its work this is what the warp waits for, if it waits.
+    At steps in which the warp does not take part, the phase is its current wait, if there is one.
     """
     phases = [x for x in timeline.phases if x.warp == warp]
     starts = [x.start for x in phases]
@@ -319,7 +323,7 @@ def _phases_of_warp(timeline: Timeline, steps: Sequence[_Step], warp: int) -> It
 
 
 def _times(steps: Sequence[_Step]) -> list[float]:
-    """Returns the time until which each step, and those before it, have begun in all warps."""
+    """Returns, for each step, when it and all earlier steps have begun in all their warps."""
     return list(accumulate((max(x.times.values()) for x in steps), max))
 
 
@@ -330,7 +334,7 @@ def _runs(values: Sequence[Any]) -> Iterator[tuple[int, int, Any]]:
 
 
 def _buffers(timeline: Timeline, steps: Sequence[_Step]) -> list[dict[str, Any]]:
-    """Returns the buffers of shared memory with the steps at which their states change."""
+    """Returns the shared-memory buffers with the steps at which their states change."""
     times = _times(steps)
     found: dict[tuple[str, int], list[tuple[int, str]]] = {}
     for x in timeline.buffers:
@@ -349,10 +353,10 @@ def _buffers(timeline: Timeline, steps: Sequence[_Step]) -> list[dict[str, Any]]
 def _state(
     timeline: Timeline, case: Case, steps: Sequence[_Step], height: int, width: int
 ) -> dict[str, Any] | None:
-    """Returns the states of a row or a key, each with its step and the start of its tile."""
+    """Returns intermediate results of a row or key, each with its step and its tile's start."""
     of_keys = "columns" in timeline.entry
     has_softmax = any(x.work.action == "softmax" for x in steps)
-    found: dict[tuple[int, int], int] = {}  # the step of each tile
+    found: dict[tuple[int, int], int] = {}  # maps (row, key) of each tile to its step
     for number, step in enumerate(steps):
         row, key = step.work.row, step.work.key
         is_shown = step.work.action == ("softmax" if has_softmax else "scores")
@@ -361,7 +365,8 @@ def _state(
     if not found:
         return None
     first_row, first_key = next(iter(found))
-    # The row that sees the most keys of its tile, or the key that most rows see.
+    # With a causal mask this row sees the most keys of all rows in its tile; the key is the one
+    # that the most rows see.
     index = first_key if of_keys else min(first_row + height, case.problem.M) - 1
     of_tile = {
         row if of_keys else key: number

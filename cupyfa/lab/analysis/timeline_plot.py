@@ -61,8 +61,8 @@ def draw(timeline: Timeline, path: str | Path, window: tuple[float, float] | Non
     wait for it. The timeline of all blocks has a row for each multiprocessor. ``window`` holds the
     first and last time to show. The default is the whole timeline or, if it is long, its beginning
     and its end.
-    Raises ValueError for another suffix and if the window is empty or outside the timeline, and
-    Unsupported without matplotlib.
+    Raises ValueError for other suffixes and if the window is empty or outside the timeline, and
+    Unsupported if matplotlib is not installed.
     """
     path = Path(path)
     check(path)
@@ -195,7 +195,7 @@ def _fills(timeline: Timeline) -> dict[str, Fill]:
 
 
 def _short(name: str) -> str:
-    """Abbreviates a phase's name for its bar, whose colour already shows the kind."""
+    """Abbreviates a phase's name for its bar, whose colour already shows the phase's kind."""
     short = name.removeprefix("wait: ").replace("named barrier", "bar").replace("__", "")
     return {"other": "", "wgmma": ""}.get(short, short)
 

@@ -71,7 +71,7 @@ class Kind(IntEnum):
     COPIED = 20
 
 
-_TIMELESS = (Kind.TILE, Kind.COPIED)  # entries that take no step
+_TIMELESS = (Kind.TILE, Kind.COPIED)  # entries not counted as simulator steps
 # Phase names. The barrier's name is appended to a wait for a barrier.
 NAMES = {
     Kind.IN_BLOCK: "other",
@@ -135,7 +135,7 @@ class Arrow:
 
 
 class Visit(NamedTuple):
-    """From this time on a warp works on the tile that begins at a row and a key."""
+    """The time at which a warp starts work on a tile, and the tile's first row and key."""
 
     warp: int
     time: float
@@ -144,7 +144,7 @@ class Visit(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A copy by cp.async from a global address / 16, modulo 2^32; only one lane's are known."""
+    """A lane's cp.async, with its source address / 16, modulo 2^32."""
 
     warp: int
     time: float
@@ -152,7 +152,7 @@ class Copy(NamedTuple):
 
 
 class GlobalArray(NamedTuple):
-    """The place of an array in global memory, and its rows in a head."""
+    """The address and size of an array in global memory, and its number of rows per head."""
 
     start: int
     bytes: int
@@ -166,7 +166,7 @@ class GlobalArray(NamedTuple):
 
 
 class BufferChange(NamedTuple):
-    """A buffer of shared memory that a barrier guards begins to be filled, is full, or is free."""
+    """A change of the state of a shared-memory buffer that mbarriers guard."""
 
     time: float
     name: str
@@ -178,7 +178,7 @@ class BufferChange(NamedTuple):
 class Timeline(Shown):
     """The recorded phases of one block (times in cycles) or of all blocks (in microseconds).
 
-    In the simulator times count the block's log entries.
+    In the simulator, times are numbers of log entries of the block.
     """
 
     kernel: str
@@ -191,7 +191,7 @@ class Timeline(Shown):
     blocks: tuple[int, ...]  # indices of the recorded blocks
     phases: tuple[Span, ...]
     copies: tuple[Span, ...] = ()
-    products: tuple[Span, ...] = ()  # wgmma groups, from issue to the end of the wait for them
+    products: tuple[Span, ...] = ()  # wgmma groups, from issue to the end of their waits
     arrows: tuple[Arrow, ...] = ()
     visits: tuple[Visit, ...] = ()  # simulator only, in each warp's order
     lane_copies: tuple[Copy, ...] = ()
@@ -307,9 +307,9 @@ def record(
 
 
 class _Recorded:
-    """A call that records one launch.
+    """A call of a plan in which one launch is recorded.
 
-    That launch is compiled separately, since several launches may share a program.
+    The recorded launch is compiled separately, since several launches may share a program.
     """
 
     def __init__(
@@ -496,9 +496,9 @@ class _Barriers:
         return name if is_full is None else f"{name} {'full' if is_full else 'empty'}"
 
     def buffer(self, address: int) -> tuple[str, int, bool | None]:
-        """Returns a barrier's buffer, its stage, and whether the barrier says that it is full.
+        """Returns the buffer and stage that a barrier guards, and whether it is a "full" barrier.
 
-        The last is None for a barrier that is not one of a Pipeline.
+        The last value is None if the barrier does not belong to a Pipeline.
         """
         offset = address - self.base
         index = bisect_right(self._found, offset, key=itemgetter(0)) - 1
@@ -520,7 +520,7 @@ _MARK = re.compile(r'\bmark\(\s*"((?:[^"\\]|\\.)*)"')
 
 
 def _hash(name: str) -> int:
-    """Computes the FNV-1a hash, as timeline.cuh does."""
+    """Computes the FNV-1a hash of a name, as timeline.cuh does."""
     value = 2166136261
     for byte in name.encode():
         value = (value ^ byte) * 16777619 % 2**32
@@ -610,10 +610,10 @@ def _phases(
 
     for entry in own:
         if entry.kind is Kind.IN_BLOCK and entry.ended and entry is not own[-1]:
-            continue  # a lane exits while another one still copies
+            continue  # this lane exits while another lane is still copying
         if entry.ended:
             if not any(x.kind is entry.kind for x in open_):
-                continue  # its beginning was recorded by other lanes, or lost
+                continue  # the phase's begin was recorded by another lane, or lost
             yield from until(entry.time)
             while open_.pop().kind is not entry.kind:
                 continue
@@ -710,7 +710,7 @@ def _buffers(
         before = made[change.name, change.stage]
         state = before[-1].state if before else "empty"
         if state == "empty" == change.state and before:
-            before[-1] = change  # another warp was still reading
+            before[-1] = change  # the previous warp to release the buffer was not the last
         elif state != change.state and (change.state != "full" or state == "in flight"):
             before.append(change)
     return sorted(chain.from_iterable(made.values()))

@@ -11,7 +11,7 @@ from typing import Any
 from cupyfa.lab.analysis.timeline_recorder import Kind, Span, Timeline
 from cupyfa.numerics.shown import ShownRow
 
-_SHORT = 0.05  # warps active for a smaller fraction of the block's time have no work, or only copy
+_SHORT = 0.05  # warps active for a smaller fraction of the block's time are idle or only copy
 Interval = tuple[float, float]
 
 
@@ -134,7 +134,7 @@ def facts(timeline: Timeline) -> dict[str, float]:
 
 def _facts_of_block(timeline: Timeline) -> dict[str, float]:
     found = {"time": timeline.end}
-    # In flight: wgmma groups, and mma.sync phases of any warp.
+    # Products in flight: wgmma groups, and mma.sync phases of any warp.
     in_flight = [*timeline.products, *(x for x in timeline.phases if x.kind is Kind.PRODUCTS)]
     busy = merged((x.start, x.end) for x in in_flight)
     softmax = [x for x in timeline.phases if x.kind is Kind.SOFTMAX]

@@ -88,7 +88,7 @@ def _events(timeline: Timeline, place_of: _Places) -> Iterator[dict[str, Any]]:
         start = {"pid": arrow.block, "tid": arrow.start_warp}
         end = {"pid": arrow.block, "tid": arrow.end_warp}
         yield {"ph": "s", "ts": at(arrow.start), **common, **start}
-        # The arrow ends just before the end of the wait, hence not in the next phase.
+        # End the arrow just before the wait ends, so that it does not point into the next phase.
         in_wait = max(at(arrow.start), at(arrow.end, less=1))
         yield {"ph": "f", "bp": "e", "ts": in_wait, **common, **end}
 

@@ -42,7 +42,7 @@ from cupyfa.runtime.launcher import replay
 
 _NOT_HERE = (Unsupported, DeviceError, MemoryError)
 _WRONG = (WrongResult, SimulatorFault)
-# On problems that need one of these features, only rungs that support it are compared.
+# Rungs are compared on problems with one of these features only if they support that feature.
 _OF_SEQUENCES = {"ragged", "lengths", "paged"}
 
 
@@ -88,7 +88,7 @@ def bench(
     backend = backend_to_measure(backend)
     names = [kernels] if isinstance(kernels, str | Kernel) else list(kernels)
     against = (against,) if isinstance(against, str) else tuple(against)
-    named = cache(record_named)  # each load of a script makes a new record
+    named = cache(record_named)  # loading a script again would create another record
     chosen = [x if isinstance(x, Kernel) or x == "auto" else named(x) for x in names]
     if not isinstance(tiles or {}, Mapping):
         raise TypeError(f'tiles is {described(tiles)}; give tile sizes by name, as {{"Br": 64}}')
@@ -426,7 +426,7 @@ class _Measuring:
         """
         plan, p = entry.plan, self.case.problem
         assert plan is not None
-        if plan.kernel.reference:  # it computes another function than the peer
+        if plan.kernel.reference:  # the kernel computes a different function than the peer
             return
         judge = self.judge(plan)
         roundings = (plan.rounding, "tf32" if p.dtype.name == "float32" else None)

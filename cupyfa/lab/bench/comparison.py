@@ -176,10 +176,10 @@ def _compared(old: Measurement, new: Measurement, drift: float, is_unchanged: bo
 
 
 def _drift(unchanged: Sequence[tuple[Measurement, Measurement]]) -> float:
-    """Estimates the standard error that a change of the device between runs adds to every ratio.
+    """Estimates the standard error that device drift between runs adds to every ratio.
 
-    The estimate is the change in the times of unchanged code that exceeds the noise within the
-    runs. It is widened, because a small number of kernels gives a poor estimate.
+    The estimate is the part of the change in the times of unchanged code that noise within the
+    runs does not explain. It is widened, because few kernels give a poor estimate.
     """
     timed = [(a, b) for a, b in unchanged if a.time and b.time]
     if not timed:

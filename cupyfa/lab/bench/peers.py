@@ -165,7 +165,7 @@ def _reasons(label: str, p: Problem) -> Iterator[None]:
             raise Unsupported(f"{label} is not installed ({error})") from None
         except Exception as error:
             reason = f"{error}".partition("\n")[0]
-            if reason.startswith("No available kernel"):  # torch has already warned of the reasons
+            if reason.startswith("No available kernel"):  # torch's warnings contain the reasons
                 reasons = [str(warning.message).partition(" (Triggered")[0] for warning in warned]
                 telling = [x for x in reasons if not x.endswith(("because:", "runtime disabled."))]
                 reason = "; ".join(dict.fromkeys(telling)) or reason

@@ -163,7 +163,9 @@ class Results(Shown):
 
     @classmethod
     def load(cls, path: str | Path) -> Results:
-        """Reads a file written by ``save``. Raises OSError, or ValueError for any other file."""
+        """Reads a file written by ``save``.
+
+        Raises OSError if the file cannot be read, and ValueError if it has another format."""
         with records.refusing(f"{path} was not written by cupyfa bench --save"):
             content = _RESULTS(records.parsed(records.read_file(path, _MOST_BYTES)))
             return cls(content["environment"], list(map(Measurement.of_record, content["rows"])))

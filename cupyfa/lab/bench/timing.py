@@ -113,7 +113,7 @@ def spread(milliseconds: Sequence[float]) -> float:
 
 
 def standard_error(milliseconds: Sequence[float]) -> float:
-    """Returns the median's relative standard error, from the spread, which ignores outliers."""
+    """Estimates the median's relative standard error from the spread, which ignores outliers."""
     return 1.253 * spread(milliseconds) / _NORMAL_WIDTH / sqrt(len(milliseconds))
 
 
@@ -171,7 +171,7 @@ def placed(
     """Copies inputs to the backend; reuses arrays that ``memory`` already contains."""
     arrays = {}
     for name, array in inputs.items():
-        # Tile maps of a block mask differ between tile sizes; all other inputs are equal.
+        # Plans with different tile sizes need different tile maps; all other inputs are the same.
         content = array.tobytes() if name.removeprefix("mods.") in MAPS else None
         key = (name, array.shape, array.strides, array.dtype, content)
         if key not in memory:

@@ -261,7 +261,7 @@ class _Tuning:
         return median(self.ratios(self.pacer, key) or [pacer / its])
 
     def is_decided(self, key: str, best: str) -> bool:
-        """Returns whether it is known which candidate is faster, or that they are equally fast."""
+        """Returns whether timings show which candidate is faster, or that both are equally fast."""
         ratios = self.ratios(key, best)
         if len(ratios) < _FEWEST:
             return False
@@ -366,7 +366,7 @@ _FACT = records.record(
 
 
 def _sound(recalled: Mapping[str, Any], keys: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Returns the valid facts about these candidates that were read from a file."""
+    """Returns the valid facts about the candidates ``keys`` among those recalled from a file."""
     found = {}
     for key in keys:
         with suppress(ValueError):

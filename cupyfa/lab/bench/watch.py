@@ -47,7 +47,7 @@ class Watch:
 
     @contextmanager
     def calls(self) -> Iterator[None]:
-        """Returns a context in which calls are made; no call is running when it exits."""
+        """Returns a context for making calls; on exit it records that no call is running."""
         try:
             yield
         finally:

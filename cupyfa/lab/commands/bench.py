@@ -160,7 +160,7 @@ def partial_results(
     The file keeps them even if the process is killed. If a signal or an error ends the benchmark,
     the rows measured so far are also shown. A file that cannot be written is reported at the end.
     """
-    # A stream such as /dev/stdout is written once, at the end.
+    # A stream such as /dev/stdout is written only once, after the last problem.
     is_file = save is not None and not cache_folder.is_stream(save)
     rows: list[Measurement] = []
 

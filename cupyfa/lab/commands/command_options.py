@@ -303,7 +303,7 @@ def _captured(given: Sequence[str]) -> dict[str, Any] | None:
                 f"captured {text!r} is not NAME=VALUE, for example cap=30.0 or slope=f32[heads]"
             )
         if name in found:
-            raise ValueError(f"captured {name} is given twice; leave one out")
+            raise ValueError(f"captured input {name} is given twice; remove one")
         found[name] = shape_language.value_of(value)
     return found or None
 
@@ -313,7 +313,8 @@ def _long(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-# Maps options with an optional value to the implied value, a test for values, and a description.
+# Maps each option with an optional value to the implied value, a predicate for valid values, and a
+# description of these.
 _FLAGS: Mapping[str, tuple[str, Callable[[str], bool], str]] = {
     _long(name): (x.flag, partial(contains, x.choices or ()), " or ".join(x.choices or ()))
     for name, x in OPTIONS.items()
@@ -365,7 +366,7 @@ def on_command_line(message: str) -> str:
 def size_option(
     name: str, *, small: bool = True, **attributes: Any
 ) -> Callable[[Command], Command]:
-    """Returns a size option; ``small`` tells whether its default is smaller in the simulator."""
+    """Returns a size option; with ``small`` its default is smaller in the simulator."""
     short, text = _SIZES[name]
     long = _long(name) if len(name) > 1 else None
     if "default" not in attributes:
@@ -415,7 +416,7 @@ def problem_options(
 
 
 def input_options(command: Command) -> Command:
-    """Adds --layout, --values and --seed, which choose the inputs."""
+    """Adds --layout, --values and --seed, which determine the inputs."""
     layouts, values = (click.Choice(list(x)) for x in (LAYOUTS, VALUES))
     return _with(
         command,

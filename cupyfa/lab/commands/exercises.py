@@ -14,7 +14,7 @@ from cupyfa.lab.exercises.exercise import Exercise, exercise_named, exercises
 from cupyfa.lab.exercises.judge import Verdict, judge
 from cupyfa.lab.report.tables import render, table_of
 
-PROGRESS = Path("exercises.json")  # in the learner's folder
+PROGRESS = Path("exercises.json")  # in the folder where the learner runs the command
 WORDS = {
     "right": {
         "en": "Right: all {0} examples. Read on: {1}.",
@@ -86,9 +86,9 @@ def list_exercises(language: str, form: str) -> None:
 @name_argument
 @language_option
 def start(name: str, language: str) -> None:
-    """Write the files of an exercise to a folder of its NAME.
+    """Write the files of exercise NAME to a folder of the same name.
 
-    Nothing is overwritten.
+    Existing files are not overwritten.
     """
     chosen = exercise_named(name)
     folder = Path(name)
@@ -168,7 +168,7 @@ def _say(what: str, language: str, *values: object) -> str:
 
 
 def _read_progress() -> dict[str, dict[str, Any]]:
-    """Reads what the learner has done; a damaged file counts as none."""
+    """Reads the learner's progress; a damaged file counts as no progress."""
     try:
         found = json.loads(PROGRESS.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -104,7 +104,7 @@ def ladder(
 
 
 def _print(results: Results, rows: list[Measurement], form: str, *, err: bool) -> None:
-    """Prints the notes of all results, and a table of ``rows``, the rows of one length."""
+    """Prints the notes of all results, and a table of ``rows``, which have the same length."""
     for row in results.rows:
         if row.note:
             command_options.note(f"{row.kernel} on {row.problem}: {row.note}")
@@ -127,7 +127,7 @@ def _measure(
     show: Callable[[Results, int | None], object],
     save: Path | None,
 ) -> Results:
-    """Measures all rungs at one length, or over LENGTHS, where slow rungs skip the longest ones."""
+    """Measures all rungs at one length, or at LENGTHS; slow rungs then skip the longest lengths."""
     on, M = backend_to_measure(backend), sizes["M"]
     about = environment.describe(on)
     rungs = LADDER[operation].values()

@@ -23,7 +23,7 @@ _ELSEWHERE = {
         for name in ("--rung", "--rungs", "--kernel", "--kernels", "--against")
     },
 }
-# Removed commands, and what to use instead.
+# Maps removed commands to their replacements.
 _REMOVED = {
     "memory": "cupyfa show KERNEL --plan has the bytes that a kernel holds, cupyfa roofline those "
     "that it moves",

@@ -20,7 +20,7 @@ from cupyfa.planner.choose_kernel import passed_over, plan, select
 from cupyfa.problem.wrt import names_of
 from cupyfa.runtime.backend import Backend
 
-_STEPS = TRIAL_STEPS + 1  # steps of the progress bar, including the drawing of inputs
+_STEPS = TRIAL_STEPS + 1  # steps of the progress bar, one of them for drawing the inputs
 
 
 @click.command()

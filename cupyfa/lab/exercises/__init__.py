@@ -1,1 +1,1 @@
-"""Exercises of the course: a file with a hole, a judge that names the cause of a wrong solution."""
+"""Exercises of the course: files to complete, and a judge that explains wrong solutions."""

@@ -1,6 +1,6 @@
-"""Runs solutions of an exercise in a process of its own.
+"""Runs solutions of an exercise in a separate process.
 
-A solution may crash, print or never end, and the process of the command line must not.
+A solution may crash, print or never return; this must not affect the process of the command.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ import numpy as np
 from cupyfa.errors import CompileError, SimulatorFault
 from cupyfa.lab.exercises.exercise import Example, Exercise, arrays_in, exercise_named
 
-SECONDS = 10.0  # for all solutions that a process runs
-_GUARD_BYTES = 1 << 16  # on each side of an array of a kernel
+SECONDS = 10.0  # time limit for all solutions that one process runs
+_GUARD_BYTES = 1 << 16  # unused bytes before and after each array that a kernel receives
 _TOO_SLOW = "it did not end within"
 _PROGRAM = f"import sys; from {__name__} import run_in_file; run_in_file(*sys.argv[1:])"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a solution computed for an example: arrays by name, or a failure and where it was.
+    """A solution's result for one example: arrays by name, or a failure and its location.
 
-    ``lines`` are the lines of the solution that ``place`` names by their numbers.
+    ``lines`` holds the source lines of the solution to which ``place`` refers.
     """
 
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
@@ -46,15 +46,17 @@ class Outcome:
 
     @property
     def is_too_slow(self) -> bool:
-        """Whether the time ran out."""
+        """Whether the solution exceeded the time limit."""
         return self.failure.startswith(_TOO_SLOW)
 
 
 def run_solutions(exercise: Exercise, texts: Sequence[str]) -> list[list[Outcome]]:
-    """Runs solutions on all examples of their exercise. Time counts once all are compiled.
+    """Runs solutions on all examples of their exercise.
 
-    Returns the outcomes of each solution; fewer for solutions during which the time ran out, whose
-    next outcome is a failure. Raises CompilerNotFound if kernels cannot be compiled here.
+    The time limit starts when all solutions are compiled. Returns a list of outcomes for each
+    solution. If a solution exceeds the limit or ends the process, its last outcome is that failure,
+    and no further examples or solutions are run. Raises CompilerNotFound if kernels cannot be
+    compiled here.
     """
     if exercise.is_kernel:
         from cupyfa.runtime.simulator import machine
@@ -69,7 +71,7 @@ def run_solutions(exercise: Exercise, texts: Sequence[str]) -> list[list[Outcome
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as process:
             assert process.stdout is not None
-            process.stdout.readline()  # the solutions are compiled
+            process.stdout.readline()  # returns when the solutions are compiled
             try:
                 _, errors = process.communicate(timeout=SECONDS)
                 ending = f"it ended the process with {process.returncode}: {errors[-500:]}"
@@ -80,7 +82,7 @@ def run_solutions(exercise: Exercise, texts: Sequence[str]) -> list[list[Outcome
 
 
 def _read(results: Path, solutions: int, examples: int, ending: str) -> list[list[Outcome]]:
-    """Reads the outcomes that a process has written, and completes the last solution's."""
+    """Reads the outcomes of a process; if some are missing, appends the failure ``ending``."""
     found: list[list[Outcome]] = [[]]
     with results.open("rb") as file:
         while True:
@@ -97,9 +99,9 @@ def _read(results: Path, solutions: int, examples: int, ending: str) -> list[lis
 
 
 def run_in_file(work: str, results: str) -> None:
-    """Runs the solutions in a file, and appends each outcome to another file.
+    """Runs the solutions in the file ``work``, and appends each outcome to the file ``results``.
 
-    Writes a line to standard output when all are compiled.
+    Writes a line to standard output when all solutions are compiled.
     """
     name, texts = pickle.loads(Path(work).read_bytes())
     exercise = exercise_named(name)
@@ -113,7 +115,7 @@ def run_in_file(work: str, results: str) -> None:
 
 
 def _compile_all(exercise: Exercise, texts: Sequence[str]) -> None:
-    """Compiles solutions at the same time; machine.build keeps them. Leaves errors for later."""
+    """Compiles solutions in parallel for later calls of machine.build, which repeat any errors."""
     from cupyfa.planner.source import INCLUDE
     from cupyfa.runtime.simulator import machine
 
@@ -144,7 +146,7 @@ def _outcome(exercise: Exercise, text: str, example: Example) -> Outcome:
 
 
 def _lines_named(place: str, exercise: Exercise, text: str) -> tuple[str, ...]:
-    """Returns the lines of a solution that a place such as "name.cu:3" names, without spaces."""
+    """Returns the solution's lines, without spaces, to which a place such as "name.cu:3" refers."""
     numbers = re.findall(rf"\b{re.escape(exercise.file)}:(\d+)", place)
     lines = text.splitlines()
     return tuple("".join(lines[int(n) - 1].split()) for n in numbers if int(n) <= len(lines))
@@ -183,14 +185,14 @@ def _run_kernel(exercise: Exercise, text: str, example: Example) -> dict[str, np
     ]
     sizes = [ctypes.sizeof(x) for x in values]
     launch = example.grid, example.block, example.shared_bytes
-    # One worker: of several faults the same one is found in every run.
+    # With one worker, every run reports the same one of several faults.
     start = machine.starter(kernel, sizes, regions, *launch, workers=1)
     start(None, ctypes.addressof(table), 0)
     return {name: arguments[name] for name in example.expected}
 
 
 def _guarded_copy(array: np.ndarray) -> np.ndarray:
-    """Returns a copy of an array amid unused memory, so that no other array is near its ends."""
+    """Copies an array into a buffer with guard bytes, so that no other array is close to it."""
     buffer = np.zeros(array.nbytes + 2 * _GUARD_BYTES, np.uint8)
     copied = buffer[_GUARD_BYTES:-_GUARD_BYTES].view(array.dtype).reshape(array.shape)
     copied[...] = array
@@ -198,12 +200,12 @@ def _guarded_copy(array: np.ndarray) -> np.ndarray:
 
 
 def _argument(value: Any) -> Any:
-    """Returns an argument of a kernel as C holds it."""
+    """Converts a kernel argument to a ctypes value; arrays become addresses."""
     if isinstance(value, np.ndarray):
         return ctypes.c_size_t(value.ctypes.data)
     return ctypes.c_int(value) if isinstance(value, int) else ctypes.c_float(value)
 
 
 def without_numbers(failure: str) -> str:
-    """Returns a failure without the numbers and names of files in it, to compare it with others."""
+    """Replaces numbers and file names in a failure, so that it can be compared with others."""
     return re.sub(r"\S+\.cuh?\b|\d+", "#", failure)

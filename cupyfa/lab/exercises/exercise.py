@@ -1,4 +1,4 @@
-"""Exercises: their files, their cases, and the mistakes that the judge knows."""
+"""Exercises: their files, their examples, and the mistakes that the judge recognizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 from cupyfa.errors import nearest
 
 TASKS = Path(__file__).with_name("tasks")
-# What lies between these two lines of a solution, in the comments of Python or C++, is the hole.
+# A solution marks its holes, the lines that a learner writes, with these Python or C++ comments.
 _HOLE = re.compile(
     r"^(?P<indent>[ ]*)(?P<mark>\#|//)\ hole\n(?P<code>.*?)^[ ]*(?P=mark)\ end\n",
     re.M | re.S | re.X,
@@ -25,12 +25,13 @@ _HOLE = re.compile(
 
 @dataclass(frozen=True)
 class Example:
-    """Arguments of one call, and what it has to compute.
+    """The arguments of one call, and the arrays that it must compute.
 
-    A Python function takes ``arguments`` by name and returns the arrays of ``expected``, a tuple if
-    these are several. A kernel takes them in their order: arrays as pointers, int and float as int
-    and float; it writes the arrays that ``expected`` names. grid, block and shared_bytes are those
-    of its launch. tolerance: the largest error, relative to the largest number of the array.
+    A Python function receives ``arguments`` by name and returns the arrays of ``expected``, as a
+    tuple if there are several. A kernel receives the arguments in order (arrays as pointers, int
+    and float by value) and writes to the arrays that are keys of ``expected``. grid, block,
+    shared_bytes: configuration of the kernel's launch. tolerance: maximum error of an element,
+    relative to the array's largest number.
     """
 
     name: str
@@ -44,7 +45,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Mistake:
-    """A wrong solution: replacements in the right one, and its cause in each language."""
+    """A known wrong solution: how it differs from the right one, and what is wrong, by language."""
 
     change: tuple[tuple[str, str], ...]
     cause: Mapping[str, str]
@@ -61,11 +62,11 @@ class Exercise:
     starter: str
     hints: Mapping[str, tuple[str, ...]]
     mistakes: tuple[Mistake, ...]
-    pages: tuple[str, ...] = field(default=())  # of the documentation that teach it
+    pages: tuple[str, ...] = field(default=())  # documentation pages on the topic
 
     @property
     def folder(self) -> Path:
-        """The folder of the task's files in this package."""
+        """The folder in this package that contains the task's files."""
         return TASKS / self.name
 
     @cached_property
@@ -75,11 +76,11 @@ class Exercise:
 
     @property
     def is_kernel(self) -> bool:
-        """Whether a solution is CUDA, which runs in the simulator."""
+        """Whether a solution is a CUDA kernel, to be run in the simulator, rather than Python."""
         return self.file.endswith(".cu")
 
     def statement(self, language: str) -> str:
-        """Returns the task as Markdown."""
+        """Returns the task's description as Markdown."""
         suffix = "" if language == "en" else f".{language}"
         return (self.folder / f"task{suffix}.md").read_text(encoding="utf-8")
 
@@ -87,7 +88,7 @@ class Exercise:
         return (self.folder / f"solution{Path(self.file).suffix}").read_text(encoding="utf-8")
 
     def solution(self) -> str:
-        """Returns the right solution, without the marks of its holes."""
+        """Returns the right solution, without the comments that mark its holes."""
         return _HOLE.sub(lambda hole: hole["code"], self._marked_solution())
 
     def to_complete(self) -> str:
@@ -101,7 +102,7 @@ class Exercise:
         return _HOLE.sub(emptied, self._marked_solution())
 
     def wrong_solution(self, mistake: Mistake) -> str:
-        """Returns the solution with a mistake in it."""
+        """Returns the right solution, changed so that it contains a mistake."""
         text = self.solution()
         for before, after in mistake.change:
             if text.count(before) != 1:
@@ -110,7 +111,7 @@ class Exercise:
         return text
 
     def examples(self) -> list[Example]:
-        """Returns the calls that a solution is judged by."""
+        """Returns the example calls on which a solution is judged."""
         return list(runpy.run_path(str(self.folder / "cases.py"))["examples"]())
 
 
@@ -121,7 +122,7 @@ def exercises() -> dict[str, Exercise]:
 
 
 def exercise_named(name: str) -> Exercise:
-    """Returns an exercise. Raises ValueError for an unknown name, with the nearest one."""
+    """Returns an exercise. For an unknown name, raises ValueError with a suggestion."""
     known = exercises()
     if name not in known:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Judges a solution of an exercise: whether it is right, and else what its mistake is."""
+"""Judges a solution of an exercise and, if it is wrong, identifies the mistake."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from cupyfa.lab.exercises.attempt import Outcome, run_solutions, without_numbers
 from cupyfa.lab.exercises.exercise import Example, Exercise, Mistake
 
-_ALIKE = 1e-4  # results of the same mistake differ by rounding only
+_ALIKE = 1e-4  # tolerance, since results of the same mistake differ only by rounding
 # What a wrong NaN may come from if no known mistake has the same results.
 NAN = Mistake(
     (),
@@ -21,15 +21,16 @@ NAN = Mistake(
         "zh": "结果里有 NaN：检查是否有负无穷减负无穷、0 / 0、溢出的指数，或从未写入的元素。",
     },
 )
-_SIMILAR = 0.6  # least similarity of lines in which the same mistake fails
+_SIMILAR = 0.6  # minimum similarity between the faulty lines of solutions with the same mistake
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the judge found.
+    """The judge's findings.
 
-    ``right`` counts the examples that are right, of ``examples``. ``symptom`` describes the first
-    wrong one, in English; ``mistake`` is the known mistake that has the same results, if any.
+    ``right`` is the number of examples with right results, out of ``examples``. ``symptom``
+    describes, in English, the first example with wrong results. ``mistake`` is the known mistake
+    that produces the same results, if any.
     """
 
     right: int
@@ -39,12 +40,12 @@ class Verdict:
 
     @property
     def is_right(self) -> bool:
-        """Whether all examples are right."""
+        """Whether the results of all examples are right."""
         return self.right == self.examples
 
 
 def judge(exercise: Exercise, text: str) -> Verdict:
-    """Runs a solution on all examples and, if it is wrong, looks for its mistake."""
+    """Runs a solution on all examples and, if it is wrong, looks for a known mistake."""
     examples = exercise.examples()
     (outcomes,) = run_solutions(exercise, [text])
     symptoms = [_symptom(x, example) for x, example in zip(outcomes, examples)]
@@ -68,17 +69,18 @@ def _is_nan(outcome: Outcome, example: Example) -> bool:
 
 
 def run_mistakes(exercise: Exercise) -> list[list[Outcome]]:
-    """Runs the known wrong solutions and returns the outcomes of each."""
+    """Runs the wrong solution of each known mistake and returns their outcomes."""
     return run_solutions(exercise, [exercise.wrong_solution(x) for x in exercise.mistakes])
 
 
 def find_mistake(
     exercise: Exercise, outcomes: Sequence[Outcome], of_mistakes: Sequence[Sequence[Outcome]]
 ) -> Mistake | None:
-    """Returns the known mistake whose outcomes a wrong solution shares.
+    """Returns the known mistake with the same outcomes as a wrong solution, or None.
 
-    Several missing barriers may fail in the same words. Of mistakes with the same outcomes the one
-    that fails in the most similar lines is returned, or None if none is similar.
+    Several mistakes, such as missing barriers, may cause the same message. The lines to which the
+    messages refer then decide: returns the mistake with the most similar lines, or None if no
+    mistake's lines are similar.
     """
     alike = [
         (mistake, known)
@@ -92,13 +94,13 @@ def find_mistake(
 
 
 def _similarity(known: Sequence[Outcome], outcomes: Sequence[Outcome]) -> float:
-    """Returns from 0 to 1 how similar the lines are in which two solutions failed."""
+    """Returns the similarity, from 0 to 1, of the lines at which two solutions failed."""
     first, second = ("\n".join(line for x in y for line in x.lines) for y in (known, outcomes))
     return SequenceMatcher(None, first, second, autojunk=False).ratio()
 
 
 def _is_alike(known: Outcome, outcome: Outcome) -> bool:
-    if outcome.is_too_slow:  # on a slow machine any solution is
+    if outcome.is_too_slow:  # not evidence of a mistake: the machine may be slow
         return False
     if known.failure or outcome.failure:
         return without_numbers(known.failure) == without_numbers(outcome.failure)
@@ -110,7 +112,7 @@ def _is_alike(known: Outcome, outcome: Outcome) -> bool:
 
 
 def _symptom(outcome: Outcome, example: Example) -> str:
-    """Describes what is wrong with an outcome, or returns ""."""
+    """Describes what is wrong with an outcome; returns "" if the outcome is right."""
     if outcome.failure:
         return f"{outcome.failure}{f' ({outcome.place})' if outcome.place else ''}"
     symptoms = (
@@ -121,7 +123,7 @@ def _symptom(outcome: Outcome, example: Example) -> str:
 
 
 def _difference(name: str, found: np.ndarray, expected: np.ndarray, tolerance: float) -> str:
-    """Describes the first wrong element of an array, and which rows are wrong, or returns ""."""
+    """Describes an array's first wrong element and its wrong rows; returns "" if all are right."""
     if found.shape != expected.shape:
         return f"{name} has shape {found.shape}, not {expected.shape}"
     finite = expected[np.isfinite(expected)]
@@ -141,7 +143,7 @@ def _difference(name: str, found: np.ndarray, expected: np.ndarray, tolerance: f
 
 
 def _where(wrong: np.ndarray, found: np.ndarray) -> str:
-    """Describes the rows of the wrong elements, if that says more than their number."""
+    """Describes which rows contain wrong elements, unless all elements are wrong."""
     if len(wrong) == found.size:
         return ""
     axis = max(found.ndim - 2, 0)

@@ -178,7 +178,8 @@ class Case:
 
         Lengths are 0, 1, near a multiple of the page size, or the maximum. Pages are in random
         order, two elements may share their first page, and table entries after an element's last
-        page are invalid. "nan" and "inf" fill all keys that only one chosen element uses.
+        page are invalid. For "nan" and "inf", one batch element is chosen, and the keys that only
+        it uses become NaN or infinity.
         """
         p, rng = self.problem, np.random.default_rng((self.seed, *b"pages"))
         size, most = p.page_size, p.N // p.page_size
@@ -206,7 +207,7 @@ class Case:
         arrays[f"mods.{PAGE_TABLE}"] = np.where(needed, table, wrong).astype(np.int32)
 
     def _pad(self, arrays: dict[str, np.ndarray]) -> None:
-        """Writes NaN to the unused rows of batch elements, which must not affect results."""
+        """Fills the unused rows of batch elements with NaN, which must not affect results."""
         for name, array in arrays.items():
             of = f"mods.{PADDED[name in ('K', 'V')]}"
             if of in arrays and array.ndim > 2 and not name.startswith("mods."):
@@ -218,7 +219,8 @@ class Case:
     ) -> dict[str, np.ndarray]:
         """Returns the inputs that a kernel reads; draws missing inputs of a custom kernel.
 
-        If a gradient kernel has a ``forward``, it computes new O and lse, unless ``keep``.
+        If the record of a gradient kernel defines ``forward``, O and lse are recomputed with it,
+        unless ``keep`` is true.
         """
         p, layout = self.problem, "bshd" if self.layout == "packed" else self.layout
         own = {
@@ -387,15 +389,15 @@ def _drawn(
         x += 10 * rng.standard_normal(shape, np.float32) * (rng.random(shape) < 0.001)
     elif values in ("nan", "inf") and x.size:
         x[tuple(rng.integers(0, shape))] = math.nan if values == "nan" else math.inf
-    if dtype == E4M3:  # numbers beyond its range would become NaN
+    if dtype == E4M3:  # numbers beyond the range of e4m3 would become NaN
         x = x.clip(-E4M3_MOST, E4M3_MOST)
     return x.astype(dtype)
 
 
 def _in_tiles(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
-    """Draws a mask of rectangles in which all, none or most pairs are visible.
+    """Draws a mask that consists of rectangles in which all, none or most pairs are visible.
 
-    Rectangles end at a tile's edge, or one row or key before or after the edge.
+    Rectangles end at a tile's edge, or one row or key before or after it.
     """
     rows, keys = map(int, rng.choice((32, 127, 129, 256), 2))
     kinds = rng.random((*shape[:2], -(-shape[2] // rows), -(-shape[3] // keys)))
@@ -425,7 +427,7 @@ def _forward(p: Problem, arrays: Arrays, backend: Backend | None) -> dict[str, n
 
 
 def _forward_by_kernel(p: Problem, arrays: Arrays, backend: Backend) -> dict[str, np.ndarray]:
-    """Computes O and lse by the backend's fastest kernel that does not round float32 inputs."""
+    """Computes O and lse with the backend's fastest kernel that does not round float32 inputs."""
     p = p.with_options(precision="float32" if p.dtype.name == "float32" else None)
     p = transforms.differentiate(p, ())
     p = transforms.leave_out(p, DLSE)

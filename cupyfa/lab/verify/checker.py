@@ -54,7 +54,7 @@ from cupyfa.runtime.simulator import Simulator
 EXAMINED = 5  # number of failures per kernel that are shrunk and written to files
 MOST_SAMPLES = 100_000  # limited because all cases are drawn before the first one runs
 _LONGEST = 1_000_000  # maximum timeout in seconds
-_PATIENCE = 3  # a kernel that hangs or dies this many times is not run again
+_PATIENCE = 3  # a kernel that hangs or crashes this many times is not run again
 _WHILE_SHRINKING = 10.0  # timeout in seconds while a failure is shrunk
 _SHRINKING = 8.0  # seconds per worker for shrinking all failures
 AUTO = "auto"  # stands for the kernel that attention() chooses
@@ -374,7 +374,7 @@ def _named(
     chosen = [kernels] if isinstance(kernels, KernelOrName) else list(kernels)
     if not chosen:
         raise ValueError("no kernel was given; give at least one")
-    named = cache(record_named)  # each load of a script makes a new record
+    named = cache(record_named)  # loading a script again would create another record
     found: dict[str, tuple[KernelOrName, Kernel | None]] = {}
     for kernel in chosen:
         if not isinstance(kernel, KernelOrName):
@@ -487,7 +487,7 @@ def _of_grid(named: _Named, backend: Backend, grid: str, **how: Any) -> Iterator
 
 
 def _runs(case: Case, record: Kernel | None, backend: Backend) -> bool:
-    """Returns whether kernel and backend support a case, as far as is known before it runs."""
+    """Returns whether kernel and backend support a case, as far as this is known in advance."""
     try:
         case.require_reach(backend)
         refuse_long(backend, case.problem)
@@ -497,7 +497,7 @@ def _runs(case: Case, record: Kernel | None, backend: Backend) -> bool:
 
 
 class _Sheet:
-    """The outcomes so far, by kernel and task number."""
+    """The outcomes received so far, by kernel and task number."""
 
     def __init__(self, tasks: Sequence[Task], backend: Backend, progress: Progress) -> None:
         self._backend = backend
@@ -615,9 +615,9 @@ def _written(folder: Path, backend: Backend, task: Task, failure: Failure) -> Pa
 
 
 def _first(failed: Sequence[tuple[Task, Outcome]]) -> list[int]:
-    """Returns the indices of up to EXAMINED failures per kernel, alternating between their kinds.
+    """Returns the indices of up to EXAMINED failures per kernel, alternating between failure kinds.
 
-    Includes only one failure that loses the device: each attempt to repeat it starts a process.
+    Includes only one failure that loses the device, because each repetition starts a process.
     """
     by_kind: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for i, (_, outcome) in enumerate(failed):

@@ -27,7 +27,7 @@ from cupyfa.problem.problem import Problem
 from cupyfa.runtime.simulator import MOST_MULTIPROCESSORS
 
 RIGHT, UNSUPPORTED, NO_MEMORY = "right", "not supported", "out of memory"
-# All other kinds of outcomes are failures:
+# Kinds of failures:
 WRONG_RESULT = "wrong result"
 WROTE_OUTSIDE = "wrote outside"
 DIFFERS = "differs between runs"
@@ -148,7 +148,9 @@ def command(case: Case, outcome: Outcome, options: Mapping[str, Any]) -> str:
 
 
 def write(folder: Path, stored: Stored, command: str) -> Path | None:
-    """Writes a failure to a file; returns its path, or None without arrays. Raises OSError."""
+    """Writes a failure to a file; returns its path, or None if no arrays were kept.
+
+    Raises OSError if the file cannot be written."""
     outcome = stored.outcome
     if not outcome.arrays:
         return None
@@ -177,7 +179,9 @@ def write(folder: Path, stored: Stored, command: str) -> Path | None:
 
 
 def read(path: str | Path) -> Stored:
-    """Reads a failure from a file of ``write``. Raises OSError, or ValueError for any other file.
+    """Reads a failure from a file that ``write`` wrote.
+
+    Raises OSError if the file cannot be read, and ValueError if it has another format.
 
     The file is not trusted: nothing in it is executed, the type and range of each field are
     checked, and arrays take no more memory than the file has bytes.
@@ -291,7 +295,7 @@ def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
 
 
 def _viewed(members: Mapping[str, np.ndarray], name: str, dtype: str) -> np.ndarray:
-    """Returns a stored array as a view of its original dtype."""
+    """Returns a stored array, viewed as its original dtype."""
     if name not in members:
         raise ValueError(f"{name} is missing")
     found, wanted = members[name], INPUTS[dtype].numpy if dtype in INPUTS else np.dtype(dtype)

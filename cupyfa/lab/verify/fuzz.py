@@ -67,7 +67,7 @@ _GROUPS = (
     *(*("plain",) * 4, "arrays", "texts", "expressions", "sequences of texts"),
     *("pages", "new tokens"),
 )
-# Replacement subjects: for kernels that do not support pages, and for gradient kernels.
+# Replaces subjects: "pages" for kernels that do not support pages, "new tokens" for gradients.
 _INSTEAD = {"pages": "padded", "new tokens": "arrays"}
 _OF_GRADIENTS = {"pages": "padded", "new tokens": "gradient of a bias"}
 _MODIFIED = {"texts", "sequences of texts", "arrays", "expressions", "gradient of a bias"}
@@ -94,7 +94,8 @@ _USUAL_DIMS = (8, 16, 32, 48, 80, 96, 112, 144, 160, 192, 208, 256)
 _PLAIN_DIM = 64
 _NARROW, _NARROW_GROUP = 64, 3
 _WIDEST = 640  # largest d drawn for kernels that support any d
-# For heads with so few rows that several heads may share a row tile.
+# Kinds of lengths, and (batch, kv_heads, group), if heads have so few rows that several may share a
+# row tile.
 _FEW, _FEW_HEADS = ("few", "beyond"), (2, 2, 3)
 _HEADS_OF_LENGTHS = ((3, 2, 2), (5, 2, 1), (2, 2, 3), (3, 1, 5))
 _PAGE_SIZES = (16, 64, 32, 128)
@@ -119,7 +120,7 @@ class Drawn:
     case: Case
     kernel: Kernel
     constants: Mapping[str, int]
-    multiprocessors: int | None = None  # number for the simulator; None for its default
+    multiprocessors: int | None = None  # number of simulated multiprocessors; None for the default
 
 
 @dataclass(frozen=True)
@@ -302,7 +303,7 @@ class Fuzz:
         return each.choose("crowd", found) if found else None
 
     def _in_kind(self, p: Problem, turns: "_Turns", pick: random.Random) -> Problem:
-        """Adds the group's features that depend on sizes: pages, padded lengths, descales."""
+        """Adds the features of the group's subject: pages, padded lengths or descales."""
         kind = self._kind(turns)
         if kind in ("pages", "new tokens"):
             sizes = _SMALL_PAGES if kind == "pages" else _PAGE_SIZES
@@ -507,7 +508,7 @@ class Fuzz:
         is_packed = any("pack_gqa" in x.constants for x in plan.launches)
         how = {"shares": bool(p.operands), "is_packed": is_packed}
         batch, kv_heads, group = self._heads(turns, each, values, are_few, **how)
-        if p.operands or p.options.changed.keys() & {*TEXTS}:  # 0 and 1 lead to other code
+        if p.operands or p.options.changed.keys() & {*TEXTS}:  # sizes 0 and 1 compile differently
             M, N = max(M, 2), max(N, 2)
         if crowd:
             (batch, kv_heads, group), M, N = crowd.heads, crowd.M, crowd.N
@@ -551,7 +552,7 @@ class Fuzz:
         are_few: whether heads have so few rows that they may share a row tile. shares: whether the
         problem has arrays, whose indexing compiles differently for a single batch element or head.
         """
-        if values in ("nan", "inf"):  # several heads, to test how the repair launch finds them
+        if values in ("nan", "inf"):  # the repair launch must find the right one of several heads
             batch, kv_heads, group = 2, 2, turns.choose("group", (2, 5, 3)) if is_packed else 2
         else:
             of_lengths = self._kind(turns) in ("pages", "new tokens", "padded")
@@ -629,7 +630,7 @@ class Fuzz:
         if values == "lowest":
             return p.with_options(scale=math.copysign(1.0, p.scale))
         if p.options.scale is not None:
-            # A scale of 0 is worth testing, but makes scores independent of q and k.
+            # Only a quarter of the scales are 0, because scores then do not depend on q and k.
             size = 0.02 if values == "huge" else pick.choice((0.0, size, size, size))
             return p.with_options(scale=-size)
         return p if values == "huge" or pick.random() < 0.75 else p.with_options(scale=size)
@@ -680,7 +681,7 @@ def covers(plan: Plan, limits: Limits) -> dict[str, bool]:
 
 
 def other_options() -> list[str]:
-    """Returns the names of options that have values to try and are not axes of grids."""
+    """Returns the names of options that define values to try, except those drawn separately."""
     own = ("causal", "window", "scale", "out_dtype")
     return [name for name, option in OPTIONS.items() if option.tried and name not in own]
 
@@ -689,7 +690,7 @@ def other_options() -> list[str]:
 class _Turns:
     """Random choices for sample (or group) i.
 
-    Each choice has a name, which is part of its seed, so choices are independent of each other.
+    Each choice has a name, which is part of its seed, so different choices are independent.
     """
 
     seed: int
@@ -700,7 +701,7 @@ class _Turns:
         return random.Random(f"{self.seed} {self.i} {self.attempt} {name}")
 
     def choose(self, name: str, values: Sequence[Value]) -> Value:
-        """Returns one of the values; successive i cycle through all values in random order."""
+        """Returns one of the values; successive values of i cycle through them in random order."""
         turn, place = divmod(self.i, len(values))
         order = random.Random(f"{self.seed} {turn} {name}").sample(range(len(values)), len(values))
         return values[order[(place + self.attempt) % len(values)]]

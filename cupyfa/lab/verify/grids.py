@@ -158,8 +158,8 @@ _ODD: Axes = {
 }
 _OFFSETS = (-200, -5, 0, 7, 64, 1000)
 _OF_RESULTS = 8  # number of cases with float32 results
-# Number of cases with odd sizes. There are a quarter as many with windows, with all options, and
-# with sequences.
+# Number of cases with odd sizes. The numbers of cases with windows, with all options and with
+# sequences are a quarter of this.
 _OF_ODD = 200
 # Query and key lengths: 0, 1, near a tile boundary, several tiles. Some sequences have unused rows,
 # and some arrays have padding rows that belong to no sequence.
@@ -242,7 +242,7 @@ def _sampled(
     pick = random.Random(seed)
     left, met = list(found), set[Any]()
     chosen: list[Case] = []
-    of_others: list[Case] = []  # cases that the kernel whose turn it was cannot run
+    of_others: list[Case] = []  # drawn cases that the kernel in turn cannot run
     while left and len(chosen) < samples:
         tried = pick.sample(range(len(left)), min(_TRIED, len(left)))
         best = max(tried, key=lambda i: len(_pairs(_fields(left[i])) - met))

@@ -25,7 +25,7 @@ def may_be_mixed(plan: Plan) -> bool:
 
 
 def mixed_results(backend: Backend, plan: Plan, inputs: Arrays) -> dict[str, np.ndarray]:
-    """Runs a prepared call with score-modifying NumPy arrays, and returns its outputs."""
+    """Runs a prepared call with q, k, v on the backend and all other arrays in NumPy."""
     p = plan.problem
     q, k, v = (backend.upload(np.ascontiguousarray(inputs[name])) for name in "QKV")
     own = {x for text in (*p.modifiers.score, *p.modifiers.mask) for x in text.captured}

@@ -36,7 +36,7 @@ OF_SEQUENCES: tuple[Mapping[str, Any], ...] = (
 )
 # All differentiable functions, and selections that depend on NaN.
 _FUNCTIONS = [f"{name}({x.drawn})" for name, x in DIFFERENTIABLE.items()]
-_LOST = "log(-1 - abs(score))"  # NaN
+_LOST = "log(-1 - abs(score))"  # always NaN
 _NAN_WINS = (
     f"min({{}}, {_LOST})",
     f"min({_LOST}, {{}})",

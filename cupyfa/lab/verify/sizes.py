@@ -115,7 +115,7 @@ def crowds_of(p: Problem, tile: Tile, pick: random.Random) -> list[Crowd | None]
 
 
 def with_long_rows(p: Problem) -> Problem:
-    """Replaces the mask with one that compiles to the same code; its last row sees all keys."""
+    """Replaces the mask with one that lets the last row see all keys and compiles to equal code."""
     left, right = p.window
     causal = "bottom-right" if p.causal else None
     return p.with_options(causal=causal, window=(None if left is None else p.N, right))
@@ -159,7 +159,7 @@ def lengths_near(tile: "Tile", like: Packed, pick: random.Random, *, is_full: bo
     def drawn(of: Sequence[str], size: int, is_used: bool) -> Lengths:
         fixed = {"none": 0, "one": 1}
         rows = [fixed[x] if x in fixed else tile.length(x, size, 1, pick) for x in of]
-        # Half of the rows are unused in the longest sequence and in randomly chosen other ones.
+        # Half of the rows are unused in the longest sequence and in some others, chosen at random.
         halved = [n == max(rows) or pick.random() < 0.3 for n in rows]
         used = tuple(n // 2 if x else n for n, x in zip(rows, halved)) if is_used else None
         before, after = (pick.choice((0, 0, 1, size + 1)) for _ in range(2))

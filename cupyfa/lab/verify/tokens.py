@@ -64,7 +64,7 @@ def _taken_out(array: np.ndarray, before: np.ndarray, table: np.ndarray, p: Prob
 
 
 def _angles(rng: np.random.Generator, p: Problem) -> tuple[np.ndarray, np.ndarray]:
-    """Returns cosines and sines of random angles per position, in q's or the sums' dtype."""
+    """Returns cosines and sines of random angles per position, in q's dtype or that of the sums."""
     angles = rng.uniform(-4, 4, (p.N + _MORE, int(rng.integers(1, p.d // 2 + 1))))
     numbers = p.dtype.numpy if rng.random() < 0.5 else p.dtype.sums
     return np.cos(angles).astype(numbers), np.sin(angles).astype(numbers)
@@ -78,7 +78,7 @@ def _check_rest(
     lengths: np.ndarray,
     p: Problem,
 ) -> None:
-    """Raises WrongResult if a row other than the new tokens changed, or for wrong lengths."""
+    """Raises WrongResult if lengths are wrong or a row that holds no new token has changed."""
     used = step.backend.download(step.lengths) if step.is_moved else step.lengths
     if (used != lengths).any():
         raise WrongResult(

@@ -49,7 +49,7 @@ _PATIENCE = 1.0  # seconds between SIGTERM and SIGKILL
 
 
 class Stopped(Exception):
-    """Raised when a worker is stopped before its task is done."""
+    """Raised if a worker is stopped before its task is complete."""
 
 
 class Here:
@@ -81,9 +81,9 @@ class Process:
 
     def __init__(self, backend: Backend, number: int = 0) -> None:
         self._variables = _ONE_THREAD | _one_of(backend.devices, number)
-        cache_folder.warn_unless_kept()  # here, because workers' output is not shown
+        cache_folder.warn_unless_kept()  # called here, because workers' output is not shown
         if isinstance(backend, Simulator):
-            machine.compiler()  # here, so that its warnings and errors are shown
+            machine.compiler()  # called here, so that its warnings and errors are shown
         self._backend = backend.like(workers=1) if isinstance(backend, Simulator) else backend.name
         self._process: _Started | None = None
         self._is_stopped = False

@@ -3,14 +3,14 @@
 // Each operation executes as late as a device may execute it: a thread's copy in the wait for its
 // group, a box in the first wait for its mbarrier phase, a product in the first wait for its group.
 // Until then the shadow cells that it will write or read carry a clock that no thread has seen, so
-// any access without a wait is a race, whatever the order of threads.
+// any access that does not wait is reported as a race, in whatever order the threads run.
 
 namespace {
 
 // ---------------------------------------------------------------------------------------------
 // Records
 
-// tma.cuh and the host declare matching structures.
+// Must match the declarations in tma.cuh and __init__.py.
 struct TensorMap {
   std::uint64_t address;
   std::int64_t row_stride, head_stride, batch_stride;  // bytes
@@ -31,12 +31,12 @@ constexpr int product_depth = 16;  // in 16-bit numbers
 constexpr int max_depth = 32;
 constexpr int max_columns = 256;
 
-// A box of an array, or contiguous bytes, with its address in shared memory.
+// A copy between shared memory and a box of an array, or a range of contiguous bytes.
 struct Box {
   TensorMap map;
   int column, row, head, batch;
   unsigned char* shared;
-  int thread;  // the thread that started it
+  int thread;  // the thread that started the copy
   Place place;
   unsigned char* memory = nullptr;  // nullptr for a box
   std::size_t count = 0;            // number of bytes from `memory` on
@@ -84,15 +84,15 @@ struct PhaseBarrier {
   Clock known[max_components];  // `past` at the end of the previous phase
 };
 
-// D of successive products, kept here until a thread waits for the products.
+// The accumulator D of successive products; threads receive it when they wait for the products.
 struct Sums {
   Sums* next;
   int columns;
   std::uint64_t last;         // number of the last product
   Place place;                // of the last product
-  std::uint64_t taken[2];     // threads whose D is kept here
-  std::uint64_t returned[2];  // threads that have received D
-  float* d[warpgroup_size];   // each thread's memory for D
+  std::uint64_t taken[2];     // bit mask of threads whose D is held here
+  std::uint64_t returned[2];  // bit mask of threads that have received D
+  float* d[warpgroup_size];   // address of each thread's own D
   float values[product_rows * max_columns];
 };
 
@@ -102,21 +102,21 @@ struct Operand {
   int rows;  // 0 for by_rows; for by_columns the rows per box
 };
 
-// The formats of operands; wgmma.cuh passes their numbers.
+// Operand formats; wgmma.cuh passes these values as integers.
 enum class Format { bfloat16, half, e4m3 };
 
 struct Product {
   Product* next;
   std::uint64_t number;
-  Operand a;  // nullptr address if in registers
+  Operand a;  // its address is nullptr if A is in registers
   Operand b;
   int columns;
   Format format;
   bool added;
   Sums* sums;
   Place place;
-  int thread;  // the first thread that issued it
-  int begun;   // number of threads that issued it
+  int thread;  // the first thread that issued the product
+  int begun;   // number of threads that have issued the product
   Clock past[max_components];
   unsigned registers[warpgroup_size][4];
 };
@@ -128,7 +128,7 @@ struct RegisterCall {
   int count;
   bool increases;
   int threads;  // number of threads that made the call
-  int thread;   // the first of these threads
+  int thread;   // the first thread that made the call
   Place place;
 };
 
@@ -137,9 +137,9 @@ constexpr int all_registers = 65536;  // per SM
 constexpr int max_registers = 255;    // per thread at launch
 
 struct Warpgroup {
-  std::uint64_t begun;     // products that a thread has issued
-  std::uint64_t complete;  // products that all threads have issued
-  std::uint64_t made;      // computed products
+  std::uint64_t begun;     // number of products that at least one thread has issued
+  std::uint64_t complete;  // number of products that all threads have issued
+  std::uint64_t made;      // number of products computed so far
   std::uint64_t groups;
   std::uint64_t ends[kept_groups];  // number of the first product after each recent group
   Product* products;                // products in flight, oldest first
@@ -220,7 +220,8 @@ Cell* cells_at(Arena& arena, const void* pointer) {
   return &arena.cells[(reinterpret_cast<std::uintptr_t>(pointer) - arena.address) / cell_bytes];
 }
 
-// The clocks that a reader (thread, copy or tensor core) has seen; `thread` is -1 for no thread.
+// The clocks that a reader (thread, copy or tensor core) has seen; if it is not a thread, `thread`
+// is -1.
 struct Reader {
   const Clock* past;
   int thread;
@@ -273,7 +274,7 @@ inline void mark_reading(Arena& arena, const unsigned char* pointer, std::size_t
   }
 }
 
-// Replaces the marks of a read in flight by the epoch `done` at which it ended.
+// Replaces the marks of a read in flight with the epoch `done` at which the read ended.
 inline void end_reading(Arena& arena, const unsigned char* pointer, std::size_t bytes, Epoch mark,
                         Epoch done) {
   Cell* cell = cells_at(arena, pointer);
@@ -483,7 +484,7 @@ void arrive_at(Worker& worker, PhaseBarrier& barrier, int bytes, const char* ope
 
 void land_loads(Worker& worker, PhaseBarrier& barrier);
 
-// Runs other threads until one of `waiting` is woken.
+// Adds this lane to `waiting` and runs other threads until this lane is woken.
 void wait_beside(Worker& worker, unsigned& waiting, const char* operation, const Place& place) {
   Fiber& fiber = *worker.fiber;
   let_go(worker, fiber);
@@ -537,7 +538,8 @@ Box make_box(Worker& worker, const TensorMap* map, const void* shared, const int
           coordinates[3], bytes,          worker.fiber->index, place};
 }
 
-// The part of a box row that is inside the array: `bytes` bytes from `memory`, at byte `first`.
+// The part of a box row that lies inside the array: `bytes` bytes at `memory`, which correspond to
+// the bytes of the box row from `first` on.
 struct Row {
   unsigned char* memory;
   std::size_t first;
@@ -644,7 +646,7 @@ void add_to(float* memory, float value) {
       !__atomic_compare_exchange_n(word, &old, desired, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
 }
 
-// Executes a thread's delayed additions: all of them, or with a seed a random choice.
+// Executes a thread's delayed additions: all of them or, with a seed, a random subset.
 void make_additions(Worker& worker, Fiber& fiber, bool all) {
   Addition** link = &fiber.additions;
   while (Addition* addition = *link) {
@@ -765,7 +767,7 @@ void end_stores(Worker& worker, const Place& place) {
     std::free(first);
   }
   make_additions(worker, fiber, false);
-  // Restores the marks of other threads' stores of the same bytes, which may still be in flight.
+  // Restores the marks of other threads' stores of these bytes: they may still be in flight.
   for (int i = 0; i < worker.threads; ++i) {
     for (Store* store = worker.fibers[i].stores; store != nullptr; store = store->next) {
       const Box& box = store->box;
@@ -778,8 +780,9 @@ void end_stores(Worker& worker, const Place& place) {
 // ---------------------------------------------------------------------------------------------
 // Operands of products
 
-// Visits the chunks of an operand. by_rows: 32 bytes of each row, with their first column; a chunk
-// has `each` columns. by_columns: chunks of sixteen rows.
+// Calls `visit` for each 16-byte chunk of an operand, with the chunk's address and position along
+// the outer and the inner (k) dimension. by_rows: two chunks of `each` columns per row. by_columns:
+// one chunk of 8 columns in each of 16 rows.
 template <class Visit>
 inline void for_chunks(const Operand& operand, int others, int each, Visit visit) {
   if (operand.rows == 0) {
@@ -893,7 +896,7 @@ void read_shared(Factors& factors, const Product& product) {
              });
 }
 
-// The first row and column that a thread's registers hold in a 64 x 16 tile or its first 8 columns.
+// The row and column of a thread's first element in a 64 x 16 operand or a 64 x 8 part of D.
 inline int row_of_thread(int thread) {
   return thread / warp_size * 16 + thread % warp_size / 4;
 }
@@ -924,7 +927,7 @@ typedef std::int32_t ColumnBits __attribute__((vector_size(64), aligned(4)));
 constexpr int width_of_columns = sizeof(Columns) / sizeof(float);
 constexpr std::int32_t exponent_bits = 0x7f800000;
 
-// Vectors are modified in place: returning them would need registers that not all processors have.
+// Modifies vectors in place, because returning them requires registers that some processors lack.
 inline void keep_bits(Columns& x, std::int32_t bits) {
   x = reinterpret_cast<Columns>(reinterpret_cast<ColumnBits>(x) & bits);
 }
@@ -932,7 +935,7 @@ inline void keep_largest(Columns& x, const Columns& other) {
   x = x > other ? x : other;
 }
 
-// Rounds down to powers of two: subnormal e4m3 numbers to the smallest normal one, and 0 to 0.
+// Rounds down to a power of two, but rounds nonzero e4m3 subnormals up to the smallest normal.
 inline void keep_powers_of_e4m3(Columns& x) {
   Columns power = x;
   keep_bits(power, exponent_bits);
@@ -1020,7 +1023,7 @@ inline void add(std::uint64_t (&threads)[2], int rank) {
   threads[rank / 64] |= std::uint64_t{1} << rank % 64;
 }
 
-// Returns this thread's D that products in flight will write, or nullptr.
+// Returns the pending Sums that will be written to this thread's accumulator `d`, or nullptr.
 Sums* pending_sums(const Warpgroup& group, int rank, const float* d) {
   Sums* sums = group.sums;
   while (sums != nullptr &&
@@ -1098,7 +1101,7 @@ void enclose_awaited(Worker& worker, const Warpgroup& group) {
   worker.awaited_end = worker.fiber->awaited_end = end;
 }
 
-// Checks an access of local memory at or below a D for which this thread has not waited.
+// Reports an access of local memory that overlaps a D for which this thread has not yet waited.
 void check_awaited(Worker& worker, const Touch& touch) {
   if (touch.address + touch.bytes <= worker.awaited_low) return;
   const Warpgroup& group = worker.asynchronous->warpgroups[worker.fiber->index / warpgroup_size];
@@ -1506,7 +1509,7 @@ void set_registers(Worker& worker, int count, bool increases, const Place& place
   }
 }
 
-// Returns a warpgroup's last call; nullptr if it made none, or more than kept_calls.
+// Returns a warpgroup's last setmaxnreg call; nullptr if it made none, or more than kept_calls.
 const RegisterCall* last_call(const Worker& worker, const Warpgroup& group) {
   const RegisterCall* last = nullptr;
   for (const RegisterCall& call : group.registers) {
@@ -1564,7 +1567,8 @@ Clock latest_clock(const Worker& worker) {
   return latest;
 }
 
-// Drops copies that no thread waits for. Their data is unused, since any use would be a fault.
+// Drops copies that no thread waits for. Their data is unused, since any use would have been
+// reported as a fault.
 void drop_copies(Worker& worker, Fiber& fiber) {
   for (const Copy* copy = fiber.copies; copy != nullptr; copy = copy->next) {
     mark_writing(*arena_of(worker, copy->shared, chunk_bytes), copy->shared, chunk_bytes, 0);
@@ -1572,7 +1576,7 @@ void drop_copies(Worker& worker, Fiber& fiber) {
   free_all(fiber.copies);
 }
 
-// Discards all pending operations before the next block.
+// Discards all pending asynchronous operations before the next block runs.
 void forget_asynchronous(Worker& worker) {
   for (int i = 0; i < worker.threads; ++i) {
     drop_copies(worker, worker.fibers[i]);
@@ -1602,7 +1606,7 @@ void free_asynchronous(Worker& worker) {
 }  // namespace
 
 // ---------------------------------------------------------------------------------------------
-// Called by simulator.h, which describes them
+// Functions that simulator.h declares and describes
 
 EXPORTED void simulator_begin_copy(void* shared, const void* global, int bytes, const char* file,
                                    int line) {

@@ -46,7 +46,8 @@ _MAX_FRAME_BYTES = 200_000  # per function; a fiber's stack has 260 KB
 # DWARF 4 is the last version of debug information that every addr2line reads correctly.
 _BASE_FLAGS = ["-std=c++17", "-O2", "-g1", "-gdwarf-4", "-fPIC", "-fvisibility=hidden"]
 _KERNEL_FLAGS = [
-    # Compiling dominates small problems; large ones run 10 % slower than with -O2.
+    # For small problems most of the time is spent on compiling, for which -O1 is faster. Large
+    # problems run 10 % slower than with -O2.
     "-O1",
     "-fno-exceptions",
     "-fno-math-errno",
@@ -74,7 +75,7 @@ _GCC_FLAGS = [
 _CLANG_FLAGS = [
     f"-Wframe-larger-than={_MAX_FRAME_BYTES}",
     "-Werror=frame-larger-than",
-    "-fno-sanitize=undefined",  # zig enables it with -O0
+    "-fno-sanitize=undefined",  # zig enables this sanitizer with -O0
     "-fsanitize=array-bounds,integer-divide-by-zero,alignment",
     "-fno-sanitize-trap=all",
     "-fno-vectorize",  # a vectorised access may cover elements that the kernel skips
@@ -121,8 +122,9 @@ def starter(
 
     An ``early`` launch may begin before the previous one has ended. The simulator then checks that
     threads wait for the previous launch before they access ``awaited`` regions and, with
-    ``waits_first``, before they let the next launch begin. A thread of each block must wait, or
-    with ``one_waits`` a thread of the launch. No thread may write to a ``kept`` region.
+    ``waits_first``, before they let the next launch begin. At least one thread of each block must
+    wait; with ``one_waits`` one thread of the launch is enough. No thread may write to a ``kept``
+    region.
 
     Raises ValueError if ``sizes`` do not match the kernel's parameters. The returned function
     raises SimulatorFault.
@@ -137,7 +139,7 @@ def starter(
     number = ctypes.c_size_t
     request = _Request()
     request.entry = ctypes.cast(kernel.code.simulator_call, ctypes.c_void_p)
-    if locate := getattr(kernel.code, "simulator_locate", None):  # for `extern __shared__`
+    if locate := getattr(kernel.code, "simulator_locate", None):  # has `extern __shared__` arrays
         request.locate = ctypes.cast(locate, ctypes.c_void_p)
     request.argument_bytes = (number * max(len(sizes), 1))(*sizes)
     request.argument_count = len(sizes)
@@ -178,14 +180,14 @@ def _interruptible(call: Callable[[], int], stop: Callable[[], Any]) -> int:
     """Calls a C function so that a signal handler, such as that of Ctrl-C, can stop it.
 
     Python runs signal handlers in its main thread, between bytecodes. The main thread therefore
-    waits here while another thread makes the call. After a signal it stops the call and waits for
-    its end, because the call uses the caller's memory. A kernel without memory accesses cannot be
-    stopped.
+    waits here while another thread makes the call. If a signal handler raises, the main thread
+    stops the call and waits for its end, because the call uses the caller's memory. A kernel
+    without memory accesses cannot be stopped.
     """
     if threading.current_thread() is not threading.main_thread():
         return call()
     results: list[int | None] = []
-    begun, done = threading.Lock(), threading.Lock()  # a signal leaves each held or free
+    begun, done = threading.Lock(), threading.Lock()  # atomic, even if a signal interrupts
     done.acquire()
 
     def work() -> None:
@@ -258,8 +260,8 @@ class _Report(ctypes.Structure):
 # object file, so it cannot contain the paths of one checkout.
 _UNPLACED, _PLACED_TWINS, _PLACED = "/@", "/@twins", "/@include"
 _PLACE = re.compile(r"\{([0-9a-f]+);([^}]*):(-?\d+)\}")
-_DIVIDES = "divides an integer by zero"  # message of runtime.cpp
-_EXPRESSIONS = re.compile(r"\b(score_mod|mask_mod)\(")  # generated from expressions
+_DIVIDES = "divides an integer by zero"  # must match runtime.cpp
+_EXPRESSIONS = re.compile(r"\b(score_mod|mask_mod)\(")  # functions generated from user expressions
 
 
 def _fault(kernel: CompiledKernel, report: _Report) -> SimulatorFault:
@@ -309,7 +311,7 @@ def _line(kernel: CompiledKernel, places: Sequence[re.Match[str]]) -> str:
 
 
 def _own_name(kernel: CompiledKernel, line: str) -> str:
-    """Replaces the placeholder in a ``file:line`` of an object file by the kernel's folder."""
+    """Replaces the placeholder in a ``file:line`` of an object file with the kernel's folder."""
     if not line.startswith(f"{_PLACED}/"):
         return line.removeprefix(f"{_UNPLACED}/")
     name = line.removeprefix(f"{_PLACED}/")
@@ -378,7 +380,7 @@ class _ArgumentSizes(ctypes.Structure):
 def _build(source: str, entry: str, digest: str, folders: Sequence[Path]) -> CompiledKernel:
     try:
         runtime_path, runtime = _runtime()
-    except CompileError as error:  # not the kernel's fault
+    except CompileError as error:  # the cause is not the kernel
         raise _useless("cannot compile the simulator", str(error)) from None
 
     def make(path: Path) -> None:
@@ -533,7 +535,7 @@ def _warn_of_ignored(what: str) -> None:
 
 
 def compiler_choice() -> str:
-    """Describes the compiler: its version, its command and the variable that names it."""
+    """Describes the compiler: its version, its command and the variable in which it was set."""
     if os.environ.get("CUPYFA_COMPILER"):
         by = "named by CUPYFA_COMPILER"
     else:
@@ -576,7 +578,8 @@ def _runtime_key() -> str:
 
 
 def _run(command: Sequence[str], folder: Path | None = None) -> str:
-    # Another thread starts the process; in this one a signal could interrupt Popen and lose it.
+    # Another thread starts the process: in this thread a signal could interrupt Popen after the
+    # process was started, which would then never be ended.
     with ThreadPoolExecutor(1) as threads:
         started = threads.submit(
             subprocess.Popen,
@@ -614,7 +617,7 @@ def _run(command: Sequence[str], folder: Path | None = None) -> str:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    for order in (signal.SIGTERM, signal.SIGKILL):  # SIGTERM lets it remove its files
+    for order in (signal.SIGTERM, signal.SIGKILL):  # SIGTERM lets the compiler remove its files
         with suppress(ProcessLookupError):
             os.killpg(process.pid, order)
         with suppress(subprocess.TimeoutExpired):
@@ -626,7 +629,8 @@ def _end(process: subprocess.Popen[str]) -> None:
 def _environment(folder: Path | None) -> dict[str, str]:
     """Returns the environment for a compiler, with a cache folder for zig if the user has none.
 
-    Temporary files go to ``folder``, which is deleted later, because a killed linker leaves some.
+    Temporary files go to ``folder``, which the caller deletes, because a killed linker leaves its
+    temporary files behind.
     """
     environment = dict(os.environ, LC_ALL="C", **({"TMPDIR": str(folder)} if folder else {}))
     base = cache_folder.user_cache()
@@ -646,7 +650,7 @@ def _load_or_make(name: str, make: _Make) -> tuple[Path, ctypes.CDLL]:
     path = _whole_or_made(name, make)
     try:
         return path, ctypes.CDLL(str(path))
-    except OSError:  # intact, but built before the system changed
+    except OSError:  # the file is intact, but incompatible with the updated system
         path.unlink(missing_ok=True)
         return path, ctypes.CDLL(str(_whole_or_made(name, make)))
 

@@ -51,9 +51,9 @@ struct Region {
   std::uintptr_t address;
   std::size_t bytes;
   int itemsize = 1;  // bytes per element
-  int constant = 0;  // true if the kernel may only read it
-  int awaited = 0;   // true if an earlier launch may still access it when this one starts
-  int kept = 0;      // true if the next launch reads it without waiting for this one
+  int constant = 0;  // true if the kernel may only read the region
+  int awaited = 0;   // true if an earlier launch may access the region while this launch runs
+  int kept = 0;      // true if the next launch reads the region without waiting for this launch
 };
 
 struct Request {
@@ -96,8 +96,9 @@ using Clock = std::uint64_t;
 constexpr int clock_shift = 12;
 
 // A vector clock has one component per warp and per kind of asynchronous operation: the products of
-// each warpgroup, all box stores, all copies, and the box loads of each mbarrier. In an epoch such
-// a component is a thread, too: the first thread of a warp after the last real one.
+// each warpgroup, all box stores, all copies, and the box loads of each mbarrier. Components of
+// asynchronous operations are numbered after those of warps. An epoch represents such a component
+// by a thread index as well: that of lane 0 of a warp with the component's number.
 constexpr int max_phase_barriers = 64;
 constexpr int products_component = max_warps;
 constexpr int stores_component = products_component + max_warps / 4;
@@ -120,7 +121,7 @@ inline Epoch epoch_of(Clock clock, int component) {
 constexpr Clock unfinished = ~Clock{0} >> clock_shift;
 
 // ---------------------------------------------------------------------------------------------
-// Formatting, locks
+// Formatting and locks
 
 struct Text {
   char chars[report_bytes];
@@ -230,7 +231,7 @@ struct Coordinates {
   unsigned grid_dim[3];
 };
 
-// The source line or the address of a collective; for a memory access only one of them is known.
+// A place in the kernel, as file and line, as code address, or as both.
 struct Place {
   const char* file = nullptr;
   int line = 0;
@@ -255,28 +256,28 @@ struct Fiber {
   int warp;
   int lane;
   bool finished;
-  const char* operation;  // the collective in which it waits, or nullptr
+  const char* operation;  // the collective in which the thread waits, or nullptr
   Place place;            // place of that collective
   int barrier;            // number of the block barrier, or -1
   Exchange* exchange;     // the last warp collective
-  int awaited;            // index of the mbarrier for which it waits, or -1
+  int awaited;            // index of the mbarrier for which the thread waits, or -1
   int phase;              // phase of that mbarrier
   Copy* copies;           // copies in flight, oldest first
   Copy** copies_end;
   std::uint64_t copy_groups;
   Clock published;      // clock of the last proxy fence
-  Store* stores;        // stores that have not read shared memory, oldest first
+  Store* stores;        // stores that have not read shared memory yet, oldest first
   Addition* additions;  // delayed additions that have read shared memory
-  // Numbers of products: begun, committed and waited for; then the number of groups.
+  // Number of products begun, committed and waited for, and number of committed groups.
   std::uint64_t products;
   std::uint64_t grouped;
   std::uint64_t finished_products;
   std::uint64_t groups;
-  // The thread's clocks of components other than warps, where it knows more than its warp. The
-  // threads of a warp share the clocks of warps, but each waits for copies and products separately.
+  // Clocks of asynchronous operations that this thread has seen, in addition to those that its
+  // whole warp has seen: the threads of a warp wait for copies and products separately.
   Clock known[max_components - max_warps];
   bool begun;   // true after wgmma_fence, until the next wait
-  bool waited;  // true if it has waited for the previous launch
+  bool waited;  // true if the thread has waited for the previous launch
   int register_calls;
   // Address range of the registers that products in flight will write.
   std::uintptr_t awaited_low;
@@ -385,11 +386,11 @@ struct Exchange {
   unsigned arrived;
   unsigned votes;  // lanes whose predicate is true
   int readers;
-  bool orders;  // true if it orders memory between the lanes
+  bool orders;  // true if the collective orders memory between the lanes
   std::size_t size;
   const char* operation;
-  Exchange* next;       // in the free list
-  Exchange* next_made;  // in the list of all
+  Exchange* next;       // next in the free list
+  Exchange* next_made;  // next in the list of all exchanges
   alignas(64) unsigned char values[warp_size * max_value_bytes];
 };
 
@@ -473,7 +474,8 @@ struct Launch {
   std::atomic<std::uint64_t> next_number{1};
   std::atomic<std::uint64_t> unwaited{0};  // blocks that did not wait for the previous launch
 
-  // Maps memory that is committed on first access; returns nullptr on failure, which hides races.
+  // Maps memory that is committed on first access. Returns nullptr on failure; races that this
+  // memory would record are then not detected.
   template <class T>
   static T* map(std::size_t count) {
     void* room = mmap(nullptr, count * sizeof(T), PROT_READ | PROT_WRITE,
@@ -508,11 +510,11 @@ struct Launch {
 struct Worker {
   // Members that every access check reads.
   std::uintptr_t stack_low = 0;
-  std::uintptr_t awaited_low = 0;  // copied from the fiber
+  std::uintptr_t awaited_low = 0;  // copied from the running fiber
   std::uintptr_t awaited_end = 0;
   Region hit{};  // the buffer accessed last
   Shadow* hit_shadow = nullptr;
-  bool hit_is_tracked = false;  // true if its readers are recorded
+  bool hit_is_tracked = false;  // true if reads of that buffer are recorded
   Arena dynamic;
   Arena fixed;
   Fiber* fiber = nullptr;
@@ -525,17 +527,17 @@ struct Worker {
   int threads = 0;
   int warp_count = 0;
   int finished = 0;
-  int idle_polls = 0;  // polls since any other progress
+  int idle_polls = 0;  // polls since a thread last made progress
   bool abandoned = false;
   bool shuffled = false;
-  // True if the block executed atomics in global memory, which may order blocks; a fence; and an
-  // atomic after the fence, which may order threads of one block.
+  // True if the block has executed, respectively: an atomic in global memory, which may order
+  // blocks; a fence; an atomic after a fence, which may order threads of the block.
   bool speaks = false;
   bool fenced = false;
   bool signals = false;
   std::uint64_t number = 0;  // number of this worker, from 1
   Epoch block_start = 0;     // first epoch of the block, with the worker's number
-  unsigned late_warps = 0;   // in a shuffled order, warps that run only when no others can
+  unsigned late_warps = 0;   // with shuffled order, warps that run only if no other warp can
   std::uint64_t random = 0;
   unsigned ready_warps = 0;
   void** arguments = nullptr;
@@ -684,8 +686,9 @@ inline Fiber* take_ready(Worker& worker, int warp, int start) {
   return &worker.fibers[warp * warp_size + lane];
 }
 
-// Chooses the late warps of a block by the seed: none, any, or any groups of four. A random order
-// keeps threads close together; late warps reveal missing barriers between distant threads.
+// Chooses a block's late warps at random. The seed decides whether no warps, single warps or groups
+// of four may be late. With random order alone, threads advance at a similar pace; late warps
+// reveal missing barriers between threads that are far apart.
 unsigned late_warps(std::uint64_t seed, std::uint64_t block) {
   std::uint64_t state = seed + (block << 32);
   const std::uint64_t random = next_random(state);
@@ -705,7 +708,7 @@ inline Fiber* next_fiber(Worker& worker) {
   }
   if (worker.shuffled) {
     unsigned ready = worker.ready_warps & ~worker.late_warps;
-    if (ready == 0 && worker.idle_polls == 0) {  // conditions of polling threads may hold now
+    if (ready == 0 && worker.idle_polls == 0) {  // some condition may have become true
       wake_polling(worker);
       ready = worker.ready_warps & ~worker.late_warps;
     }
@@ -806,7 +809,7 @@ inline Exchange* find_exchange(Worker& worker, unsigned mask, std::size_t size,
   return open_exchange(worker, mask, size, operation);
 }
 
-// Adds what only this thread, not its warp, has seen.
+// Adds the clocks that this thread, but not its whole warp, has seen.
 inline void add_known(const Worker& worker, const Fiber& fiber, Clock (&past)[max_components]) {
   for (int i = max_warps; i < worker.components; ++i) {
     past[i] = std::max(past[i], fiber.known[i - max_warps]);
@@ -1119,7 +1122,7 @@ COLD void report_stuck(Worker& worker) {
 }
 
 // ---------------------------------------------------------------------------------------------
-// Defined in asynchronous.h
+// Functions defined in asynchronous.h
 
 struct Touch;
 Text asynchronous_name(const Worker& worker, Epoch epoch, std::uintptr_t address);
@@ -1283,8 +1286,8 @@ inline bool races(const Worker& worker, Epoch epoch, Epoch now) {
   return epoch != 0 && !own && races_with_another(worker, epoch);
 }
 
-// Checks an access of an element and records it. A read and an atomic do not race here, because
-// loops around atomicCAS start with a plain read.
+// Checks an access of an element and records it. A read and an atomic are not reported as a race,
+// because loops around atomicCAS start with a plain read.
 template <Access access>
 inline void check_global_cell(Worker& worker, Shadow& shadow, std::size_t cell, Epoch now,
                               const Touch& touch) {
@@ -1350,9 +1353,9 @@ void check_waited(Worker& worker) {
   worker.abandoned = true;
 }
 
-// Checks an access of the array that was accessed last. The simulator does not track order by
-// atomics: it does not compare a block that executed atomics with other blocks, nor the block's
-// threads with each other if a fence came before.
+// Checks an access of the array that was accessed last. Atomics may order accesses, which the
+// simulator does not track. It therefore ignores races between a block that executed atomics and
+// other blocks and, if a fence preceded an atomic, races between threads of that block.
 template <Access access>
 __attribute__((noinline)) void check_global(Worker& worker, const Touch& touch) {
   if (access == Access::announcement) return;
@@ -1698,7 +1701,7 @@ std::size_t argument_room(std::size_t bytes) {
   return (bytes / argument_alignment + 1) * argument_alignment;
 }
 
-// Copies the arguments to aligned memory of the worker, behind a table of pointers to them.
+// Copies the arguments to the worker's aligned memory, after a table of pointers to the arguments.
 bool copy_arguments(Worker& worker, const Request& request) {
   std::size_t pointer_bytes = argument_room(request.argument_count * sizeof(void*));
   std::size_t total = pointer_bytes;
@@ -1799,7 +1802,7 @@ int describe_module(dl_phdr_info* info, std::size_t, void* data) {
 }  // namespace
 
 // ---------------------------------------------------------------------------------------------
-// Called by machine.py
+// The function that machine.py calls
 
 // Runs a grid; returns 0, or 1 with the fault in *report.
 EXPORTED int cupyfa_launch(const Request* request, Report* report) {
@@ -1818,7 +1821,7 @@ EXPORTED int cupyfa_launch(const Request* request, Report* report) {
   while (started < workers && pthread_create(&threads[started], nullptr, work, &launch) == 0) {
     ++started;
   }
-  // If the system cannot start more threads, the started ones do the work, or else this one.
+  // If the system starts fewer threads, they share all blocks; without any, this thread runs them.
   if (started == 0) work(&launch);
   for (int i = 0; i < started; ++i) pthread_join(threads[i], nullptr);
   launch.free_shadows();
@@ -1827,7 +1830,7 @@ EXPORTED int cupyfa_launch(const Request* request, Report* report) {
 }
 
 // ---------------------------------------------------------------------------------------------
-// Called by simulator.h, which describes them
+// Functions that simulator.h declares and describes
 
 EXPORTED const Coordinates* simulator_coordinates() {
   return self->fiber->coordinates;
@@ -2015,7 +2018,7 @@ EXPORTED void* simulator_memset(void* to, int value, std::size_t bytes) {
 }
 
 // ---------------------------------------------------------------------------------------------
-// Called by the instrumentation the compiler adds to the kernel
+// Functions called by the instrumentation that the compiler adds to a kernel
 
 // One set of functions per size; the compiler selects by name.
 #define HOOKS(bytes)                                              \
@@ -2082,14 +2085,14 @@ EXPORTED void __tsan_func_exit() {}
 EXPORTED void __tsan_vptr_update(void**, void*) {}
 EXPORTED void __tsan_vptr_read(void**) {}
 
-// Arguments of the compiler's other checks: source locations and types.
+// Arguments of the bounds, alignment and division checks that the compiler inserts.
 struct CheckPlace {
   const char* file;
   std::uint32_t line, column;
 };
 struct CheckType {
   std::uint16_t kind;  // 0 for an integer
-  std::uint16_t info;  // of an integer: bit 0 is set if signed, then log2 of its bits
+  std::uint16_t info;  // for an integer: bit 0 is set if signed; higher bits are log2 of its width
   char name[1];
 };
 struct BoundsCheck {

@@ -13,7 +13,7 @@
 #include <ptx/wgmma_columns.cuh>
 #include <tile/tma_tile.cuh>
 
-// Named barriers: a warpgroup's buffer is full, or empty; all additions have completed.
+// Named barriers: a warpgroup's buffer is full, its buffer is empty, all additions have completed.
 __device__ __forceinline__ int dQ_full(int warpgroup) {
   return 3 + warpgroup;
 }

@@ -7,9 +7,9 @@
 #include <tile/warp.cuh>
 
 struct ExactSums {
-  int* exponents;   // per element: biased exponent of its largest term, plus 1
+  int* exponents;   // per element: biased exponent of the largest term, plus 1
   long long* sums;  // [words, elements]
-  unsigned* flags;  // per element: 1 = infinity, 2 = -infinity, 4 = NaN was added
+  unsigned* flags;  // per element, kinds of added terms: 1 infinity, 2 -infinity, 4 NaN
   int bits;         // each element receives fewer than 2^bits terms
 
   __device__ __forceinline__ static double power(int exponent) {
@@ -64,7 +64,7 @@ struct Run {
   long long element = -1;  // none yet
   double sum = 0;
 
-  // Adds x to element `to`. If that begins a new run, calls body(element, sum) for the old one.
+  // Adds x to element `to`. If that begins a new run, calls body(element, sum) for the last run.
   template <class Body>
   __device__ __forceinline__ void add(long long to, double x, Body body) {
     if (to != element) {

@@ -71,7 +71,7 @@ struct Ring {
   __device__ __forceinline__ bool late() const { return threadIdx.x / warp_size / 4 % 2 == 1; }
   __device__ __forceinline__ Stage& next() {
     cp_async_wait_group<stages - 2>();
-    __syncthreads();  // the slice has arrived, and the previous one is no longer read
+    __syncthreads();  // the slice has arrived, and no thread still reads the previous slice
     if (!late()) begin(stage == 0 ? stages - 1 : stage - 1);
     return ring[stage];
   }

@@ -15,7 +15,7 @@
 #include <timeline.cuh>
 
 // Returns the smallest row length >= width that is an odd number of 4-byte words, so that 32
-// threads read a column of 32 rows without bank conflicts.
+// threads can read one column of 32 rows without bank conflicts.
 template <class T>
 __host__ __device__ constexpr int odd_width(int width) {
   return sizeof(T) < 4 ? (cdiv(width, 2) | 1) * 2 : width | 1;
@@ -43,7 +43,7 @@ __device__ __forceinline__ void load_row_sums(real (&tile_lse)[tile_rows],
   });
 }
 
-// Loads Q or dO of a row tile. The tile's lse must have arrived.
+// Loads Q or dO of a row tile. The tile's lse must already be in shared memory.
 template <int threads, int width, int rows, int stride>
 __device__ __forceinline__ void load_rows(scalar (&tile)[rows][stride], Tensor<const scalar> tensor,
                                           const real (&lse)[rows], int batch, int head,
@@ -56,7 +56,7 @@ __device__ __forceinline__ void load_rows(scalar (&tile)[rows][stride], Tensor<c
   });
 }
 
-// Computes P = exp(S - lse) and the unscaled dS = P * (dO V^T - delta); both are 0 if hidden.
+// Computes P = exp(S - lse) and unscaled dS = P * (dO V^T - delta); both are 0 for hidden pairs.
 template <int threads, int d, int dv, int rows, int keys, class Shared>
 __device__ __forceinline__ void compute_P_and_dS(Shared& shared, const TilePair<rows, keys>& pair,
                                                  const Scorer<real>& scorer) {
@@ -139,7 +139,7 @@ __device__ __forceinline__ void sum_keys(const PTile<rows, keys>& tile,
   });
 }
 
-// Sums over rows. The whole block skips the test for hidden pairs in tiles without any.
+// Sums over rows. In tiles without hidden pairs, the whole block skips the test for them.
 template <int threads, int width, int rows, int keys, int stride, class Body>
 __device__ __forceinline__ void sum_over_rows(const real (&tile)[rows][odd_width<real>(keys)],
                                               const scalar (&values)[rows][stride],

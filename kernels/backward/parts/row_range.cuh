@@ -1,5 +1,5 @@
 #pragma once
-// Rows row_begin() … row_end() - 1 see some of the `keys` keys from first_key on.
+// Rows row_begin() … row_end() - 1 see at least one of the `keys` keys from first_key on.
 
 #include <attention/extent.cuh>
 

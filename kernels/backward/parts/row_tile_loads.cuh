@@ -17,7 +17,7 @@ struct RowTileLoads {
   __device__ __forceinline__ auto map() const {
     return extent_of_head(*extent, head).row_tiles(first_key / Bc);
   }
-  // Block mask: moves to the tile at `row`, or past `last` to the next head. `left` counts heads.
+  // With a block mask: moves to the tile at `row` or, past `last`, to the next of the `left` heads.
   __device__ __forceinline__ void go_to(int row) {
     for (first_row = row; first_row > last; first_row = map().template from<Br>(first)) {
       if (--left == 0) return;

@@ -15,7 +15,7 @@
 #include <ptx/wgmma.cuh>
 #include <timeline.cuh>
 
-// Returns whether a causal mask, a window or the end of the keys hides some pair of the tile.
+// Returns whether a causal mask, a window or the end of the keys hides any pair of the tile.
 template <int Br, int Bc>
 __device__ __forceinline__ bool is_masked(const TilePair<Br, Bc>& pair) {
   return pair.first_key + Bc > pair.extent.N || !pair.reaches_all();
@@ -43,10 +43,10 @@ struct KeyRows {
   __device__ __forceinline__ int key() const { return first_key() + unsigned(opaque(lane)) / 4; }
   __device__ __forceinline__ int row() const { return rows; }
 
-  // Waits for the products and replaces S^T with P^T and dP^T with the unscaled dS^T. Slopes other
-  // than 1 are multiplied into dP to save registers. Once the bias is read, the bias of the tile at
-  // next_row is copied. If `masks` is false, no pair may be masked by position. If `overlaps` is
-  // true, dP may still be in flight while P is computed, and between() is called after P.
+  // Waits for the products, replaces S^T with P^T and dP^T with the unscaled dS^T. Derivatives of a
+  // score modification are multiplied into dP to save registers. Once the bias is read, the bias of
+  // the tile at next_row is copied. If `masks` is false, no pair may be masked by position. If
+  // `overlaps` is true, dP may be in flight while P is computed; between() is called after P.
   template <bool masks = true, bool overlaps = true, int Br, int Bc, class StoredSums,
             class Bias = const NoBias&, class Between = NothingBetween>
   __device__ __forceinline__ void compute_P_and_dS(Sums<Br>& S, Sums<Br>& dP,
@@ -75,7 +75,7 @@ struct KeyRows {
     }
   }
 
-  // Replaces S^T with P^T = 2^(S^T * scale2 - lse2). Sets PS^T to P^T times the slope.
+  // Replaces S^T with P^T = 2^(S^T * scale2 - lse2). Sets PS^T to P^T times the score's derivative.
   template <bool masks = true, int Br, int Bc, class StoredSums, class Bias = const NoBias&>
   __device__ __forceinline__ void compute_P(Sums<Br>& S, Sums<Br>& PS, const StoredSums& sums,
                                             const Scorer<float>& scorer,
@@ -86,7 +86,7 @@ struct KeyRows {
     if constexpr (has_dropout)
       mark_transposed(PS, pair.extent, pair.first_row + row(), pair.first_key + key());
   }
-  // Replaces S with P and multiplies `factors` by P and the slope.
+  // Replaces S with P. Multiplies `factors` by P and the derivative of the score modification.
   template <bool masks, int Br, int Bc, class StoredSums, class Bias>
   __device__ __forceinline__ void weigh(Sums<Br>& S, Sums<Br>& factors, const StoredSums& sums,
                                         const Scorer<float>& scorer, const TilePair<Br, Bc>& pair,

@@ -28,7 +28,7 @@ struct WarpPartition {
   static constexpr int across = warps / down;
   static constexpr int rows = height / down;
   static constexpr int cols = cdiv(columns, across* step) * step;
-  static constexpr bool whole = cols * across == columns;  // else some columns are past the end
+  static constexpr bool whole = cols * across == columns;  // else some columns lie past the end
   using Sums = real[rows / step][cols / 8][4];
   static constexpr int fours = rows / step * (cols / 8);
 

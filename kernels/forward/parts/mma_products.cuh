@@ -19,7 +19,7 @@ __device__ __forceinline__ void multiply_scores(operand (&Q)[Br][columns], opera
   const auto keys = [&](int row, int chunk) {
     const int own_row = lane / 16 * 8 + lane % 8, own_chunk = lane / 8 % 2;
     if constexpr (depth > 128) return ChunkAddresses(K, own_row, own_chunk)(row, chunk);
-    return SharedAddress(at(K, row + own_row, chunk + own_chunk));  // needs fewer registers
+    return SharedAddress(at(K, row + own_row, chunk + own_chunk));  // saves registers
   };
 #pragma unroll
   for (int k = 0; k < depth / step; ++k) {
@@ -42,7 +42,7 @@ __device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], float (
   const timeline::Phase phase(timeline::products);
   const auto values = [&](int row, int chunk) {
     if constexpr (width > 128) return ChunkAddresses(V, lane % 16, lane / 16)(row, chunk);
-    return SharedAddress(at(V, row + lane % 16, chunk + lane / 16));  // needs fewer registers
+    return SharedAddress(at(V, row + lane % 16, chunk + lane / 16));  // saves registers
   };
   float sum[m][2] = {};
 #pragma unroll

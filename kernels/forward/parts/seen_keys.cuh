@@ -3,8 +3,8 @@
 
 #include <attention/extent.cuh>
 
-// Keys of a tile that the causal mask and the window let a row see: `first` … `end` - 1, counted
-// from the tile's first key; none for rows past the end. shows() also evaluates a mask expression.
+// The keys of a tile that causal mask and window leave visible to a row: `first` … `end` - 1 within
+// the tile; none for rows past the end. shows() also evaluates a mask expression.
 struct Seen {
   Extent extent;
   int row, first_key, first, end;

@@ -37,7 +37,7 @@ __device__ __forceinline__ void add_up(WarpSums<m, n>* all, int warp, float (&O)
     const float (&o)[4] = O[i / n][i % n];
     all[warp].O[i][lane] = {o[0], o[1], o[2], o[3]};
   }
-  __syncthreads();  // the sums of all warps are written
+  __syncthreads();  // wait until all warps have written their sums
 
   float factor[warps][2 * m];
 #pragma unroll
@@ -59,7 +59,7 @@ __device__ __forceinline__ void add_up(WarpSums<m, n>* all, int warp, float (&O)
   for (int first = 0; first < m * n; first += warps) {
     const int i = first + warp;
     if (m * n % warps != 0 && i >= m * n) continue;
-    const int row = n % warps == 0 || m == 1 ? first / n : i / n;  // constant in most cases
+    const int row = n % warps == 0 || m == 1 ? first / n : i / n;  // usually known at compile time
     float4 total = {};
 #pragma unroll
     for (int w = 0; w < warps; ++w) {
@@ -71,7 +71,7 @@ __device__ __forceinline__ void add_up(WarpSums<m, n>* all, int warp, float (&O)
     }
     all[0].O[i][lane] = total;
   }
-  __syncthreads();  // all shares are complete
+  __syncthreads();  // wait until all shares are complete
   if (warp > 0) return;
 #pragma unroll
   for (int i = 0; i < m * n; ++i) {

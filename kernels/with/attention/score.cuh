@@ -5,9 +5,9 @@
 //   score = scale * q·k  ->  softcap, score_mod, ALiBi and bias, one after the other
 //                        ->  -infinity where the mask hides the key
 //
-// The host defines positive_scale above a kernel, true if the scale is known to be above 0, and the
-// options that score_context.cuh lists. A Scorer holds a copy of Mods, which the compiler omits for
-// a __grid_constant__ argument.
+// In the source above a kernel, the host defines the options listed in score_context.cuh, and
+// positive_scale: true if the scale is known to be positive. A Scorer holds its own copy of Mods;
+// the compiler elides the copy if the kernel's argument is a __grid_constant__.
 
 #include <attention/no_bias.cuh>
 #include <attention/extent.cuh>

@@ -17,9 +17,9 @@ typedef decltype(sizeof(0)) size_t;
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define SIMULATOR_INLINED inline __attribute__((always_inline))
-// Inlining all of these functions would take half of the compile time of the ladder's kernels.
-// Other kernels inline them, since only then are structs checked that are passed by value from
-// memory.
+// For the ladder's kernels these functions need not be inlined: inlining would take half of the
+// compile time. In other kernels they are inlined, because structs that are passed by value from
+// memory are checked only in inlined calls.
 #if defined(SIMULATOR_CALLS_FUNCTIONS)
 #define __forceinline__ inline
 #else
@@ -451,7 +451,8 @@ inline int __syncthreads_and(int predicate, simulator::Here here = {}) {
 inline void __syncwarp(unsigned mask = 0xffffffffu, simulator::Here here = {}) {
   simulator::warp_barrier(mask, "__syncwarp", here);
 }
-// A worker runs one thread at a time. Other workers see its stores when the grid ends or earlier.
+// A worker runs one thread at a time, so no fence is needed within it. Other workers see its stores
+// at the latest when the grid ends.
 inline void __threadfence() {
   simulator_fence();
 }
@@ -467,7 +468,8 @@ inline void __threadfence_system() {
 
 namespace simulator {
 
-// Returns the value of lane `source`, or the lane's own value unless `inside` (its segment).
+// Returns the value of lane `source` if `inside` (the source is in this lane's segment), else this
+// lane's own value.
 template <class T>
 inline T shuffle(unsigned mask, const T& value, int source, bool inside, const char* operation,
                  Here here) {
@@ -517,7 +519,7 @@ inline int __any_sync(unsigned mask, int predicate, simulator::Here here = {}) {
 inline int __all_sync(unsigned mask, int predicate, simulator::Here here = {}) {
   return simulator_ballot(mask, predicate == 0, "__all_sync", here.file, here.line) == 0;
 }
-// Counts every existing lane as active.
+// Treats every existing lane as active.
 inline unsigned __activemask() {
   return simulator_lanes();
 }

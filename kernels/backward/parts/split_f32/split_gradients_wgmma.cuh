@@ -18,7 +18,7 @@ __device__ __forceinline__ int own_first() {
   return opaque(int(threadIdx.x)) / warp_size % 4 * step;
 }
 
-// Computes P of a tile; tests the positions of pairs only if some row does not see some key.
+// Computes P of a tile; tests the positions of pairs only if a pair of the tile may be hidden.
 template <bool of_keys, int n, int rows, int keys>
 __device__ __forceinline__ void compute_P_of_tile(float (&S)[1][n][4], float (&PS)[1][n][4],
                                                   const SplitStats (&stats)[rows],

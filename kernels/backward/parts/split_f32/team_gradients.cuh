@@ -17,8 +17,8 @@ template <int columns>
 using TeamSums = float[2][own_columns<columns> / 8][4];
 using Weights = float[1][2][4];
 
-// A warp's team (`group`), its rank in the team (`turn`), and the first row and column (`number`)
-// of the weights that it computes.
+// A warp's team (`group`), its rank within the team (`turn`), and the first row (`row`) and column
+// (`number`) of the weights that it computes.
 struct TeamPlace {
   int group, turn, row, number, lane;
 
@@ -36,7 +36,7 @@ struct alignas(16) Registers {
   unsigned of[4];
 };
 
-// Weights of a tile as split operands of each lane, with the factor of each row's product.
+// A tile's weights as split operands, stored by lane, and factors that undo the scaling of rows.
 template <int rows, int across>
 struct TeamWeights {
   static_assert(rows % team_rows == 0 && (across == step || across == 2 * step));
@@ -49,7 +49,7 @@ struct TeamWeights {
   static __device__ __forceinline__ bool has_own() {
     return across == 2 * step || TeamPlace().number < across;
   }
-  // Returns the factor of a lane's row. Only the first two of every four lanes have a row.
+  // Returns the factor of the lane's row. Only the first two of every four lanes own a row.
   __device__ __forceinline__ float& own_factor(const TeamPlace& own) {
     return factors[own.number / step][own.row + own.lane / 4 + own.lane % 4 * 8];
   }
@@ -140,7 +140,7 @@ struct TeamWeights {
     const TeamPlace own;
     const int first = own.group * team_rows, col = own.turn * own_columns<columns>;
     if (has_own() && own.lane % 4 < 2) own_factor(own) = largest.weight[0][own.lane % 4 == 1];
-    __syncthreads();  // the largest weights are written
+    __syncthreads();  // wait for all largest weights
     Largest<2> of_all;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -154,7 +154,7 @@ struct TeamWeights {
     }
     store_scaled<cols>(sums, factor, gradient, batch, head, first_row + first, end, own.lane, power,
                        col);
-    __syncthreads();  // `wrong` is written
+    __syncthreads();  // wait for all elements of `wrong`
     for (int row = threadIdx.x; row < rows && first_row + row < end; row += block) {
       bool is_not_held = false;
       for (int i = 0; i < team; ++i) is_not_held |= wrong[i][row] != 0;

@@ -27,7 +27,7 @@ __device__ __forceinline__ float small_value(int keys) {
 __device__ __forceinline__ unsigned char flag_of_sum(float sum) {
   return counts_values ? max(exponent_of(sum) + 2, 1) : 1;
 }
-// Returns how many small values make a flagged row inaccurate: half of its weight sum, at least 1.
+// Returns how many small values make a flagged row inaccurate: half the weight sum l, at least 1.
 __device__ __forceinline__ int many_of_flag(int flag) {
   return 1 << max(flag - 3, 0);
 }

@@ -20,7 +20,7 @@ __device__ __forceinline__ float least_output(float sum, const Extent& extent, i
 }
 
 // Flags the warp's rows of O / sum that may be inaccurate (cancellation.cuh) and have no flag yet.
-// `exponents` belong to the columns of V. Rows without a weight are exactly 0.
+// `exponents` are those of V's columns. Rows whose weights are all 0 are exactly 0.
 template <int cols, int m, int n, int pack_gqa>
 __device__ __forceinline__ void flag_rows(const float (&O)[m][n][4],
                                           const SplitRows<m * step, pack_gqa>& rows,
@@ -38,7 +38,7 @@ __device__ __forceinline__ void flag_rows(const float (&O)[m][n][4],
     for (int j = 0; j < 2 * n; ++j) {
       const int col = j / 2 * 8 + 2 * (lane % 4) + j % 2;
       const float o = fabs(O[i / 2][j / 2][i % 2 * 2 + j % 2]);
-      if (col < cols && !(o >= least)) small |= exponents[col] > -127;  // not a column of zeros
+      if (col < cols && !(o >= least)) small |= exponents[col] > -127;  // skips columns of zeros
     }
     const real maximum = rows.maximum[i / 2][i % 2];
     const bool wrong = !(sum < infinity) || (maximum != -largest && is_beyond_split(maximum));

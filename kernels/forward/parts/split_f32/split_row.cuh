@@ -31,7 +31,7 @@ template <int cols>
 struct SplitRow {
   static constexpr int pairs = cdiv(cols, step) * step / 2, count = cdiv(pairs, warp_size);
   float x[count][2];
-  int exponent = -254;  // exponent of the largest number times its column's power
+  int exponent = -254;  // exponent of the largest |x| after column scaling
   bool finite = true;
 
   __device__ __forceinline__ SplitRow(const scalar* from, const int* exponents, int lane) {

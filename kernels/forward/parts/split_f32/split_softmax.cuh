@@ -34,7 +34,7 @@ struct SplitRows : Rows<Wr, pack_gqa> {
   }
 };
 
-// Applies the scorer to the products S. With score_mod, multiplies them by their units first.
+// Applies the scorer to the products S. With score_mod, multiplies S by the rows' units first.
 template <class T, int m, int n, int pack_gqa, class Bias = NoBias>
 __device__ __forceinline__ void apply_scorer(const Scorer<T>& scorer, float (&S)[m][n][4],
                                              const SplitRows<m * step, pack_gqa>& rows,

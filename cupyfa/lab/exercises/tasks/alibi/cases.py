@@ -1,4 +1,4 @@
-"""Tiles of scores: at the beginning, inside, with M ≠ N, and with keys after the queries."""
+"""Examples: the first score tile, a later one, M ≠ N, and keys at positions after the queries."""
 
 import numpy as np
 

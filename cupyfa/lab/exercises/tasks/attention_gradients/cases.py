@@ -1,4 +1,4 @@
-"""Gradients of attention, by the derivative of the softmax of whole rows."""
+"""Examples; the expected gradients use the Jacobian of each row's softmax."""
 
 import numpy as np
 
@@ -16,7 +16,7 @@ def examples():
         L = S.max(axis=1) + np.log(P.sum(axis=1))
         P /= P.sum(axis=1, keepdims=True)
         dP = dO @ V.T
-        # Each row's Jacobian of the softmax, diag(p) - p pᵀ, applied to its row of dP.
+        # For each row, multiply the Jacobian of the softmax, diag(p) - p pᵀ, by the row of dP.
         dS = np.stack([(np.diag(p) - np.outer(p, p)) @ dp for p, dp in zip(P, dP)])
         expected = {"dQ": scale * dS @ K, "dK": scale * dS.T @ Q, "dV": P.T @ dO}
         arguments = {"Q": Q, "K": K, "V": V, "O": P @ V, "L": L, "dO": dO}

@@ -1,4 +1,4 @@
-"""Rows of several lengths: as long as the block, longer, and shorter."""
+"""Examples: rows with as many elements as the block has threads, with more, and with fewer."""
 
 import numpy as np
 

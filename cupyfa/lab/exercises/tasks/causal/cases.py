@@ -1,4 +1,4 @@
-"""As many queries as keys, fewer, and more; of these the first rows see no key."""
+"""Examples with M = N, with M < N, and with M > N, where the first rows see no key."""
 
 import numpy as np
 

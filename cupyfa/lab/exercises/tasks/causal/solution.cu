@@ -1,9 +1,9 @@
-// Attention of one head under a causal mask, bottom-right: a thread has a row, the block a tile.
+// Attention of one head with a bottom-right causal mask: one thread per row, one block per tile.
 
 constexpr int Br = 32, Bc = 8, d = 8;
 constexpr float infinity = __builtin_bit_cast(float, 0x7f800000);
 
-// q, k, v: [M, d], [N, d], [N, d]. out [M, d]. visited [blocks]: tiles of keys that a block loads.
+// q, out [M, d]. k, v [N, d]. visited [blocks]: number of key tiles that each block loads.
 extern "C" __global__ void causal(const float* q, const float* k, const float* v, float* out,
                                   int* visited, int M, int N, float scale) {
   __shared__ float K[Bc][d], V[Bc][d];
@@ -13,8 +13,8 @@ extern "C" __global__ void causal(const float* q, const float* k, const float* v
 
   // hole
   const int last_row = first_row + Br - 1;
-  const int seen = row + 1 + N - M;  // keys that this row sees: the first ones
-  const int tiles = (last_row + 1 + N - M + Bc - 1) / Bc;  // that a row of the block sees
+  const int seen = row + 1 + N - M;                        // number of keys that this row sees
+  const int tiles = (last_row + 1 + N - M + Bc - 1) / Bc;  // key tiles visible to the block
   // end
 
   for (int tile = 0; tile < tiles && tile * Bc < N; ++tile) {

@@ -1,4 +1,4 @@
-"""Arrays of one tile, of several, and with a partial last one."""
+"""Examples: arrays of one tile, of a partial tile, and of several tiles."""
 
 import numpy as np
 

@@ -1,9 +1,9 @@
-// Copies a tile of rows of x [M, d] to shared memory. The judge counts the sectors that it reads.
+// Copies a tile of rows of x [M, d] to shared memory. The judge counts the sectors that are read.
 
 constexpr int Br = 16, d = 40, threads = 64;
-constexpr int stride = d + 1;  // of a row in shared memory: padded by one column
+constexpr int stride = d + 1;  // row stride in shared memory: padded by one column
 
-// Reads elements of x and records which ones: reads [loads, threads], -1 for no load.
+// Loads elements of x and records their indices in reads [loads, threads]; -1 means no load.
 struct Loader {
   const float* x;
   int* reads;
@@ -15,7 +15,7 @@ struct Loader {
   }
 };
 
-// Copies rows first_row to first_row + Br - 1 of x, or zeros for rows from M on.
+// Copies rows first_row … first_row + Br - 1 of x to `tile`; rows past the end become zeros.
 __device__ void copy_tile(Loader load, int first_row, int M, float* tile) {
   // hole
   for (int i = threadIdx.x; i < Br * d; i += threads) {
@@ -26,13 +26,13 @@ __device__ void copy_tile(Loader load, int first_row, int M, float* tile) {
   // end
 }
 
-// tiles [blocks, Br, d]: what shared memory has. sectors [blocks]: sectors of 32 bytes, counted
-// once for each load of a warp. reads [blocks, Br * d, threads].
+// tiles [blocks, Br, d]: the tiles in shared memory. sectors [blocks]: number of 32-byte sectors,
+// summed over the loads of the warps. reads [blocks, Br * d, threads].
 extern "C" __global__ void coalesced_tile(const float* x, float* tiles, int* sectors, int* reads,
                                           int M) {
   __shared__ float tile[Br * stride];
   reads += blockIdx.x * Br * d * threads;
-  for (int i = threadIdx.x; i < Br * stride; i += threads) tile[i] = -1;  // not written yet
+  for (int i = threadIdx.x; i < Br * stride; i += threads) tile[i] = -1;  // marks missing writes
   __syncthreads();
   copy_tile(Loader{x, reads, 0}, blockIdx.x * Br, M, tile);
   __syncthreads();

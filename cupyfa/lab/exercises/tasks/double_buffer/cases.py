@@ -1,4 +1,4 @@
-"""Products of four rows with one tile of keys, with two, and with a last tile that is not full."""
+"""Examples: products of four rows with one tile, two tiles, and a partial last tile of keys."""
 
 import numpy as np
 

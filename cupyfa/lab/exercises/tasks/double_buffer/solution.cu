@@ -1,14 +1,14 @@
-// O = P V: each warp owns a row, each lane a column. Tiles of V arrive in two buffers by cp.async.
+// O = P V: each warp owns a row, each lane a column. cp.async loads tiles of V into two buffers.
 #include <ptx/cp_async.cuh>
 
-constexpr int columns = 32;   // of V and O
-constexpr int keys = 16;      // of a tile
+constexpr int columns = 32;   // columns of V and O
+constexpr int keys = 16;      // keys per tile
 constexpr int threads = 128;  // four warps, so four rows
-constexpr int in_chunk = 4;   // floats in 16 bytes
+constexpr int in_chunk = 4;   // floats per chunk of 16 bytes
 constexpr int chunks = columns / in_chunk;
 
-// Starts this thread's copy to a tile, one chunk of 16 bytes, which is a group. Rows of V past the
-// end become zeros.
+// Starts copying this thread's 16-byte chunk of a tile, and commits it as a group. Rows of V past
+// the end become zeros.
 __device__ void copy_tile(float (&tile)[keys][columns], const float* V, int first, int N) {
   const int key = threadIdx.x / chunks, column = threadIdx.x % chunks * in_chunk;
   const bool exists = first + key < N;

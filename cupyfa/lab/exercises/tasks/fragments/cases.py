@@ -1,4 +1,4 @@
-"""Scores of one tile of rows: whole tiles, and rows and keys past the end."""
+"""Examples: scores of one tile of rows, whole or with rows or keys past the end."""
 
 import numpy as np
 

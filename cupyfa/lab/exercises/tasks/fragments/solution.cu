@@ -1,12 +1,12 @@
-// Scores S = Q Kᵀ of up to 16 rows on tensor cores: one warp, with mma.sync of 16 x 8 x 16.
+// Scores S = Q Kᵀ of up to 16 rows on tensor cores: one warp issues 16 x 8 x 16 mma.sync.
 #include <ptx/mma.cuh>
 
-constexpr int rows = 16;  // of a result of mma.sync, which has 8 columns
-constexpr int d = 16;     // columns of Q and K, and the depth of mma.sync
-constexpr int keys = 16;  // of a tile: two results of mma.sync, side by side
+constexpr int rows = 16;  // rows of a 16 x 8 result of mma.sync
+constexpr int d = 16;     // columns of Q and K, equal to the depth (k) of mma.sync
+constexpr int keys = 16;  // keys per tile: two results of mma.sync, side by side
 
-// Writes four of the 16 x 8 scores to S [M, N]: those that this lane's registers hold. The first
-// column of the result is first_key.
+// Writes the four elements of a 16 x 8 result that this lane holds to S [M, N]. Column 0 of the
+// result belongs to key first_key.
 __device__ void store_scores(float* S, int M, int N, int first_key, const float (&result)[4]) {
   const int lane = threadIdx.x;
   // hole
@@ -33,7 +33,7 @@ extern "C" __global__ void fragments(const __half* Q, const __half* K, float* S,
   for (int first_key = 0; first_key < N; first_key += keys) {
     load_tile(K_tile, K, first_key, N);
     __syncwarp();
-    unsigned a[4], b[4];  // the operands: Q, and K of the keys 0 … 7 and 8 … 15 of the tile
+    unsigned a[4], b[4];  // Q; K of the tile's keys 0 … 7 and 8 … 15
     ldmatrix(a, &Q_tile[lane % 16][lane / 16 * 8]);
     ldmatrix(b, &K_tile[lane / 16 * 8 + lane % 8][lane / 8 % 2 * 8]);
     float left[4] = {}, right[4] = {};

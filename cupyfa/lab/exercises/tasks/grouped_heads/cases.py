@@ -1,4 +1,4 @@
-"""Heads of their own, groups of several sizes, one key head for all, and several batch elements."""
+"""Examples: one key head per query head, per group, or for all heads; several batch elements."""
 
 import numpy as np
 

@@ -1,9 +1,9 @@
-// Attention with shared key heads: a block for each query head, a thread for each row.
+// Attention with shared key heads: one block per query head, one thread per row.
 
 constexpr int d = 8;
 constexpr float infinity = __builtin_bit_cast(float, 0x7f800000);
 
-// q, out [batch, heads, M, d]. k, v [batch, kv_heads, N, d]. All blocks read K and V from memory.
+// q, out [batch, heads, M, d]. k, v [batch, kv_heads, N, d], read directly from global memory.
 extern "C" __global__ void grouped_heads(const float* q, const float* k, const float* v, float* out,
                                          int heads, int kv_heads, int M, int N, float scale) {
   const int row = threadIdx.x;

@@ -1,4 +1,4 @@
-"""Caches whose tokens have equal scales, very different ones, and large scores."""
+"""Examples: one scale for all tokens, a different scale for each, and large scores."""
 
 import numpy as np
 

@@ -1,9 +1,9 @@
-// Attention of one head to a cache of int8, with a scale for each key and each value.
+// Attention of one head over an int8 cache with a scale for each key and each value.
 
 constexpr int d = 8;
 constexpr float infinity = __builtin_bit_cast(float, 0x7f800000);
 
-// q, out [M, d]. keys, values [N, d]. key_scales, value_scales [N]. lse [M]. A thread for each row.
+// q, out [M, d]. keys, values [N, d]. key_scales, value_scales [N]. lse [M]. One thread per row.
 extern "C" __global__ void int8_cache(const float* q, const signed char* keys,
                                       const float* key_scales, const signed char* values,
                                       const float* value_scales, float* out, float* lse, int M,

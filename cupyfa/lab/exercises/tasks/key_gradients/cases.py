@@ -1,4 +1,4 @@
-"""Gradients of one tile, of several tiles, and of tiles that are not full."""
+"""Examples: gradients of one tile, of several tiles, and of partial tiles."""
 
 import numpy as np
 

@@ -1,9 +1,9 @@
 // dQ, dK and dV of attention without a mask. A block owns a tile of keys and loops over the rows.
 
 constexpr int d = 8;         // columns of Q, K, V and their gradients
-constexpr int Br = 8;        // rows of a tile
-constexpr int Bc = 8;        // keys of a tile
-constexpr int threads = 64;  // Br * Bc, Br * d and Bc * d
+constexpr int Br = 8;        // rows per tile
+constexpr int Bc = 8;        // keys per tile
+constexpr int threads = 64;  // equal to Br * Bc, Br * d and Bc * d
 
 __device__ float dot(const float (&x)[d], const float (&y)[d]) {
   float sum = 0.0f;
@@ -28,7 +28,7 @@ extern "C" __global__ void key_gradients(const float* Q, const float* K, const f
   const int i = threadIdx.x / 8, j = threadIdx.x % 8;
   load_tile(K_tile, K, first_key, N);
   load_tile(V_tile, V, first_key, N);
-  float dK_sum = 0.0f, dV_sum = 0.0f;  // of key i, column j
+  float dK_sum = 0.0f, dV_sum = 0.0f;  // for key i and column j
   for (int first_row = 0; first_row < M; first_row += Br) {
     load_tile(Q_tile, Q, first_row, M);
     load_tile(dO_tile, dO, first_row, M);

@@ -1,4 +1,4 @@
-"""Results over two sets of keys, also of rows that see nothing in one or both."""
+"""Examples: attention over two sets of keys, with rows that see no key of one or both sets."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from cupyfa.lab.exercises.exercise import Example
 
 
 def attention(scores, V):
-    """O and L of scores [rows, keys]."""
+    """Computes O and L from scores [rows, keys]."""
     largest = scores.max(axis=1, initial=-np.inf)
     weights = np.exp(scores - np.where(np.isfinite(largest), largest, 0)[:, None])
     total = weights.sum(axis=1)

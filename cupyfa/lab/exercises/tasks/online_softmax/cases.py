@@ -1,4 +1,4 @@
-"""Vectors for online_softmax: tiles that raise the maximum, masked ones, and a partial one."""
+"""Examples: vectors with a rising maximum, a masked tile, and a partial tile."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Loads of a warp: rows of 64 and 65 floats, broadcasts, strides."""
+"""Examples: a warp's loads from rows of 64 and 65 floats, broadcasts, and strided loads."""
 
 from cupyfa.lab.exercises.exercise import Example
 

@@ -1,5 +1,5 @@
 def cycles(addresses):
-    """Returns the cycles of a load from shared memory with these byte addresses of the lanes."""
+    """Returns the cycles of a shared-memory load; ``addresses`` has each lane's byte address."""
     # hole
     words = {address // 4 for address in addresses}
     banks = [word % 32 for word in words]

@@ -1,4 +1,4 @@
-"""Launches of fa2, as the library plans them."""
+"""Examples: launches of fa2; the library's plans are the expected results."""
 
 import cupyfa
 from cupyfa.lab.exercises.exercise import Example

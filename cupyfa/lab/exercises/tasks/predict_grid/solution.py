@@ -1,5 +1,5 @@
 def launch(batch, heads, M, d, Br, Bc):
-    """Returns blocks, threads and shared bytes of a block, and resident blocks, of fa2."""
+    """Returns fa2's blocks, threads and shared bytes per block, and resident blocks per SM."""
     # hole
     blocks = batch * heads * -(-M // Br)
     threads = Br

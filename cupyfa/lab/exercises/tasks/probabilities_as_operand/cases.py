@@ -1,4 +1,4 @@
-"""Weighted sums of one tile of values, and of three; weights are rounded to float16."""
+"""Examples: weighted sums of one and of three tiles of values; weights are rounded to float16."""
 
 import numpy as np
 

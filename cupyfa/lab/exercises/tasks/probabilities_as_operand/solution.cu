@@ -1,12 +1,12 @@
-// O = exp(Q Kᵀ) V of 16 rows on tensor cores: one warp. The weights stay in registers.
+// One warp computes O = exp(Q Kᵀ) V for 16 rows on tensor cores. The weights stay in registers.
 #include <ptx/mma.cuh>
 
 constexpr int rows = 16;
 constexpr int d = 16;     // columns of Q, K, V and O
-constexpr int keys = 16;  // of a tile: two results of 16 x 8, or the depth of one mma.sync
+constexpr int keys = 16;  // keys per tile: two 16 x 8 results, or the depth (k) of one mma.sync
 
-// Makes the operand A [16][16] of the second product from two results D [16][8] of the first one,
-// which lie side by side: left has the weights of keys 0 … 7 of the tile, right of 8 … 15.
+// Packs two adjacent results D [16][8] of the first product into operand A [16][16] of the second.
+// left holds the weights of the tile's keys 0 … 7, right those of keys 8 … 15.
 __device__ void make_operand(unsigned (&a)[4], const float (&left)[4], const float (&right)[4]) {
   // hole
   a[0] = pack<__half>(left[0], left[1]);

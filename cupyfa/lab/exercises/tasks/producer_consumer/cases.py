@@ -1,4 +1,4 @@
-"""Products with the tiles of one round of the ring, of three rounds, and with a partial tile."""
+"""Examples: tiles for one round of the ring, for three rounds, and a partial last tile."""
 
 import numpy as np
 

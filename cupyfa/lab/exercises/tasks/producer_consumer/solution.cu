@@ -1,10 +1,10 @@
 // O = P V: a producer warp loads tiles of V into a ring of two stages, consumer warps multiply.
 #include <ptx/bulk_copy.cuh>
 
-constexpr int columns = 32;  // of V and O
-constexpr int keys = 8;      // of a tile
+constexpr int columns = 32;  // columns of V and O
+constexpr int keys = 8;      // keys per tile
 constexpr int stages = 2;
-constexpr int consumers = 64;  // threads: two warps, each with a row; a lane has a column
+constexpr int consumers = 64;  // threads: two warps, one row per warp, one column per lane
 
 // P [2, N], V [N, 32], O [2, 32]; warp 0 is the producer.
 extern "C" __global__ void producer_consumer(const float* P, const float* V, float* O, int N) {
@@ -12,8 +12,8 @@ extern "C" __global__ void producer_consumer(const float* P, const float* V, flo
   __shared__ Barrier full[stages], empty[stages];
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < stages; ++stage) {
-      init_barrier(full[stage], 1);           // the thread that loads arrives
-      init_barrier(empty[stage], consumers);  // every thread that reads arrives
+      init_barrier(full[stage], 1);           // arrivals: the producer thread
+      init_barrier(empty[stage], consumers);  // arrivals: every consumer thread
     }
     fence_barrier_init();
   }
@@ -23,7 +23,7 @@ extern "C" __global__ void producer_consumer(const float* P, const float* V, flo
   float sum = 0.0f;
   for (int tile = 0; tile < tiles; ++tile) {
     const int stage = tile % stages;
-    const int phase = tile / stages % 2;  // of the barriers of this round of the ring
+    const int phase = tile / stages % 2;  // parity of both barriers' phases in this round
     const int rows = min(keys, N - tile * keys);
     if (warp == 0 && lane == 0) {
       const float* source = &V[tile * keys * columns];

@@ -1,4 +1,4 @@
-"""One tile of keys, several, a partial one, and scores that rise or fall from key to key."""
+"""Examples: one tile of keys, several, a partial tile, and rising or falling scores."""
 
 import numpy as np
 

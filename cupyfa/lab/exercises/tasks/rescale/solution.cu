@@ -1,9 +1,9 @@
-// Attention of one head (FlashAttention 2): a thread has a row of Q, the block shares K and V.
+// Attention of one head (FlashAttention 2): each thread owns a row of Q, its block shares K and V.
 
 constexpr int Br = 32, Bc = 4, d = 8;
 constexpr float infinity = __builtin_bit_cast(float, 0x7f800000);
 
-// q, k, v: [M, d], [N, d], [N, d]. out [M, d], lse [M].
+// q, out [M, d]. k, v [N, d]. lse [M].
 extern "C" __global__ void rescale(const float* q, const float* k, const float* v, float* out,
                                    float* lse, int M, int N, float scale) {
   __shared__ float K[Bc][d], V[Bc][d];

@@ -1,4 +1,4 @@
-"""New tokens at the beginning, after cached ones, and sequences of different lengths."""
+"""Examples: new tokens in an empty cache, after cached tokens, and in unequal sequences."""
 
 import numpy as np
 

@@ -1,8 +1,8 @@
-// Rotary embedding of queries or keys, in place: a block for each token, a thread for each pair.
+// Rotary embedding of queries or keys, in place: one block per token, one thread per pair.
 
 constexpr int d = 16, pairs = d / 2;
 
-// x [batch, tokens, d]. cosines, sines [positions, pairs]. lengths [batch]: cached tokens.
+// x [batch, tokens, d]. cosines, sines [positions, pairs]. lengths [batch]: tokens in the cache.
 extern "C" __global__ void rotary(float* x, const float* cosines, const float* sines,
                                   const int* lengths, int tokens) {
   const int batch = blockIdx.x / tokens, token = blockIdx.x % tokens, pair = threadIdx.x;

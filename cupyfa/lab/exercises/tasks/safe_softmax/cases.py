@@ -1,4 +1,4 @@
-"""Scores for safe_softmax: large ones, a negative scale, and masked rows."""
+"""Examples: large scores, a negative scale, and masked rows."""
 
 import numpy as np
 

@@ -2,7 +2,7 @@ import numpy as np
 
 
 def softmax(S, scale):
-    """Returns the weights of scale * S, for each row of S [rows, keys]."""
+    """Returns the softmax of scale * S along each row of S [rows, keys]."""
     visible = np.isfinite(S)  # masked scores are -infinity
     scores = np.where(visible, np.float32(scale) * np.where(visible, S, 0), -np.inf)
     # hole

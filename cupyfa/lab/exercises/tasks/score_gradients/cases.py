@@ -1,4 +1,4 @@
-"""Gradients of scores without a mask, under a causal mask, and with rows that see no key."""
+"""Examples: score gradients without a mask, with a causal mask, and with rows that see no key."""
 
 import numpy as np
 

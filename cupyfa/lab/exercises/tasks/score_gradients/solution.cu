@@ -1,4 +1,4 @@
-// The gradient of each product q·k. A block has 8 x 8 threads, one for each row and key of a tile.
+// Gradients of the dot products q·k. A block has 8 x 8 threads, one per row and key of a tile.
 
 constexpr int d = 8;  // columns of Q, K, V and dO
 

@@ -1,4 +1,4 @@
-"""Sinks among the scores, far above and far below them, and none."""
+"""Examples: sinks close to the scores, far above and far below them, and no sink."""
 
 import numpy as np
 

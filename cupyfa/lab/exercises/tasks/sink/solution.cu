@@ -1,4 +1,4 @@
-// Attention with a sink: a block for each head, a thread for each row.
+// Attention with a sink: one block per head, one thread per row.
 
 constexpr int d = 8;
 constexpr float infinity = __builtin_bit_cast(float, 0x7f800000);

@@ -1,4 +1,4 @@
-"""Windows to the left, to both sides, with M ≠ N, and with rows that see no key."""
+"""Examples: one-sided and two-sided windows, M ≠ N, and rows that see no key."""
 
 import numpy as np
 

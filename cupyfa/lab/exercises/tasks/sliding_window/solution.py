@@ -2,7 +2,7 @@ import numpy as np
 
 
 def sliding_window(Q, K, V, left, right, Br, Bc):
-    """Returns attention with a window, and how often each tile [of Q, of keys] was visited."""
+    """Returns attention with a window, and the number of visits to each tile [Q tile, K tile]."""
     (M, d), N = Q.shape, len(K)
     out = np.zeros((M, d))
     visited = np.zeros((-(-M // Br), -(-N // Bc)), int)

@@ -1,4 +1,4 @@
-"""Parts of equal and unequal size, with large scores, and without keys for some or all rows."""
+"""Examples: parts of equal and unequal size, large scores, and parts without keys."""
 
 import numpy as np
 
@@ -18,7 +18,7 @@ def examples():
     ):
         S = [shift + 2 * rng.standard_normal((M, n)) for n in lengths]
         V = [rng.standard_normal((n, D)) for n in lengths]
-        O_parts = np.full((len(lengths), M, D), np.nan, np.float32)  # stays NaN without keys
+        O_parts = np.full((len(lengths), M, D), np.nan, np.float32)  # parts without keys stay NaN
         lse_parts = np.full((len(lengths), M), -np.inf, np.float32)
         for part, n in enumerate(lengths):
             if n > 0:

@@ -1,10 +1,10 @@
 // Merges attention over several parts of the keys: the second launch of split-KV.
 
-constexpr int d = 8;  // a block for each row, a thread for each column
+constexpr int d = 8;  // columns; one block per row, one thread per column
 constexpr float infinity = __builtin_bit_cast(float, 0x7f800000);
 
-// O_parts [parts, M, d] and lse_parts [parts, M] are attention over each part of the keys.
-// out [M, d] and lse [M] are attention over all of them.
+// O_parts [parts, M, d], lse_parts [parts, M]: results of attention over each part of the keys.
+// out [M, d], lse [M]: results of attention over all keys.
 extern "C" __global__ void split_kv(const float* O_parts, const float* lse_parts, float* out,
                                     float* lse, int parts, int M) {
   const int row = blockIdx.x, col = threadIdx.x;

@@ -1,4 +1,4 @@
-"""A tile of 16 rows of 64 numbers, in and out; each of eight lanes has banks of its own."""
+"""Examples: tiles of 16 x 64 numbers, loaded unchanged and without bank conflicts."""
 
 import numpy as np
 

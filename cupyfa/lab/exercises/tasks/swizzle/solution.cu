@@ -1,20 +1,20 @@
-// Loads a tile of 16 rows with ldmatrix from shared memory, without bank conflicts: one warp.
+// One warp loads a tile of 16 rows from shared memory with ldmatrix, without bank conflicts.
 #include <ptx/mma.cuh>
 
 constexpr int rows = 16;
-constexpr int chunks = 8;    // of 16 bytes in a row: 128 bytes, which are all 32 banks
-constexpr int in_chunk = 8;  // numbers of 16 bits
+constexpr int chunks = 8;    // 16-byte chunks per row: 128 bytes, which span all 32 banks
+constexpr int in_chunk = 8;  // 16-bit numbers per chunk
 constexpr int columns = chunks * in_chunk;
 
-// Returns the position of a chunk in its row of the tile.
+// Returns where, in its row of shared memory, a chunk is stored.
 __device__ int position(int row, int chunk) {
   // hole
   return chunk ^ (row % chunks);
   // end
 }
 
-// Returns the address that this lane passes to ldmatrix for an operand A: 16 rows of the columns
-// 16 * step … 16 * step + 15, which are two chunks.
+// Returns the address that this lane passes to ldmatrix to load an operand A: 16 rows, and columns
+// 16 * step … 16 * step + 15 (two chunks).
 __device__ const __half* lane_address(const __half (&tile)[rows][columns], int step) {
   const int lane = threadIdx.x;
   // hole
@@ -24,8 +24,8 @@ __device__ const __half* lane_address(const __half (&tile)[rows][columns], int s
   // end
 }
 
-// ldmatrix reads one chunk for each of eight lanes at a time. Returns the number of those lanes,
-// with this one, whose chunks lie in the same four banks.
+// ldmatrix reads the chunks of eight lanes at a time. Returns the number of these eight lanes,
+// including this one, whose chunks lie in the same four banks as this lane's chunk.
 __device__ int lanes_in_banks(const __half (&tile)[rows][columns], const __half* address) {
   const int banks = (address - &tile[0][0]) / in_chunk % 8;
   int count = 0;
@@ -35,8 +35,8 @@ __device__ int lanes_in_banks(const __half (&tile)[rows][columns], const __half*
   return count;
 }
 
-// X [16, 64]; Y [16, 64], which is X as the lanes have loaded it; conflicts [4, 32], which has
-// lanes_in_banks of each step and lane.
+// X [16, 64]. Y [16, 64]: the elements of X that the lanes loaded, at their original positions.
+// conflicts [4, 32]: lanes_in_banks for each step and lane.
 extern "C" __global__ void swizzle(const __half* X, __half* Y, int* conflicts) {
   __shared__ __align__(128) __half tile[rows][columns];
   const int lane = threadIdx.x;

@@ -1,4 +1,4 @@
-"""Problems for tiled_attention: partial tiles, masks, rising scores."""
+"""Examples: partial tiles, masks, and rising scores."""
 
 import numpy as np
 

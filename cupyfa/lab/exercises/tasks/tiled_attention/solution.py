@@ -2,7 +2,7 @@ import numpy as np
 
 
 def attention(Q, K, V, visible, Br, Bc):
-    """Returns O [M, d] and L [M], computed with one pass over the keys for each tile of rows."""
+    """Computes O [M, d] and L [M] with one pass over the keys for each tile of rows."""
     (M, d), N = Q.shape, len(K)
     out, lse = np.empty((M, d)), np.empty(M)
     for first_row in range(0, M, Br):

@@ -1,4 +1,4 @@
-"""Dot products of 32 columns, one for each warp of a block."""
+"""Examples: dot products of 32 columns; each warp of a block computes one."""
 
 import numpy as np
 

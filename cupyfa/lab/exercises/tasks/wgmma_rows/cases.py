@@ -1,4 +1,4 @@
-"""lse of 64 rows: random scores, and scores whose exponentials overflow."""
+"""Examples: 64 rows with random scores, or with scores whose exponentials overflow."""
 
 import numpy as np
 

@@ -1,18 +1,18 @@
-// lse of 64 rows of scores S = Q Kᵀ, which a warpgroup of four warps multiplies with wgmma.
+// lse of 64 rows of scores S = Q Kᵀ, computed with wgmma by a warpgroup of four warps.
 #include <ptx/bulk_store.cuh>
 #include <ptx/wgmma.cuh>
 
-constexpr int rows = 64;         // of a result of wgmma
-constexpr int keys = 32;         // its columns
+constexpr int rows = 64;         // rows of a wgmma result
+constexpr int keys = 32;         // columns of the result
 constexpr int d = 64;            // columns of Q and K: rows of 128 bytes in shared memory
-constexpr int count = keys / 2;  // scores in the registers of a lane
+constexpr int count = keys / 2;  // scores per lane
 constexpr int threads = 128;     // a warpgroup
 constexpr unsigned all_lanes = 0xffffffff;
 
-// Writes the lse of each row, from the scores that this lane's registers hold.
+// Computes the lse of each row from the scores in the lanes' registers, and writes it to `lse`.
 __device__ void store_lse(float* lse, const float (&S)[count]) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int half = 0; half < 2; ++half) {  // a lane has scores of two rows
+  for (int half = 0; half < 2; ++half) {  // each lane holds scores of two rows
     int row = 0;
     float largest = -1e30f, sum = 0.0f;
     // hole

@@ -1,5 +1,5 @@
 #pragma once
-// An index computed by a user's expression. If it lies outside its axis, the simulator reports it.
+// An index computed by a user's expression. The simulator reports an index that is out of range.
 
 #include <simulator.h>
 

@@ -2,8 +2,8 @@
 // TMA reduce-adds to global memory, and waits for TMA stores.
 //
 // The simulator reads shared memory for a store only when the thread waits for that store; it
-// reports a write before the wait as a race. Floats are added later: with a seed in a random wait,
-// without a seed in bulk_wait_group or at the end of the block.
+// reports a write before the wait as a race. Floats are added later still: with a seed in a random
+// wait, without a seed in bulk_wait_group or at the end of the block.
 #include <ptx/tma.cuh>
 
 // Starts an atomic add of `count` floats, a multiple of 4, from shared to global memory. The order

@@ -5,8 +5,8 @@
 #include <simulator.h>
 #include <timeline.cuh>
 
-// Copies 0 to 16 `bytes` and fills up the 16-byte chunk with zeros; both addresses are multiples of
-// 16.
+// Copies `bytes` (0 to 16) bytes and fills the rest of the 16-byte chunk with zeros. Both addresses
+// are multiples of 16.
 inline void cp_async(void* shared, const void* global, int bytes, simulator::Here here = {}) {
   if (bytes > 0) timeline::event(timeline::copied, unsigned(size_t(global) / 16));
   simulator_begin_copy(shared, global, bytes, here.file, here.line);

@@ -1,6 +1,6 @@
 #pragma once
 // Programmatic dependent launch. The simulator starts each launch after the previous one has ended,
-// and reports accesses that need a wait_for_launch_before() and lack it.
+// and reports accesses that should follow a wait_for_launch_before() but do not.
 #include <simulator.h>
 
 // Waits until the previous launch has ended; all of its writes are then visible.

@@ -8,7 +8,7 @@ inline int place_of_sum(int n, int e) {
   return (n * threads + int(threadIdx.x)) * 4 + e;
 }
 
-// Adds to a thread's n-th group of four.
+// Adds four values to a thread's n-th group of sums.
 template <int threads, class T>
 inline void add_four(T* sums, int n, const T (&more)[4]) {
   for (int e = 0; e < 4; ++e) atomicAdd(sums + place_of_sum<threads>(n, e), more[e]);

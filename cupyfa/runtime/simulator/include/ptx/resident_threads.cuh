@@ -1,4 +1,4 @@
 #pragma once
-// The maximum number of resident threads per SM, as on Hopper.
+// Maximum number of resident threads per SM on Hopper.
 
 constexpr int resident_threads = 2048;

@@ -1,6 +1,6 @@
 #pragma once
 // Warp specialization: register reallocation, and election of one thread per warp. No simulated
-// thread waits for registers; the simulator checks the block's total when the block ends.
+// thread waits for registers; the simulator checks a block's total of registers at its end.
 #include <simulator.h>
 
 // Sets the registers per thread of the warpgroup, a multiple of 8 from 24 to 256. On a device an

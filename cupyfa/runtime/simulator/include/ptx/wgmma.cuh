@@ -29,7 +29,7 @@ constexpr int wgmma_bytes = 32;  // bytes of each row of A and B that one produc
 // A wgmma operand: a tile of boxes (tma.cuh) in shared memory.
 struct Matrix {
   const unsigned char* address;
-  int rows;  // rows per box of an operand by_columns, else 0
+  int rows;  // rows per box for by_columns, 0 for by_rows
 };
 
 // Returns the operand that starts `bytes` bytes further on.
@@ -49,7 +49,8 @@ inline Matrix by_columns(const void* box, int rows) {
   return {static_cast<const unsigned char*>(box), rows};
 }
 
-// Must precede the first product, and any product whose registers were written since.
+// Must precede the first product, and every product whose registers were written after the last
+// wgmma_fence.
 inline void wgmma_fence(simulator::Here here = {}) {
   timeline::event(timeline::issue);
   simulator_fence_registers(here.file, here.line);
@@ -73,7 +74,8 @@ inline void wgmma_wait_group(float (&d)[count], simulator::Here here = {}) {
   simulator_wait_for_products(pending, d, here.file, here.line);
 }
 
-// Waits without reading D; operands of completed groups may then be overwritten.
+// Like the function above, but D must not be read yet. Operands of complete groups may be
+// overwritten.
 template <int pending>
 inline void wgmma_wait_group(simulator::Here here = {}) {
   static_assert(pending >= 0, "a number of groups");
@@ -83,7 +85,7 @@ inline void wgmma_wait_group(simulator::Here here = {}) {
 
 namespace simulator {
 
-// Numbered as the runtime's enum Format.
+// Returns the value of T in the runtime's enum Format.
 template <class T>
 constexpr int format = sizeof(T) == 1 ? 2 : is_half<T>;
 

@@ -26,7 +26,7 @@ inline void check_tile(const void* tile, int stride, size_t element, const char*
   if (!aligned || stride * element % 16 != 0) fault(text);
 }
 
-// Loads a tile like the instruction: all lanes synchronise, then each reads its elements.
+// Loads a tile as the instruction does: all lanes synchronise, then each lane reads its elements.
 inline TilePart load_tile(const __half* tile, int stride, bool transposed, const char* operation,
                           Here here) {
   check_tile(tile, stride, sizeof(__half),
