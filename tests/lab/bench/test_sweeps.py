@@ -65,9 +65,7 @@ def test_a_softmax_has_rows_and_no_d():
     (p,) = problems("softmax", {"d": 32})
     assert (p.M, p.N, p.d) == (16384, 4096, 0)
     assert [p.M for p in problems("softmax", {"M": [5, 7], "N": 3})] == [5, 7]
-    with pytest.raises(
-        ValueError, match="have no size or option d; .* are M, N, dtype$"
-    ):
+    with pytest.raises(ValueError, match="have no size or option d; .* are M, N, dtype$"):
         sweeps.refuse_foreign(["softmax"], {"M": 3, "d": 4, "heads": None})
     for operations in (["forward"], ["softmax", "forward"]):
         with pytest.raises(
