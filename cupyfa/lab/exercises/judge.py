@@ -22,6 +22,8 @@ NAN = Mistake(
     },
 )
 _SIMILAR = 0.6  # least similarity of lines in which the same mistake fails
+# A known mistake, its outcomes, and which of them a solution shares.
+_Candidate = tuple[Mistake, Sequence[Outcome], list[bool]]
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Verdict:
     """What the judge found.
 
     ``right`` counts the examples that are right, of ``examples``. ``symptom`` describes the first
-    wrong one, in English; ``mistake`` is the known mistake that has the same results, if any.
+    wrong one, in English; ``mistake`` is the known mistake that has the same wrong results, if any.
     """
 
     right: int
@@ -77,23 +79,40 @@ def find_mistake(
 ) -> Mistake | None:
     """Returns the known mistake whose outcomes a wrong solution shares.
 
+    If there is none, those that share the wrong outcomes count: the solution guards against the
+    mistake in other examples. Of these the ones that share most outcomes are left.
+
     Several missing barriers may fail in the same words. Of mistakes with the same outcomes the one
     that fails in the most similar lines is returned, or None if none is similar.
     """
-    alike = [
-        (mistake, known)
+    candidates = [
+        (mistake, known, [*map(_is_alike, known, outcomes)])
         for mistake, known in zip(exercise.mistakes, of_mistakes)
-        if len(known) == len(outcomes) and all(map(_is_alike, known, outcomes))
+        if len(known) == len(outcomes)
     ]
+    alike = [x for x in candidates if all(x[2])] or _alike_where_wrong(
+        candidates, [bool(_symptom(*x)) for x in zip(outcomes, exercise.examples())]
+    )
     if len(alike) < 2:
         return alike[0][0] if alike else None
-    mistake, known = max(alike, key=lambda x: _similarity(x[1], outcomes))
+    mistake, known, _ = max(alike, key=lambda x: _similarity(x[1], outcomes))
     return mistake if _similarity(known, outcomes) > _SIMILAR else None
+
+
+def _alike_where_wrong(
+    candidates: Sequence[_Candidate], is_wrong: Sequence[bool]
+) -> list[_Candidate]:
+    """Returns the mistakes alike in all wrong examples, of these the ones alike in most others."""
+    found = [x for x in candidates if any(is_wrong) and all(np.greater_equal(x[2], is_wrong))]
+    most = max((sum(x[2]) for x in found), default=0)
+    return [x for x in found if sum(x[2]) == most]
 
 
 def _similarity(known: Sequence[Outcome], outcomes: Sequence[Outcome]) -> float:
     """Returns from 0 to 1 how similar the lines are in which two solutions failed."""
     first, second = ("\n".join(line for x in y for line in x.lines) for y in (known, outcomes))
+    if not first or not second:
+        return 0.0
     return SequenceMatcher(None, first, second, autojunk=False).ratio()
 
 
