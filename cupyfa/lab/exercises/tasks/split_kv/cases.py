@@ -1,4 +1,4 @@
-"""Parts of equal and unequal size, with large and small scores, and without keys for some or all rows."""
+"""Parts of equal and unequal size, with large and with small scores, and without keys."""
 
 import numpy as np
 
