@@ -13,6 +13,7 @@ from cupyfa.lab.commands import WRONG, command_options
 from cupyfa.lab.exercises.exercise import Exercise, exercise_named, exercises
 from cupyfa.lab.exercises.judge import Verdict, judge
 from cupyfa.lab.report.tables import render, table_of
+from cupyfa.planner.source import ROOT
 
 PROGRESS = Path("exercises.json")  # in the folder where the learner runs the command
 WORDS = {
@@ -130,10 +131,17 @@ def check_solution(name: str, language: str) -> None:
 
 
 def _praise(chosen: Exercise, verdict: Verdict, language: str) -> None:
-    click.echo(_say("right", language, verdict.right, ", ".join(chosen.pages)))
+    pages = [_page_in(language, page) for page in chosen.pages]
+    click.echo(_say("right", language, verdict.right, ", ".join(pages)))
     names = [*exercises()]
     following = names[names.index(chosen.name) + 1 :]
     click.echo(_say("next", language, following[0]) if following else WORDS["last"][language])
+
+
+def _page_in(language: str, page: str) -> str:
+    """Returns a page of the documentation in a language, or as it is if it has not been written."""
+    translated = page.replace("docs/", f"docs/{language}/", 1)
+    return translated if (ROOT / translated).is_file() else page
 
 
 def _explain(chosen: Exercise, verdict: Verdict, language: str) -> None:

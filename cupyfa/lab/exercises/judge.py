@@ -22,6 +22,8 @@ NAN = Mistake(
     },
 )
 _SIMILAR = 0.6  # minimum similarity between the faulty lines of solutions with the same mistake
+# A known mistake, its outcomes, and whether each equals the outcome of a learner's solution.
+_Candidate = tuple[Mistake, Sequence[Outcome], list[bool]]
 
 
 @dataclass(frozen=True)
@@ -78,24 +80,42 @@ def find_mistake(
 ) -> Mistake | None:
     """Returns the known mistake with the same outcomes as a wrong solution, or None.
 
+    If no mistake has the same outcomes in all examples, mistakes with the same outcomes in all
+    examples that the solution gets wrong count: the solution may guard against the mistake in other
+    examples.
+
     Several mistakes, such as missing barriers, may cause the same message. The lines to which the
     messages refer then decide: returns the mistake with the most similar lines, or None if no
     mistake's lines are similar.
     """
-    alike = [
-        (mistake, known)
+    candidates = [
+        (mistake, known, [*map(_is_alike, known, outcomes)])
         for mistake, known in zip(exercise.mistakes, of_mistakes)
-        if len(known) == len(outcomes) and all(map(_is_alike, known, outcomes))
+        if len(known) == len(outcomes)
     ]
+    alike = [x for x in candidates if all(x[2])] or _alike_where_wrong(
+        candidates, [bool(_symptom(*x)) for x in zip(outcomes, exercise.examples())]
+    )
     if len(alike) < 2:
         return alike[0][0] if alike else None
-    mistake, known = max(alike, key=lambda x: _similarity(x[1], outcomes))
+    mistake, known, _ = max(alike, key=lambda x: _similarity(x[1], outcomes))
     return mistake if _similarity(known, outcomes) > _SIMILAR else None
+
+
+def _alike_where_wrong(
+    candidates: Sequence[_Candidate], is_wrong: Sequence[bool]
+) -> list[_Candidate]:
+    """Returns the candidates that agree on all wrong examples and on most other examples."""
+    found = [x for x in candidates if any(is_wrong) and all(np.greater_equal(x[2], is_wrong))]
+    most = max((sum(x[2]) for x in found), default=0)
+    return [x for x in found if sum(x[2]) == most]
 
 
 def _similarity(known: Sequence[Outcome], outcomes: Sequence[Outcome]) -> float:
     """Returns the similarity, from 0 to 1, of the lines at which two solutions failed."""
     first, second = ("\n".join(line for x in y for line in x.lines) for y in (known, outcomes))
+    if not first or not second:
+        return 0.0
     return SequenceMatcher(None, first, second, autojunk=False).ratio()
 
 

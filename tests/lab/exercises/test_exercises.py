@@ -161,6 +161,22 @@ def test_a_slow_solution_has_no_known_cause(monkeypatch):
     assert verdict.mistake is None
 
 
+def test_a_mistake_is_named_that_is_guarded_against_in_some_examples():
+    exercise = exercise_named("alibi")
+    text = exercise.solution().replace("first_key +", "first_key * (first_row > 0) +")
+    verdict = judge(exercise, text)
+    assert verdict.right > 0
+    assert "add first_key" in verdict.mistake.cause["en"]
+
+
+def test_pages_are_named_in_the_language_of_the_learner(folder):
+    run("start", "safe_softmax")
+    exercise = exercise_named("safe_softmax")
+    Path("safe_softmax", exercise.file).write_text(exercise.solution())
+    assert "docs/zh/theory.md" in run("check", "safe_softmax", "--language", "zh").stdout
+    assert "docs/theory.md" in run("check", "safe_softmax", "--language", "en").stdout
+
+
 def test_a_missing_compiler_is_no_mistake_of_the_solution(folder, monkeypatch):
     run("start", "warp_sum")
     exercise = exercise_named("warp_sum")

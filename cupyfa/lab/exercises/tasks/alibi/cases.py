@@ -1,4 +1,4 @@
-"""Examples: the first score tile, a later one, M ≠ N, and keys at positions after the queries."""
+"""Examples: first and later score tiles, M ≠ N, and numbers of heads that do not divide 8."""
 
 import numpy as np
 
@@ -9,9 +9,10 @@ def examples():
     rng = np.random.default_rng(0)
     for name, shape, first_row, first_key, M, N in (
         ("the first tile", (8, 4, 4), 0, 0, 4, 4),
-        ("four heads", (4, 4, 6), 0, 0, 4, 6),
+        ("twelve heads", (12, 4, 6), 0, 0, 4, 6),
         ("a tile further right", (8, 3, 4), 0, 8, 3, 12),
         ("a tile further down", (2, 5, 4), 10, 4, 15, 8),
+        ("three heads, positions below 0", (3, 6, 4), 0, 0, 9, 4),
     ):
         S = rng.standard_normal(shape)
         expected = S.copy()

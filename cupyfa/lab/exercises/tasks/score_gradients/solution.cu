@@ -1,6 +1,7 @@
 // Gradients of the dot products q·k. A block has 8 x 8 threads, one per row and key of a tile.
 
 constexpr int d = 8;  // columns of Q, K, V and dO
+constexpr float infinity = __builtin_bit_cast(float, 0x7f800000);
 
 __device__ float dot(const float* x, const float* y) {
   float sum = 0.0f;

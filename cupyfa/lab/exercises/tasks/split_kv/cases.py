@@ -1,4 +1,4 @@
-"""Examples: parts of equal and unequal size, large scores, and parts without keys."""
+"""Examples: equal and unequal parts, large and small scores, and parts without keys."""
 
 import numpy as np
 
@@ -13,6 +13,7 @@ def examples():
         ("two parts", [6, 6], 3, 0),
         ("parts of unequal size", [10, 1, 4], 3, 0),
         ("large scores", [5, 5, 5], 2, 120),
+        ("scores far below 0", [4, 6], 2, -200),
         ("empty parts", [4, 0, 3, 0], 3, 0),
         ("no keys at all", [0, 0], 2, 0),
     ):
