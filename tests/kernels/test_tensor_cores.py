@@ -251,7 +251,7 @@ def test_partial_copies_are_filled_with_zeros(run_code):
 
 
 def test_nothing_is_read_from_any_address():
-    """The address of a row beyond a tensor may happen to lie in a block's shared memory."""
+    """An out-of-bounds row's address may happen to lie in a block's shared memory."""
     B = np.ones((32, 8), np.uint16)
     body = TILE + code("part_of_a_copy_is_zeros_and_nothing_is_read_for_none")
     launch(body.replace("A + s0", "tile[0]"), numbers(32), B, head=COPIES)
@@ -347,7 +347,7 @@ def test_wrong_copies(arguments, said):
 
 @pytest.mark.parametrize("columns", [16, 48, 256])
 def test_fragments_are_read_without_bank_conflicts(columns):
-    """Of 16 columns, or rows, a lane reads 2c, 2c + 1, 2c + 8 and 2c + 9."""
+    """Of 16 columns (A) or rows (B), lane c of a group reads 2c, 2c + 1, 2c + 8 and 2c + 9."""
     tile, where = random((16, columns), np.float64), np.zeros((4, 32), np.int32)
     a, b = np.zeros((8, 32)), np.zeros((8, 32))
     stored = np.empty_like(tile)
