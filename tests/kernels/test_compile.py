@@ -1,9 +1,8 @@
 """NVRTC compiles every kernel for every architecture that its record claims; needs no GPU.
 
-Architectures share the work: each compiles about a third of a file's programs. A tensor-core
-kernel must not spill, since its accumulators are registers. Other kernels may: without
-launch bounds, ptxas limits them to 48, 80 or 168 registers a thread for occupancy and spills a few
-dozen bytes.
+Architectures share the work: each compiles about a third of a file's programs. Tensor-core kernels
+must not spill, since their accumulators are registers. Other kernels may: without launch bounds,
+ptxas limits them to 48, 80 or 168 registers a thread for occupancy and spills a few dozen bytes.
 """
 
 import re
@@ -110,7 +109,7 @@ HOPPER = [name for name in LADDER["forward"] if name.startswith("wgmma")]
 def without_spills():
     """Yields (kernel, architecture, d, mask, other sizes) of plans whose launches must not spill.
 
-    sm_86 and sm_89 have the same instructions as sm_80. With M = 3840, every launch has many blocks.
+    sm_86 and sm_89 have the same instructions as sm_80. M = 3840 gives every launch many blocks.
     """
     masks = list(MASKS)
     for i, arch in enumerate(("75", "80", "100", "120", "90")):

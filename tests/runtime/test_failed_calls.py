@@ -1,4 +1,4 @@
-"""Failed calls keep no memory that they allocated."""
+"""A failed call frees all memory that it allocated."""
 
 import gc
 import weakref

@@ -518,7 +518,7 @@ def test_a_read_of_uninitialised_shared_memory(name):
     caught = fault(body, ones(), scalars=(np.int32(1),), **options)
     assert "at byte 128 of" in caught.what and "no thread of this block" in caught.what
     assert caught.thread == (31, 0, 0)
-    # A value written by an earlier block does not count.
+    # A value that an earlier block wrote does not make the element initialized.
     stale = body.replace("shared.x[thr", "if (blockIdx.x == 0) shared.x[thr", 1)
     caught = fault(stale, ones(), scalars=(np.int32(0),), **options, workers=1)
     assert caught.block == (1, 0, 0)

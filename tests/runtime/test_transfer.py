@@ -34,7 +34,7 @@ def far():
 
 @pytest.fixture(autouse=True)
 def small():
-    """Shrinks chunks and pieces so that small arrays have several."""
+    """Shrinks chunks and pieces so that even small arrays are divided into several."""
     before = transfer.configure()
     transfer.configure(threads=3, chunk_bytes=4096, buffers=4, piece_bytes=20_000, pieces=3)
     with pytest.MonkeyPatch.context() as patch:
@@ -348,7 +348,7 @@ def test_gradients_of_what_texts_read_are_one_piece(far, counts):
     assert counts() == [6, 1]
 
 
-BEYOND = {  # inputs that are also cut along rows and keys
+BEYOND = {  # inputs for calls whose pieces are smaller than a head
     "bias and mask": {"bias": of_form("1hmn"), "mask": of_form("b11n") > -1},
     "bias and slopes": {"bias": of_form("bh1n"), "alibi_slopes": of_form("h"), "softcap": 3.0},
     "mask": {"mask": of_form("11mn") > -1, "alibi_slopes": of_form("bh"), "causal": "top-left"},
@@ -385,7 +385,7 @@ def test_pieces_are_cut_again_only_for_other_sizes(monkeypatch):
     monkeypatch.setattr(pieces, "cut", lambda *x: done.append(x) or again(*x))
     for wanted, most in (
         *((30_000, 10**6), (30_000, 10**7), (20_000, 10**6)),
-        *((500, 10**6), (500, 10**7), (9000, 9000)),  # pieces below a head; a head above the limit
+        *((500, 10**6), (500, 10**7), (9000, 9000)),  # smaller than a head; a limit below one head
     ):
         assert kept.cut(wanted, most).pieces == again(plan, planner(plan), wanted, most)
     assert [x[2] for x in done] == [30_000, 20_000, 500, 9000, 9000]
@@ -434,7 +434,7 @@ def test_largest_scores_of_pieces_are_those_of_the_whole(far):
     q[0, 0, 7, 0] = np.nan
     how = {"kernel": "fa2", "return_max": True, "causal": True}
     _, whole = cupyfa.attention(q, k, v, backend="simulator", **how)
-    for room in (100_000, 4000):  # one head per piece; then parts of rows and keys
+    for room in (100_000, 4000):  # pieces of one head; then of some rows and keys
         transfer.configure(device_bytes=room)
         _, found = cupyfa.attention(q, k, v, backend=far, **how)
         np.testing.assert_array_equal(found, whole)
@@ -737,7 +737,7 @@ def test_ctrl_c_during_a_transfer_ends_the_call(far, monkeypatch, begun):
     same(far, q, k, v)
 
 
-BOUNDS = {  # of five sequences; the second and fourth are empty on one side
+BOUNDS = {  # offsets of five sequences; the second has no queries, the fourth no keys
     "q": np.array([2, 30, 30, 65, 71, 90], np.int32),
     "k": np.array([0, 21, 40, 66, 66, 93], np.int32),
 }

@@ -253,7 +253,7 @@ def test_every_precision_has_a_peak_here(facts, dtype):
 
 
 class Paced(Simulator):
-    """A simulator in which a kernel takes the given milliseconds, and the clock drifts."""
+    """A simulator in which each kernel takes a given time in milliseconds on a drifting clock."""
 
     def __init__(self, **milliseconds):
         super().__init__()
@@ -261,11 +261,11 @@ class Paced(Simulator):
 
     @property
     def limits(self):
-        return replace(super().limits, device="a paced simulator")  # has stored peaks of its own
+        return replace(super().limits, device="a paced simulator")  # the key of stored peaks
 
     def time(self, call, *, cold=False):
         plan = getattr(call, "plan", None)
-        if plan is not None:  # products that measure a peak need not be computed
+        if plan is not None:  # skips the matrix products that measure a peak
             call()
         self.drift *= 1.0001
         kernel = plan.kernel.name if plan else "product"
