@@ -153,7 +153,7 @@ class Server:
         return finished
 
     def prefill(self) -> None:
-        """Admits waiting requests while slots and pages are free; prefills them as ragged batch."""
+        """Admits requests while slots and pages are free, and prefills them as a ragged batch."""
         joined = []
         while self.waiting and self.waiting[0].step <= self.steps:
             free = [x for x in range(len(self.pages.lengths)) if x not in self.running]

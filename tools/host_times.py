@@ -38,7 +38,7 @@ from cupyfa.runtime.choose_backend import backend_named
 ROOT = Path(cupyfa.__file__).parents[1]
 WARM_UP = 2  # rounds that compile kernels and allocate the pinned memory of later results
 SMALL = (1, 2, 64, 64)  # a shape for which the kernel takes less time than its launch
-SETS = 4  # sets of arrays for calls with different arrays each time
+SETS = 4  # number of sets of arrays among which calls on changing arrays alternate
 ON_A_GPU = {"B": 8, "H": 16, "M": 4096, "d": 128, "calls": 200, "loops": 50, "processes": 5}
 SIMULATED = {"B": 2, "H": 2, "M": 64, "d": 16, "calls": 3, "loops": 5, "processes": 2}
 
@@ -121,7 +121,7 @@ def round_trips(at: Setting) -> list[Row]:
 
 
 def rates(times: Mapping[str, Sequence[float]], what: str, moved: int) -> Row:
-    """Computes GB/s, and the median ratios to hand-written code and to the bus if timed."""
+    """Computes GB/s, and median ratios to hand-written code and to the bus where they are timed."""
     found = {"GB/s": moved / median(times[what]) / 1e6}
     if BY_HAND in times:
         found["x"] = timing.ratio(times[BY_HAND], times[what])

@@ -303,9 +303,10 @@ def test_a_ring_takes_no_persistent_blocks(monkeypatch, schedule, kernel):
     "multiprocessors, of_rows, of_keys", [(132, 17, 33), (66, 9, 17), (16, 8, 16)]
 )
 def test_heads_of_a_step_fill_the_device(multiprocessors, of_rows, of_keys):
-    """Parts have 512 rows, that is 16 blocks of 128 per key head, and 4 MiB of K and V.
+    """A part has 512 rows of each query head, which make 16 blocks of 128 rows per key head.
 
-    On the smallest device the byte limit of a step (32 or 64 MiB) determines the number of heads.
+    K and V of a key head take 4 MiB. On the smallest device, the byte limit of a step (32 or
+    64 MiB) determines the number of heads.
     """
     x = np.broadcast_to(np.zeros((), "f2"), (1, 32, 8192, 128))
     p, shards = Problem.of(x, x[:, :8], x[:, :8]), Shards.of(8192, 8, "zigzag")
@@ -495,7 +496,7 @@ def test_numbers_for_texts_do_not_hide_options():
 
 
 def test_every_field_has_to_be_equal():
-    """Covers all fields of the agreement, including versions."""
+    """Covers all fields on which ranks have to agree, including versions."""
 
     def of_rank(group):
         for name, what in agreement.FIELDS.items():
@@ -508,7 +509,7 @@ def test_every_field_has_to_be_equal():
 
 
 def test_a_failure_of_one_rank_ends_the_call_of_all(monkeypatch):
-    """Later calls of the group raise too. Key gradients are summed over ranks, so others wait."""
+    """All ranks raise, since each needs the key gradients of the others; later calls raise too."""
     backward, lse = job.backward, X[..., 0]
     fault = SimulatorFault("fa2", (0, 0, 0), (0, 0, 0), "reads nothing", "")
 

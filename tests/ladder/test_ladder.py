@@ -178,7 +178,10 @@ def test_rows_of_other_kernels_are_refused(tmp_path):
 
 
 def sweep(**tops):
-    """Returns rows of kernels that reach these TFLOP/s at N = 4096; slow ones end at 1024."""
+    """Returns rows of kernels with the given TFLOP/s at N = 4096.
+
+    Kernels below 1 TFLOP/s are measured only up to N = 1024.
+    """
     rows = []
     for name, top in tops.items():
         for M in (256, 512, 1024, 2048, 4096)[: 3 if top < 1 else 5]:

@@ -29,7 +29,7 @@ def own_files(rung):
 
 
 def steps():
-    """Yields (earlier file, file) for matching parts of a rung and of a rung that it extends."""
+    """Yields (earlier file, file) pairs: the same part of a rung's predecessor and of the rung."""
     for rung in cupyfa.kernels():
         for before in (LADDER[rung.operation][name] for name in rung.after):
             for old, new in product(own_files(before), own_files(rung)):

@@ -85,7 +85,8 @@ def test_a_lost_key_exceeds_the_bounds_of_narrow_formats():
 
 
 def test_no_bound_is_small_by_chance():
-    # Two terms whose perturbations cancel in half of all evaluations, in each of many rows.
+    # The result is the difference of two equal terms. In half of all evaluations their random
+    # perturbations cancel; over many rows, some bound would be 0 by chance.
     arrays = {"Q": np.ones((1, 1, 4000, 2), np.float32)}
     rounding = deviation.Rounding("float32", None, ("Q",), 2)
     found = deviation.expected(

@@ -236,7 +236,7 @@ def test_samples_of_gradients_are_smaller():
     assert 4 < len(backward) < len(forward) / 4
     small = Problem.of_sizes(batch=2, heads=4, M=300, d=16)
     assert sampling.excerpts(small, 0, "backward") == [None]
-    # With many rows and few keys, the key gradients dominate the time.
+    # With many rows and few keys, the reference spends most of its time on key gradients.
     assert len(sampling.excerpts(Problem.of_sizes(M=100_000, N=16, d=160), 0, "backward")) <= 6
 
 
@@ -267,7 +267,7 @@ def test_a_large_forward_pass_is_left_to_a_kernel(monkeypatch):
 @pytest.mark.parametrize("scale", [1e9, 1e36, -1e36])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_of_huge_scores_is_rejected(dtype, scale):
-    """Rounding may decide every weight, but no weight is NaN or infinite."""
+    """For such scores, rounding may change every weight, but it never makes one NaN or infinite."""
     p, inputs = case(dtype, scale=scale)
     exact = BACKWARD.reference(inputs, p, [None])[None]
     right = {"dV": exact["dV"].value.astype(p.dtype.numpy)}

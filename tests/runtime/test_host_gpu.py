@@ -102,7 +102,7 @@ def of_shape(*shape, dtype=np.float16):
     ids=lambda options: " ".join(options),
 )
 def test_arrays_and_texts_go_through_pieces_with_the_same_bits(kernel, options):
-    """Inputs and outputs are transferred in pieces and need less device memory than whole arrays."""
+    """Inputs and outputs are transferred in pieces, which need little device memory."""
     transfer.configure(chunk_bytes=1 << 18, piece_bytes=1 << 19, device_bytes=6 << 20)
     q, k, v = arrays(4, 8, 300, 64)
     k, v = (x[:, :4, : 299 if 299 in shapes_of(options) else 300] for x in (k, v))

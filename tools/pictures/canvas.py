@@ -1,7 +1,7 @@
-"""A canvas of 400 units' width that becomes an SVG file in a light and a dark theme.
+"""A canvas that is 400 units wide and is written as an SVG file with a light and a dark theme.
 
-Text stays text: it can be searched, selected and read aloud. At 400 units a picture fits a phone
-with letters of 10 pixels; wider pages scale it up.
+Text stays text: it can be searched, selected and read aloud. A picture of 400 units fits a phone
+with text of 10 pixels; wider pages scale it up.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
 WIDTH = 400
-SIZE = 12  # of usual letters
-# Colours in the light and in the dark theme. "a" to "d" fill areas that carry letters; the colours
-# of a pair are told apart in colour-blind vision too, and letters say what an area is.
+SIZE = 12  # default font size
+# Colours in the light and in the dark theme. "a" to "d" fill areas with text. Colour-blind readers
+# can distinguish them too, and the text names each area.
 THEMES = {
     "paper": ("#ffffff", "#131416"),
     "ink": ("#1f2328", "#dfe3e8"),
@@ -125,7 +125,7 @@ class Canvas:
         return y + 20
 
     def svg(self, title: str, description: str) -> str:
-        """Returns the file; the description is what a reader who cannot see it is told."""
+        """Returns the SVG text; screen readers read out `title` and `description`."""
         root = Element("svg", xmlns="http://www.w3.org/2000/svg", role="img")
         root.set("viewBox", f"0 0 {WIDTH} {self.height + 8:g}")
         root.set("class", "picture")

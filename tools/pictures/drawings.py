@@ -16,7 +16,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def memory(c: Canvas) -> str:
-    """Draws what crosses the border of the chip, in three kernels and in one."""
+    """Draws the traffic between the chip and global memory, with three kernels and with one."""
     top, chip = 58, 168
     for x, heading in (
         (8, c.say("three kernels", "三个核函数")),
@@ -94,7 +94,7 @@ def state_of(weights: Sequence[int], values: Sequence[int]) -> State:
 
 
 def merged(a: State, b: State) -> State:
-    """Returns the state over the keys of both."""
+    """Merges the states of two sets of keys."""
     largest = max(a[0], b[0])
     f, g = Fraction(a[0], largest), Fraction(b[0], largest)
     return largest, f * a[1] + g * b[1], f * a[2] + g * b[2]
@@ -157,7 +157,7 @@ def online_softmax(c: Canvas) -> str:
 
 
 def loop_orders(c: Canvas) -> str:
-    """Draws the order in which two loops visit tiles, and what a step reads and writes."""
+    """Draws the tile order of two loop nests, and what each step reads and writes."""
     side, tiles = 36, 4
     for x, heading, first in (
         (32, c.say("keys outside: minimal", "键在外：minimal"), True),
@@ -205,7 +205,7 @@ def _constants(name: str) -> dict[str, int]:
 
 
 def mapping(c: Canvas) -> str:
-    """Draws who computes which scores of a tile in six rungs, in one frame."""
+    """Draws which thread or warp computes which scores of a tile, for six rungs."""
     cell, count = 15, 8
     v2, v3, mma = (_constants(name) for name in ("v2", "v3", "mma_split_q"))
     owner: dict[str, tuple[str, str, Callable[[int, int], int | None]]] = {
@@ -340,7 +340,7 @@ def fragments(c: Canvas) -> str:
     )
 
 
-CHUNKS = 8  # of 16 bytes in a row of 64 numbers in 16 bits: all 32 banks
+CHUNKS = 8  # 16-byte chunks in a row of 64 16-bit numbers, which covers all 32 banks
 
 
 def plain_position(row: int, chunk: int) -> int:
@@ -362,7 +362,7 @@ LAYOUTS = {"plain": plain_position, "padded": padded_position, "swizzled": swizz
 
 
 def conflicts(position: Callable[[int, int], int]) -> int:
-    """Returns how many of eight rows' chunks 0 lie in the same four banks, at most."""
+    """Returns how many of eight rows, at most, have their first chunk in the same four banks."""
     groups = [position(row, 0) % CHUNKS for row in range(8)]
     return max(groups.count(group) for group in groups)
 
@@ -407,8 +407,8 @@ def banks(c: Canvas) -> str:
     )
 
 
-# A step of a schedule: its lane, start, length and kind. Lanes after the first have two halves:
-# softmax and epilogue run on CUDA cores, products on tensor cores.
+# A step of a schedule is (lane, start, length, kind). Lane 0 shows copies. Every other lane has two
+# halves: CUDA cores run softmax and epilogue, tensor cores run products.
 COPY, SCORES, SOFTMAX, OUTPUT, FINISH = "plain", "a", "c", "b", "d"
 Step = tuple[int, float, float, str]
 KEY_TILES, ROW_TILES = 2, 2
@@ -462,7 +462,7 @@ def specialized() -> list[Step]:
 
 
 def _computed(at: float, lanes: Sequence[int]) -> list[Step]:
-    """Returns the steps of a tile of keys, whose products need the tensor cores for 4 units."""
+    """Returns the steps of a tile of keys; each of its two products takes 4 units of time."""
     return [
         step
         for lane in lanes
@@ -470,8 +470,8 @@ def _computed(at: float, lanes: Sequence[int]) -> list[Step]:
     ]
 
 
-# The steps of a row tile with two warpgroups in turns: when warpgroup 0 begins a step, how much
-# later warpgroup 1 does, and the kind. No two products overlap.
+# The steps of a row tile in ping-pong scheduling: start of the step in warpgroup 0, delay until
+# warpgroup 1 starts it, and kind. Products of the two warpgroups do not overlap.
 TURNS = (
     (2, 2, SCORES),
     (4, 2, SOFTMAX),
@@ -499,7 +499,7 @@ def ending(steps: Sequence[Step]) -> float:
 
 
 def pipeline(c: Canvas) -> str:
-    """Draws idealised timelines of two row tiles in five kinds of kernels, to one scale."""
+    """Draws idealised timelines of two row tiles, for five kinds of kernels on one time scale."""
     lanes = (c.say("copies", "复制"), c.say("warps", "各 warp"))
     groups = (c.say("producer", "生产者"), "warpgroup 0", "warpgroup 1")
     kinds = (
@@ -550,12 +550,12 @@ LATE = (0, 0, 0, 8)  # when a block begins: the multiprocessor of the last one i
 
 
 def in_order(work: Sequence[int], blocks: int) -> list[list[int]]:
-    """Deals out tiles in their order, one block after the other."""
+    """Assigns tiles to blocks round-robin, in the order of the tiles."""
     return [[*work[block::blocks]] for block in range(blocks)]
 
 
 def snake(work: Sequence[int], blocks: int) -> list[list[int]]:
-    """Deals out the longest tiles first, each second round from the last block to the first."""
+    """Assigns tiles to blocks from the longest to the shortest, in alternating block order."""
     found: list[list[int]] = [[] for _ in range(blocks)]
     for number, length in enumerate(sorted(work, reverse=True)):
         turn, place = divmod(number, blocks)
@@ -564,7 +564,7 @@ def snake(work: Sequence[int], blocks: int) -> list[list[int]]:
 
 
 def dynamic(work: Sequence[int], blocks: int) -> list[list[int]]:
-    """Gives the longest tile left to the block that finishes first, as an atomic counter does."""
+    """Assigns the longest remaining tile to the first free block, as an atomic counter does."""
     found: list[list[int]] = [[] for _ in range(blocks)]
     for length in sorted(work, reverse=True):
         ends = [late + sum(lengths) for late, lengths in zip(LATE, found)]
@@ -684,7 +684,7 @@ def backward(c: Canvas) -> str:
     )
 
 
-# Forward steps of the course and their ideas in a few words.
+# Forward steps of the course, and the idea of each in a few words.
 STEPS = {
     "baseline": ("three steps, by cuBLAS", "三步，用 cuBLAS"),
     "minimal": ("tiles: scores stay on the chip", "分块：分数留在片上"),
@@ -699,7 +699,7 @@ STEPS = {
     "wgmma_overlap": ("ping-pong", "乒乓调度"),
     "wgmma_persistent": ("persistent blocks", "常驻线程块"),
 }
-LENGTH, COLUMNS = 2048, 64  # of the measurements that are drawn
+LENGTH, COLUMNS = 2048, 64  # M and d of the measurements in the picture
 
 
 def measured_speeds() -> dict[str, float]:
@@ -719,7 +719,7 @@ def course(c: Canvas) -> str:
     speeds = measured_speeds()
     title = c.say("TFLOP/s of the steps, H200, float16", "各步的 TFLOP/s，H200，float16")
     c.text(8, 18, title, anchor="start", bold=True)
-    left, unit, lowest = 130, 52, 0.01  # a factor of ten is a unit wide
+    left, unit, lowest = 130, 52, 0.01  # logarithmic: `unit` per factor of ten
     for number, (name, ideas) in enumerate(STEPS.items()):
         y = 30 + 31 * number
         width = unit * math.log10(speeds[name] / lowest)
