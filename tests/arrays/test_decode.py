@@ -40,7 +40,10 @@ def laid_out(array, layout):
 def cache_of(
     k, v, lengths=LENGTHS, *, pages=False, layout="bshd", size=SIZE, table=None, rotary=None
 ):
-    """Returns a cache of the first rows of k, v [batch, rows, kv_heads, columns], else NaN."""
+    """Makes a cache that holds the first lengths[b] rows of k and v; all other rows are NaN.
+
+    k and v are [batch, rows, kv_heads, columns].
+    """
     batch, rows = k.shape[:2]
     how = {"layout": layout, "rotary": rotary}
     if not pages:
@@ -66,7 +69,7 @@ def cache_of(
 
 
 def require(out, lse, q, k, v, lengths, **options):
-    """Raises if results differ from attention to the first lengths[b] rows of k and v."""
+    """Raises if results differ from attention over the first lengths[b] rows of k and v."""
     for b, n in enumerate(lengths):
         keys, values = (x[b, :n].swapaxes(0, 1) for x in (k, v))
         wanted = expected_causal(q[b], keys, values, **options)

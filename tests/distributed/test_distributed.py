@@ -239,7 +239,10 @@ TEXTS = {
 
 @pytest.mark.parametrize("schedule", ["gather", pytest.param("ring", marks=pytest.mark.slow)])
 def test_texts_count_as_in_the_whole(schedule):
-    """Compares gradients too; without `key`, "gather" passes only visible keys to their kernels."""
+    """Expressions with positions match a call on the whole arrays, and so do their gradients.
+
+    If no expression uses `key`, "gather" passes only visible keys to gradient kernels.
+    """
     given, asked = arrays(**SIZES), TEXTS[schedule]
     how = {}
     if schedule == "ring":

@@ -22,7 +22,7 @@ SIZES = {"nccl": (1024, 64, "float16", {}), "mpi": (48, 8, "float32", {"backend"
 
 
 def joined(parts, order):
-    """Joins the rows of all ranks to the whole array."""
+    """Joins the rows of all ranks into the whole array."""
     held = Shards.of(sum(x.shape[2] for x in parts), len(parts), order).ranges
     rows = [row for ranges in held for own in ranges for row in own]
     return np.concatenate(parts, axis=2)[:, :, np.argsort(rows)]

@@ -27,10 +27,10 @@ SMALL = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 19, "N": 23, "d": 8}
 SCALAR_TILES = [(5, 11), (16, 3), (1, 1), (40, 18), (7, 64)]
 MMA_TILES = {
     "mma_columns": [(32, 64, 4, 2), (64, 32, 8, 1), (128, 16, 1, 2)],
-    # 1, 2 and 4 warps share 16 keys.
+    # 1, 2 and then 4 warps share a group of 16 keys.
     "mma_f64_columns": [(32, 64, 4, 2), (16, 32, 4, 1), (16, 16, 4, 1)],
     "mma_two_pass": [(32, 64, 4, 2, 32, 32, 32, 1), (64, 32, 8, 1, 48, 16, 16, 2)],
-    # 1 and 4 warps share 16 keys
+    # 1 and then 4 warps share a group of 16 keys.
     "mma_fp16x2_two_pass": [(32, 64, 4, 2, 32, 32, 32, 1), (64, 32, 8, 1, 48, 16, 16, 2)],
     "mma_slices_backward": [(64, 64, 16, 64, 32, 3, 1)],
 }

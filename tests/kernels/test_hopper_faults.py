@@ -36,7 +36,7 @@ TILES = {
     "wgmma_two_pass": {"Br": 64, "Bc": 128, "Bk": 64, "stages": 2},
     "wgmma_fp16x2_two_pass": {},
 }
-# Maps headers with synchronization to a rung that needs each of their statements.
+# Maps each header with synchronizing statements to a rung that needs all of these statements.
 HEADERS = {
     "warpgroup.cuh": "wgmma",
     "tma_tile.cuh": "wgmma",

@@ -46,7 +46,7 @@ def require_right(plan, arrays):
 
 
 def of_kind(make):
-    """Returns a function that replaces inputs by the result of `make`."""
+    """Returns a function that replaces Q, K and V with those that `make` returns."""
 
     def change(given):
         made = make(np.random.default_rng(1), *(given[x] for x in "QKV"))
@@ -56,7 +56,7 @@ def of_kind(make):
 
 
 def put(name, place, number):
-    """Returns a function that sets some elements of an input."""
+    """Returns a function that sets the elements at `place` in an input to a number."""
 
     def change(given):
         given[name][place] = number

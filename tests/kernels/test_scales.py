@@ -45,7 +45,7 @@ def arrays_of(dtype):
 )
 @pytest.mark.parametrize("wrt", [ARRAYS, ("bias",)], ids=["all", "bias"])
 def test_gradients_of_arrays(backend, kernel, part, wrt):
-    """A bias alone uses a separate launch on Hopper."""
+    """On Hopper, a separate launch computes the gradient of a bias alone."""
     dtype = usual_dtype(kernel)
     arrays, read = arrays_of(dtype)
     how = read | {"score_mod": TEXT} if wrt is ARRAYS else {"bias": read["bias"]}

@@ -37,7 +37,7 @@ def splits(plan):
     return found
 
 
-# Tiles of 16 keys, or of 64 keys that four warps divide among them.
+# A tile has 16 keys, which one warp computes, or 64 keys, which four warps share.
 BLOCKS = [(sizes, (16, 64)[i % 2], (1, 3, 40)[i % 3]) for i, sizes in enumerate(SIZES)]
 
 

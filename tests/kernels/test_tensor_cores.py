@@ -13,7 +13,7 @@ from cupyfa.numerics import reference
 
 MMA = "#include <ptx/mma.cuh>\n#include <ptx/mma_tf32.cuh>\n#include <cuda_bf16.h>"
 COPIES = "#include <ptx/cp_async.cuh>"
-# Declarations that the host writes above a kernel, as far as the float64 headers use them.
+# The declarations, of those that the host prepends to a kernel, that the float64 headers use.
 HOST = "using operand = double;\nusing real = double;\nconstexpr bool packed = false;\n"
 FRAGMENTS = HOST + "#include <tile/f64_fragments.cuh>"
 LANE = np.arange(32)
@@ -370,7 +370,7 @@ def test_fragments_are_read_without_bank_conflicts(columns):
 
 
 def test_the_exponential_of_doubles(run_code):
-    """The error is below an ulp for results from 2**-1021 on; smaller ones are 0, and NaN stays."""
+    """Results from 2**-1021 on are exact to an ulp, smaller ones are 0, and NaN gives NaN."""
     x = np.concatenate([-np.geomspace(1e-18, 1020, 4000), np.arange(-1021.0, 4), [0.5, -0.5]])
     special = [-1021.6, -1100.0, -1.7e308, -np.inf, np.nan]
     x, got = np.append(x, special), np.zeros(len(x) + len(special))

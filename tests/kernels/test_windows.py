@@ -129,7 +129,7 @@ def test_kernels_are_right_in_other_orders_of_threads(kernel, schedule):
 @EACH
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_masked_keys_and_values_never_matter(backend, kernel, poison):
-    """Poisons keys that no row of the 16-key window sees, and a value that some rows see."""
+    """Poisons the keys and values outside every row's window, then a value that some rows see."""
     p = problem(40, 512, True, (16, None), d=16, dv=16, dtype=usual_dtype(kernel))
     plan = planning.plan(kernel, p, backend.limits)
     inputs = Case("forward", p).inputs()

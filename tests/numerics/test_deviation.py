@@ -35,7 +35,7 @@ def expected(arrays, of, floats, function=attention, precision=None):
 
 
 def kernel(arrays, of, scale, *, drop=0, bias=1.0):
-    """Computes attention with ordered sums, and with P and O rounded as on tensor cores."""
+    """Computes attention with sequential sums, and rounds P and O as kernels on tensor cores do."""
     q, k, v = (arrays[name][:, :, : arrays[name].shape[2] - drop * (name != "Q")] for name in "QKV")
     real = of.sums.type
     q, k, v = (x.astype(of.sums) for x in (q, k, v))

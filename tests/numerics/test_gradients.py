@@ -109,7 +109,7 @@ def test_sums_of_equal_numbers_are_accepted(dtype):
     assert max(worst(p, inputs, kernel(p, inputs)).values()) < 1
 
 
-# Faults: the outputs that reveal them, and a kernel call with the fault.
+# Maps each fault to the outputs that reveal it and a kernel call with the fault.
 FAULTS = {
     "last key dropped": ("dQ", lambda p, x: kernel(p, x, keys=p.N - 1)),
     "mask one key short": ("dQ", lambda p, x: kernel(p, x, shift=-1)),

@@ -166,7 +166,7 @@ def test_a_derivative_that_is_left_out_is_rejected():
     assert min(ratios["dQ"], ratios["dK"]) > 1 > ratios["dV"]
 
 
-# Faults: the right expression's name, a wrong expression, and the results that reveal it.
+# Maps each fault to the correct expression's name, a faulty one, and the results that reveal it.
 FAULTS = {
     "cap off by 1e-3": ("softcap", "cap * tanh(score / (cap * 1.001))", "O lse dQ dK dV"),
     "no cap": ("softcap", "score", "O lse dQ dK dV"),

@@ -131,7 +131,7 @@ def missing(monkeypatch):
 
 
 def write_archive(form, folder):
-    """Archives a folder like that of cupyfa's sources."""
+    """Makes an archive that looks like one of cupyfa's sources."""
     Path(folder, "cupyfa").mkdir(parents=True)
     Path(folder, "cupyfa", "version.py").touch()
     shutil.make_archive(folder, form, ".", folder)

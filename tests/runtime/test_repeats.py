@@ -22,7 +22,7 @@ def device(monkeypatch):
 
 @pytest.fixture
 def slow_calls(monkeypatch):
-    """Collects the calls whose arguments are read again, as only a repeated call avoids."""
+    """Collects the calls that interpret their arguments; repeated calls skip this."""
     found, read = [], execution.read_call
     monkeypatch.setattr(execution, "read_call", lambda *call: found.append(1) or read(*call))
     return found

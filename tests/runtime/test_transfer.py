@@ -237,7 +237,7 @@ SIZES = (3, 4, 24, 21)  # rows of 21 elements are padded in memory
 
 
 def of_form(form, dtype=np.float16):
-    """Returns a random array whose axes are named by letters."""
+    """Returns a random array. Letters in `form` name its axes; 1 is a broadcast axis."""
     shape = [1 if axis == "1" else SIZES["bhmn".index(axis)] for axis in form]
     return np.random.default_rng(1).standard_normal(shape).astype(dtype)
 
@@ -784,7 +784,7 @@ def same_sequences(far, given, **options):
 @pytest.mark.slow
 @pytest.mark.parametrize("what", also_slowly(*OF_SEQUENCES))
 def test_sequences_go_through_the_pieces(far, counts, what):
-    """Results have the bits of one piece, for pieces of whole sequences and of single heads."""
+    """Pieces of whole sequences or of single heads give the same bits as a single piece."""
     for piece_bytes in (70_000, 18_000):
         transfer.configure(piece_bytes=piece_bytes)
         given = of_sequences(used=USED if what == "lengths" else None)
@@ -820,7 +820,7 @@ def test_sequences_of_16_bits_go_through_the_pieces(far, counts, kernel, back):
 
 
 def test_sequences_with_lists_dropout_and_checks(far, counts):
-    """Dropout counts sequences, so the batch is not divided."""
+    """Calls with dropout are not divided, since the mask depends on the index of a sequence."""
     transfer.configure(piece_bytes=35_000)
     packed = of_sequences()
     lists = [[x.array[a:b] for a, b in pairwise(x.offsets)] for x in packed]

@@ -60,7 +60,7 @@ class Canvas:
         size: float = SIZE,
         edge: str | None = "pale",
     ) -> None:
-        """Draws a rectangle with lines of text in its middle."""
+        """Draws a rectangle with centred lines of text."""
         shape = self._add("rect", x=x, y=y, width=width, height=height)
         shape.set("class", f"{fill} edge-{edge}" if edge else fill)
         lines = text.split("\n") if text else []
@@ -102,7 +102,7 @@ class Canvas:
         arrow: bool = False,
         dashed: bool = False,
     ) -> None:
-        """Draws a line through points, with an arrow head at its end if asked for."""
+        """Draws a line through points, optionally with an arrowhead at the last one."""
         shape = self._add("polyline")
         shape.set("points", " ".join(f"{x:g},{y:g}" for x, y in points))
         shape.set("class", f"line-{colour}")
@@ -160,5 +160,5 @@ class Canvas:
 
 
 def text_width(text: str, size: float) -> float:
-    """Estimates the width of a line: Chinese characters are square, others 0.58 of that."""
+    """Estimates a line's width: a Chinese character is `size` wide, any other 0.58 times that."""
     return size * sum(1.0 if ord(letter) > 0x2E7F else 0.58 for letter in text)

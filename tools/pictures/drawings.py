@@ -80,7 +80,7 @@ def memory(c: Canvas) -> str:
     )
 
 
-# Exponentials of the scores of eight keys, in four tiles, and their values.
+# exp(score) and the value of each of eight keys, in four tiles of two keys.
 TILES = ((1, 3), (6, 2), (4, 1), (12, 3))
 VALUES = ((6, 2), (4, 3), (1, 5), (2, 4))
 State = tuple[int, Fraction, Fraction]
@@ -297,7 +297,7 @@ def accumulator_lane(row: int, column: int) -> int:
 
 
 def fragments(c: Canvas) -> str:
-    """Draws the lanes of a result of mma.sync, and two results as an operand of the next one."""
+    """Draws which lanes hold an mma.sync result, and how two results form the next operand."""
     title = c.say("result of m16n8k16: lanes", "m16n8k16 的结果：各元素所在的 lane")
     c.text(8, 18, title, bold=True, anchor="start")
     width, height = 20, 15
@@ -415,7 +415,7 @@ KEY_TILES, ROW_TILES = 2, 2
 
 
 def synchronous() -> list[Step]:
-    """Warps copy a tile, wait for it, and compute."""
+    """Returns a schedule in which warps copy a tile, wait for it, and compute."""
     steps: list[Step] = []
     at = 0.0
     for _ in range(ROW_TILES):
@@ -429,7 +429,7 @@ def synchronous() -> list[Step]:
 
 
 def double_buffered() -> list[Step]:
-    """Warps start the copy of the next tile, which takes time to issue, and compute meanwhile."""
+    """Returns a schedule in which warps issue the next tile's copy and compute while it runs."""
     steps: list[Step] = []
     at = 0.0
     for _ in range(ROW_TILES):
@@ -447,7 +447,7 @@ def double_buffered() -> list[Step]:
 
 
 def specialized() -> list[Step]:
-    """One warp copies for all; two warpgroups compute at the same time."""
+    """Returns a schedule in which one warp copies and two warpgroups compute in parallel."""
     steps: list[Step] = []
     at = 0.0
     for _ in range(ROW_TILES):
@@ -484,7 +484,10 @@ TURNS = (
 
 
 def ping_pong(period: float) -> list[Step]:
-    """Warpgroups take turns on the tensor cores; row tiles begin ``period`` units apart."""
+    """Returns a schedule in which two warpgroups take turns on the tensor cores.
+
+    Row tiles begin ``period`` units apart.
+    """
     steps: list[Step] = []
     for start in (row * period for row in range(ROW_TILES)):
         steps += [(0, start + 2 * tile, 2, COPY) for tile in range(KEY_TILES)]

@@ -115,7 +115,8 @@ def test_a_recorded_launch_compiles_for_a_gpu_too():
         assert (phases > 12) == detailed and phases >= 2
         assert b"timeline_log" in code and b"%smid" in code
         barriers = re.findall(rb"\bbar(?:rier)?\.sync\b.*?%clock64", code, re.DOTALL)
-        # A barrier stalls a warp only at its next memory access, so its end is timed after one.
+        # A warp stalls not at the barrier but at its next memory access, so the clock that ends a
+        # barrier wait must follow a memory access.
         assert barriers and (not detailed or all(b"@there" in x for x in barriers))
 
 

@@ -81,7 +81,7 @@ def test_a_call_ends_when_its_budget_is_used_up(clock):
 def test_slow_calls_are_made_twice_unless_that_takes_very_long(clock, seconds, launches):
     (times,) = timing.measure(clock, [lambda: 1e3 * seconds], budget=1, cold=True)
     assert times == [1e3 * seconds] * launches
-    assert len(clock.called) == (1 if launches == 1 else 3)  # including one to warm up
+    assert len(clock.called) == (1 if launches == 1 else 3)  # including a warm-up call
 
 
 def test_the_number_of_rounds_is_limited(clock):
