@@ -13,7 +13,7 @@ from cupyfa.numerics import reference
 
 MMA = "#include <ptx/mma.cuh>\n#include <ptx/mma_tf32.cuh>\n#include <cuda_bf16.h>"
 COPIES = "#include <ptx/cp_async.cuh>"
-# The declarations, of those that the host prepends to a kernel, that the float64 headers use.
+# The part of the host's declarations that the float64 headers use.
 HOST = "using operand = double;\nusing real = double;\nconstexpr bool packed = false;\n"
 FRAGMENTS = HOST + "#include <tile/f64_fragments.cuh>"
 LANE = np.arange(32)

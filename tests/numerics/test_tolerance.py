@@ -403,7 +403,7 @@ def test_any_size_may_be_zero(dtype, axis):
 
 
 def softmax_kernel(x, dtype, base2=False, seed=0):
-    """Emulates the softmax of one thread: float32, ordered sums, exponentials off by 2 ulp."""
+    """Emulates the softmax of one thread: float32, sequential sums, exponentials off by 2 ulp."""
     real = np.float64 if dtype == "float64" else np.float32
     rng, eps = np.random.default_rng(seed), np.finfo(real).eps
     with np.errstate(all="ignore"):

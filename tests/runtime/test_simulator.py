@@ -453,7 +453,7 @@ DECLARATIONS = [
     "__shared__ extern volatile float x[];",
     "extern __shared__ __attribute__((aligned(32))) scalar x[];",
 ]
-# Scopes that enclose the declaration, with the code that follows it there.
+# Maps scopes of a declaration ({}) to the source text; functions have the declaration in the body.
 SCOPES = {
     "function": "",
     "file": "{} struct After {{ }};",

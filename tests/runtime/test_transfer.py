@@ -665,7 +665,7 @@ def of_transfer():
 @pytest.mark.parametrize("failing", [False, True])
 def test_threads_end_with_their_buffers(far, failing):
     transfer.release()
-    gc.collect()  # garbage of other tests
+    gc.collect()  # frees the garbage of other tests
     for thread in of_transfer():
         thread.join(60)
     gc.disable()  # a failed call must leave no reference cycle

@@ -627,7 +627,7 @@ def causal(c: Canvas) -> str:
 
 
 def backward(c: Canvas) -> str:
-    """Draws two orders of the gradients' loops, and the products of a tile."""
+    """Draws two loop orders of the backward pass, and the matrix products of a tile."""
     side = 30
     for x, heading, by_columns in (
         (28, c.say("columns: a block owns keys", "columns：线程块负责键"), True),

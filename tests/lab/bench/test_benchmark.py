@@ -261,7 +261,8 @@ class Paced(Simulator):
 
     @property
     def limits(self):
-        return replace(super().limits, device="a paced simulator")  # the key of stored peaks
+        # Stored peaks are looked up by the device's name.
+        return replace(super().limits, device="a paced simulator")
 
     def time(self, call, *, cold=False):
         plan = getattr(call, "plan", None)
