@@ -68,7 +68,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Replaces --dist load by worksteal: idle processes of pytest-xdist take tests from others."""
+    """Replaces --dist load with worksteal, which moves tests to idle processes of pytest-xdist."""
     if config.getoption("dist", "no") == "load":
         config.option.dist = "worksteal"
 
@@ -225,7 +225,7 @@ def little_device_memory_is_kept(request):
 
 @pytest.fixture
 def every_check(monkeypatch):
-    """Compiles kernels with all checks of the simulator, as outside of tests."""
+    """Compiles kernels with all checks of the simulator, as users do."""
     monkeypatch.setenv("CUPYFA_COMPILER_FLAGS", "-O0")
 
 

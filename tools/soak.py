@@ -290,7 +290,7 @@ def grown(before: dict[str, int], after: dict[str, int], shared: bool) -> list[s
 
 
 def interrupted(engine: Any, seed: int, times: int) -> str:
-    """Interrupts calls by Ctrl-C; must run in the main thread."""
+    """Interrupts calls with Ctrl-C; must run in the main thread."""
     soak, rng, armed = Soak(engine, seed), random.Random(seed), threading.Event()
 
     def handle(*_: Any) -> None:

@@ -137,7 +137,7 @@ def test_results_are_those_of_one_call(name, schedule, one_head_in_a_step):
 
 
 def formula(p, count, rank, schedule):
-    """Returns the bytes that a rank with zigzag shards sends forward and backward."""
+    """Returns how many bytes a rank with zigzag shards sends in a forward and a backward pass."""
     keys = Shards.of(p.N, count, "zigzag")
     size, sums, width = p.dtype.numpy.itemsize, p.dtype.sums.itemsize, p.d + p.dv
     digests = 64 * (count - 1)
@@ -219,8 +219,8 @@ def test_every_run_gives_the_same_bits(schedule):
 def test_a_ring_of_many_ranks_merges_before_its_end(monkeypatch):
     """Some ranks have no rows.
 
-    float64 results are held to float32 bounds, which a wrong position or weight exceeds and the
-    rounding of many merges does not.
+    Results are float64, but the bounds are those of float32. Rounding in many merges stays below
+    them, but a wrong position or weight exceeds them.
     """
     monkeypatch.setattr(ring, "MOST_HELD", 2)
     narrow = arrays(**{**SIZES, "batch": 1, "M": 9, "N": 30})

@@ -47,7 +47,7 @@ def launched(count, *command, timeout=60):
     return SimpleNamespace(stdout=shown, stderr="", returncode=status)
 
 
-# Rendezvous by a file of rank 0
+# Rendezvous through a file that rank 0 writes
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ def test_tiles_of_other_sizes(backend, kernel, tile):
 @pytest.mark.parametrize("d", [96, 144])
 @pytest.mark.parametrize("kernel", [*MMA, BACKWARD["wgmma_fp16x2_two_pass"]], ids=name)
 def test_default_tiles(backend, kernel, d):
-    """Warps do not cover tiles evenly: four share 96 columns of dQ, or two share 80 of a slice."""
+    """Warps do not divide tiles evenly: four share 96 columns of dQ, or two share 80 in a slice."""
     sizes = {"heads": 2, "kv_heads": 1, "M": 150, "N": 140, "d": d, "causal": True}
     check_case(kernel, backend, sizes)
 
@@ -296,7 +296,10 @@ def test_deterministic_kernels():
 
 
 def joined_to(library):
-    """Returns the function that the page defines for a library; skips if it is not installed."""
+    """Returns the function that docs/howto/frameworks.md defines for a library.
+
+    Skips the test if the library is not installed.
+    """
     pytest.importorskip(library)
     page = (ROOT / "docs" / "howto" / "frameworks.md").read_text(encoding="utf-8")
     names = {}

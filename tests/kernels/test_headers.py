@@ -77,7 +77,7 @@ MAY_READ = {
     "row_tile_loads.cuh": {"has_row_tiles"},
 }
 NOT_CODE = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"|^[ \t]*#(?:[^\n]*\\\n)*[^\n]*', re.MULTILINE)
-# Match a name that the definition itself declares, and the prefix of a member of another scope.
+# DECLARED matches a declaration of a name, OF_ANOTHER the prefix of a member of another scope.
 DECLARED = (
     r"\b(?:int|bool|unsigned|long|float|auto|class|typename)[\s*&]+{0}\b"
     r"|(?<=[\w>])& {0}\b|\(&{0}\)|,\s*{0}\s*(?:;|=(?!=))"

@@ -125,7 +125,7 @@ def of_all(kernel):
 
 
 def parameters(kernels, choices, marks):
-    """Returns parameters of kernel and choice; marks(kernel, n) marks the n-th choice."""
+    """Returns test parameters (kernel, choice); the n-th choice gets marks(kernel, n)."""
     return [
         pytest.param(kernel, at, id=f"{kernel.name}-{i}", marks=marks(kernel, i))
         for kernel in kernels

@@ -61,7 +61,7 @@ def of_slopes(real):
 
 
 def of_lowest(real):
-    """Returns a bias that masks some or all keys of a row with the lowest float, and the scores."""
+    """Returns a bias, whose lowest floats mask some or all keys of a row, and the scores."""
     low = -largest(real)
     bias = np.zeros((M, N))
     bias[1] = low
@@ -228,7 +228,7 @@ CONTRACTED = "-O2 -mfma -ffp-contract=fast"
 
 @pytest.fixture
 def contracting(backend, monkeypatch):
-    """Returns the backend; a simulator contracts multiplication and addition to an FMA."""
+    """Returns the backend; makes the simulator contract multiplications and additions into FMAs."""
     if backend.name == "simulator":
         cpu = Path("/proc/cpuinfo")
         if not cpu.exists() or " fma " not in cpu.read_text():

@@ -81,7 +81,7 @@ def test_a_sum_is_as_good_as_its_own_terms(backend, dtype, axes):
 
 
 def sizes_of(kernel):
-    """Returns sizes with every array gradient that the kernel supports."""
+    """Returns problem sizes and options that request every array gradient of the kernel."""
     given = {"batch": 2, "heads": 2, "M": 70, "N": 45, "d": 32}
     if "wrt" in kernel.features:
         given |= {"sink": "bh", "wrt": "sink"}

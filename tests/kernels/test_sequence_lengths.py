@@ -144,7 +144,7 @@ def kernels(form, operation="forward"):
 
 
 def each(operation="forward", quick=QUICK):
-    """Returns parameters of form and kernel; kernels that are not in `quick` are slow."""
+    """Returns test parameters (form, kernel) and marks kernels that are not in `quick` as slow."""
     return [
         pytest.param(form, *x.values, id=f"{form.feature}-{x.id}", marks=x.marks)
         for form in FORMS

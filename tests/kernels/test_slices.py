@@ -93,7 +93,7 @@ def test_rows_need_no_alignment(backend):
 
 
 def test_rows_of_any_length(backend):
-    """Rows that are not a multiple of 16 bytes are first copied to padded rows."""
+    """Rows whose length is not a multiple of 16 bytes are first copied to padded rows."""
     rng, shapes = np.random.default_rng(0), ((1, 21, 301), (1, 35, 301), (1, 35, 263))
     q, k, v = (rng.standard_normal(shape).astype("float16") for shape in shapes)
     if planning.can(WGMMA, Problem.of(q, k, v), backend.limits):

@@ -29,7 +29,7 @@ def random(shape, dtype, seed=0):
 
 
 def pairs(matrix):
-    """Returns the rows of a 16-bit matrix as 32-bit words of two neighbours each."""
+    """Views every two neighbouring elements in a row of a 16-bit matrix as a 32-bit word."""
     return np.ascontiguousarray(matrix).view(np.uint32)
 
 
@@ -220,7 +220,7 @@ def test_matrices_of_floats_are_operands_of_tf32(run_code):
 
 @pytest.mark.parametrize("chunks", [4, 8, 12, 16, 20, 28, 64])
 def test_chunks_that_are_read_together_lie_in_different_banks(chunks):
-    """Checks eight rows of a column of chunks (ldmatrix), and two chunks of every second row."""
+    """Covers two access patterns: a chunk of eight rows (ldmatrix), and two of every second row."""
     places = np.zeros((16, chunks), np.int32)
     body = code("chunks_that_are_read_together_lie_in_different_banks", chunks=chunks)
     host = "using operand = float;\nusing real = float;\nconstexpr bool packed = false;\n"

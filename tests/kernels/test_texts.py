@@ -184,7 +184,7 @@ def test_problems_without_scores(backend, M, N):
 )
 @pytest.mark.parametrize("option", ["score_mod", "mask_mod"])
 def test_an_array_that_is_too_short_is_refused_at_the_call(backend, option, index, needed):
-    """Checks arrays that are indexed by a position alone, whose range the sizes determine."""
+    """Covers arrays that are indexed only by a position, whose range follows from the sizes."""
     text = {"score_mod": "score + where(s[{}] > 9, 1, 0)", "mask_mod": "s[{}] < 9"}[option]
     shape = (1,) * (", " in index)
     given = {KEYWORDS[option]: text.format(index)}

@@ -30,7 +30,7 @@ H100 = limits_of("90")
 
 
 def dense_mask(p):
-    """Returns which query sees which key, by the definition."""
+    """Returns the mask [query, key] of visible pairs, by the definition of a window."""
     left, right = p.window
     right = 0 if p.causal else right
     at = np.arange(p.M)[:, None] + (0 if p.causal == "top-left" else p.N - p.M)
@@ -141,7 +141,8 @@ def test_masked_keys_and_values_never_matter(backend, kernel, poison):
     guard.checked(backend, plan, inputs, {})
 
 
-# Line of each main loop after which TRAP is inserted for tiles that no row of the block sees.
+# Maps each kernel to the line of its main loop after which TRAP is inserted. TRAP faults in a tile
+# that no row of the block sees.
 LOOPS = {
     "fa2": "first_key = keys_of_tile.after<Bc>(first_key)) {\n",
     "fa2_coalesced": "first_key = keys_of_tile.after<Bc>(first_key)) {\n",

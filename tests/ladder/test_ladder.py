@@ -292,7 +292,7 @@ def test_colours_have_contrast_on_white():
         linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
         return sum(weight * x for weight, x in zip((0.2126, 0.7152, 0.0722), linear))
 
-    for colour in (*plotting.COLOURS, plotting.INK):  # minimum text contrast of WCAG 2: 4.5
+    for colour in (*plotting.COLOURS, plotting.INK):  # WCAG 2 requires 4.5 for text
         assert 1.05 / (luminance(colour) + 0.05) > 4.5, colour
 
 

@@ -26,9 +26,9 @@ def page(rung):
 
 
 def records(rung):
-    """Returns the text of docs/records on this rung, or "" if there is none.
+    """Returns the text of the rung's page in docs/records, or "" if there is none.
 
-    Rungs of the course have most of their numbers there.
+    For rungs of the course, that page holds most of the numbers.
     """
     file = RECORDS / f"{rung.name}.md"
     return file.read_text(encoding="utf-8") if file.is_file() else ""

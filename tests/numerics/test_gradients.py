@@ -267,7 +267,7 @@ def test_a_large_forward_pass_is_left_to_a_kernel(monkeypatch):
 @pytest.mark.parametrize("scale", [1e9, 1e36, -1e36])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_of_huge_scores_is_rejected(dtype, scale):
-    """For such scores, rounding may change every weight, but it never makes one NaN or infinite."""
+    """With huge scores, rounding may change every weight, but no weight becomes NaN or infinite."""
     p, inputs = case(dtype, scale=scale)
     exact = BACKWARD.reference(inputs, p, [None])[None]
     right = {"dV": exact["dV"].value.astype(p.dtype.numpy)}

@@ -302,7 +302,7 @@ def test_subnormal_numbers_may_be_flushed_to_zero():
 
 
 def test_scores_beyond_float16_must_be_right():
-    """Kernels accumulate scores in float32, which do not overflow, so NaN is an error."""
+    """Scores that are accumulated in float32 do not overflow, so NaN is an error."""
     c = case("float16", "normal", 5, 45, 64)
     c.q, c.k = (reference.rounded(300 * x, "float16") for x in (c.q, c.k))
     good = c.accepted()

@@ -243,7 +243,7 @@ def test_an_error_on_one_device_ends_the_work_of_all(far, monkeypatch):
 
 
 def test_an_error_ends_the_work_of_all_devices_also_if_others_fail(far, monkeypatch):
-    """The first error is raised after all devices have been waited for."""
+    """The first error is raised once all devices have finished their work."""
     waited, launch, wait = [], pieces.Layout.launch, streamed_call.Call.wait_for_all
 
     def failing(self, backend, slot):

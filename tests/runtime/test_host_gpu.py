@@ -172,7 +172,8 @@ def test_a_problem_larger_than_the_memory_it_may_take(options):
 def test_uploads_and_downloads_overlap(monkeypatch):
     """The GPU's timestamps show that downloads and uploads run at the same time.
 
-    It is measured up to 20 times: copies may share an engine, and other processes may delay them.
+    The overlap is measured up to 20 times, since copies may share an engine and other processes
+    may delay them.
     """
     import cupy
 

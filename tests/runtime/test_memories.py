@@ -16,7 +16,7 @@ def on_host(array):
     return np.asarray(array)
 
 
-# Runs first the sort and the paths that exercise most of the code.
+# The combinations that exercise the most code run first.
 TABLE = sorted(
     ((path, sort) for path in PATHS for sort in sorts_of(path)),
     key=lambda x: (x[1] != "both", x[0] not in ("packed", "cache", "lists")),

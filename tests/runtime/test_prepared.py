@@ -699,7 +699,7 @@ def test_threads_share_a_prepared_call(near):
 
 @pytest.fixture
 def driver(monkeypatch):
-    """Replaces CuPy's memory by host memory, and records launches."""
+    """Replaces CUDA's driver with a stub that records launches; arrays lie in host memory."""
     from cupyfa.runtime.cuda import device as cuda
 
     launched = []

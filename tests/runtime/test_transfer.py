@@ -133,7 +133,7 @@ def test_chunks_grow_with_the_root_of_what_is_moved(far, monkeypatch, most):
         q, k, v = arrays(1, 1, M, 16)
         same(far, q, k, v, return_lse=False)
         largest = max(size for _, _, size in far.copied)
-        assert largest == min(most, int((4 * q.nbytes * 400) ** 0.5) // 64 * 64)  # whole rows
+        assert largest == min(most, int((4 * q.nbytes * 400) ** 0.5) // 64 * 64)  # rows of 64 bytes
 
 
 def test_the_smallest_chunks(far):
@@ -215,7 +215,7 @@ def test_parts_under_a_mask_are_right_for_other_kernels(far, kernel, options):
 
 
 def also_slowly(first, *others):
-    """Returns parameters of which all but the first are slow."""
+    """Returns test parameters, all but the first of which are marked as slow."""
     return [first, *(pytest.param(x, marks=pytest.mark.slow) for x in others)]
 
 
@@ -481,7 +481,7 @@ def test_progress_is_reported_for_each_piece(far):
 @pytest.mark.parametrize(
     "dtype, kernel, batch, heads, M, taken",
     [
-        ("float32", "wgmma_fp16x2", 4, 16, 8192, 4),  # 2 heads are 33 MiB
+        ("float32", "wgmma_fp16x2", 4, 16, 8192, 4),  # 2 heads take 33 MiB
         ("float64", "mma_f64", 4, 16, 2048, 16),
         ("float16", "wgmma_persistent", 64, 16, 512, 16),  # transfers dominate
     ],

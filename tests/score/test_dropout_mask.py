@@ -1,4 +1,4 @@
-"""The random generator of dropout, and the masks that it makes."""
+"""Dropout's random number generator, and the masks that it produces."""
 
 import numpy as np
 import pytest

@@ -45,7 +45,7 @@ class Canvas:
     texts: list[tuple[float, float, float, str]] = field(default_factory=list)
 
     def say(self, english: str, chinese: str) -> str:
-        """Returns the words of the picture's language."""
+        """Returns the text in the picture's language."""
         return english if self.language == "en" else chinese
 
     def box(

@@ -362,7 +362,7 @@ LAYOUTS = {"plain": plain_position, "padded": padded_position, "swizzled": swizz
 
 
 def conflicts(position: Callable[[int, int], int]) -> int:
-    """Returns how many of eight rows, at most, have their first chunk in the same four banks."""
+    """Returns the largest number of rows, out of eight, whose first chunks share four banks."""
     groups = [position(row, 0) % CHUNKS for row in range(8)]
     return max(groups.count(group) for group in groups)
 
@@ -497,7 +497,7 @@ def ping_pong(period: float) -> list[Step]:
 
 
 def ending(steps: Sequence[Step]) -> float:
-    """Returns when the last step ends."""
+    """Returns the time at which the last step ends."""
     return max(start + length for _, start, length, _ in steps)
 
 
@@ -549,7 +549,7 @@ def pipeline(c: Canvas) -> str:
     )
 
 
-LATE = (0, 0, 0, 8)  # when a block begins: the multiprocessor of the last one is still busy
+LATE = (0, 0, 0, 8)  # start time of each block; the last one waits for a busy SM
 
 
 def in_order(work: Sequence[int], blocks: int) -> list[list[int]]:
@@ -722,7 +722,7 @@ def course(c: Canvas) -> str:
     speeds = measured_speeds()
     title = c.say("TFLOP/s of the steps, H200, float16", "各步的 TFLOP/s，H200，float16")
     c.text(8, 18, title, anchor="start", bold=True)
-    left, unit, lowest = 130, 52, 0.01  # logarithmic: `unit` per factor of ten
+    left, unit, lowest = 130, 52, 0.01  # logarithmic axis: `unit` per factor of ten
     for number, (name, ideas) in enumerate(STEPS.items()):
         y = 30 + 31 * number
         width = unit * math.log10(speeds[name] / lowest)

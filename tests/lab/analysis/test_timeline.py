@@ -232,7 +232,7 @@ def test_blocks_and_launches_that_are_not_there():
 
 
 def test_launches_with_the_same_name_have_numbers_and_rounds_are_recorded_one_at_a_time():
-    most = record_named("baseline_backward")  # no launch is named like the kernel
+    most = record_named("baseline_backward")  # no launch has the kernel's name
     found = plan(most, standard(most, {}, small=True).problem, Simulator().limits)
     assert timelines._chosen(found, None).entry == "score_gradients"
     kernel, tiles = record_named("mma_slices_backward"), {"room": 1}

@@ -428,7 +428,7 @@ def commands(group=MAIN, *names):
 
 
 def test_commands_are_one_family():
-    """An option that several commands share is the same in all; help lists options in one order."""
+    """A shared option is the same in all commands, and help lists options in the same order."""
     families = {}
     for names, command in commands():
         shown = [x for x in command.params if isinstance(x, click.Option) and not x.hidden]

@@ -293,7 +293,7 @@ GOOD = ("bench", "fa2", "--alone", "--budget", "0", *SIMULATOR, *SMALL)
 
 @pytest.fixture
 def results(own_folders, tmp_path):
-    """Saves results to a file; its folder contains nothing else but the temporary directory."""
+    """Saves results to a file; otherwise its folder contains only the temporary directory."""
     path = tmp_path / "results.json"
     cli(*GOOD, "--save", path, code=0)
     return path
