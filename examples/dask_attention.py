@@ -23,7 +23,7 @@ import numpy as np
 
 
 def random_arrays(given: argparse.Namespace) -> list[Any]:
-    """Makes q, k and v in chunks of --rows tokens and one key head with its query heads."""
+    """Makes q, k and v. A chunk has --rows tokens of one key head or of its query heads."""
     import dask.array as da
 
     group = given.heads // given.kv_heads

@@ -85,7 +85,7 @@ class Pages:
         self.size, self.xp = size, xp
         self.free = list(range(slots, slots + pages))
         self.table = np.repeat(np.arange(slots, dtype=np.int32)[:, None], pages, axis=1)
-        self.lengths = np.zeros(slots, np.int32)  # keys of each slot
+        self.lengths = np.zeros(slots, np.int32)  # number of keys in each slot
 
     def make_room(self, slot: int, keys: int) -> bool:
         """Allocates a slot's pages for `keys` keys; returns False if too few pages are free."""
@@ -108,7 +108,7 @@ class Pages:
         self.v[block][page, row] = v
 
     def caches(self) -> list[cupyfa.KVCache]:
-        """Makes one KVCache per block, with common page table and lengths."""
+        """Makes one KVCache per block; all of them share the page table and the lengths."""
         lengths, table = self.xp.asarray(self.lengths), self.xp.asarray(self.table)
         return [cupyfa.KVCache(k, v, lengths, table, layout="bshd") for k, v in zip(self.k, self.v)]
 
@@ -153,7 +153,7 @@ class Server:
         return finished
 
     def prefill(self) -> None:
-        """Admits waiting requests while slots and pages are free; prefills them as ragged batch."""
+        """Admits requests while slots and pages are free, and prefills them as a ragged batch."""
         joined = []
         while self.waiting and self.waiting[0].step <= self.steps:
             free = [x for x in range(len(self.pages.lengths)) if x not in self.running]

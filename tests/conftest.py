@@ -45,7 +45,7 @@ _LONG = {
     *("pages", "tools"),
     *("test_checking.py", "test_reruns.py", "test_sanitizer.py", "test_smoke.py", "test_tuning.py"),
 }
-_SAMPLED = 4  # one in this many slow runs without a new parameter value is kept
+_SAMPLED = 4  # of the slow runs without a new parameter value, one in this many is kept
 _MOST_KEPT = 1 << 28  # bytes of device memory that a test may leave in CuPy's pool
 
 
@@ -68,7 +68,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Replaces --dist load by worksteal: idle processes of pytest-xdist take tests from others."""
+    """Replaces --dist load with worksteal, which moves tests to idle processes of pytest-xdist."""
     if config.getoption("dist", "no") == "load":
         config.option.dist = "worksteal"
 
@@ -188,7 +188,7 @@ def cuda():
 
 @pytest.fixture(scope="session")
 def two_gpus(cuda):
-    """Returns the CUDA backend; skips if fewer than two devices of a model are visible."""
+    """Returns the CUDA backend; skips if fewer than two GPUs of the same model are visible."""
     if cuda.devices < 2:
         seen = ", ".join(cuda.models)
         pytest.skip(f"needs two GPUs of one model, and these are visible: {seen}")
@@ -225,7 +225,7 @@ def little_device_memory_is_kept(request):
 
 @pytest.fixture
 def every_check(monkeypatch):
-    """Compiles kernels with all checks of the simulator, as outside of tests."""
+    """Compiles kernels with all checks of the simulator, as users do."""
     monkeypatch.setenv("CUPYFA_COMPILER_FLAGS", "-O0")
 
 

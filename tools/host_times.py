@@ -38,7 +38,7 @@ from cupyfa.runtime.choose_backend import backend_named
 ROOT = Path(cupyfa.__file__).parents[1]
 WARM_UP = 2  # rounds that compile kernels and allocate the pinned memory of later results
 SMALL = (1, 2, 64, 64)  # a shape for which the kernel takes less time than its launch
-SETS = 4  # sets of arrays for calls with different arrays each time
+SETS = 4  # number of sets of arrays that calls on changing arrays cycle through
 ON_A_GPU = {"B": 8, "H": 16, "M": 4096, "d": 128, "calls": 200, "loops": 50, "processes": 5}
 SIMULATED = {"B": 2, "H": 2, "M": 64, "d": 16, "calls": 3, "loops": 5, "processes": 2}
 
@@ -121,7 +121,7 @@ def round_trips(at: Setting) -> list[Row]:
 
 
 def rates(times: Mapping[str, Sequence[float]], what: str, moved: int) -> Row:
-    """Computes GB/s, and the median ratios to hand-written code and to the bus if timed."""
+    """Computes GB/s, and median ratios to hand-written code and to the bus where they are timed."""
     found = {"GB/s": moved / median(times[what]) / 1e6}
     if BY_HAND in times:
         found["x"] = timing.ratio(times[BY_HAND], times[what])
@@ -192,7 +192,7 @@ def bus(pinned: Sequence[np.ndarray], device: Sequence[Any]) -> Callable[[], Non
 
 
 def ways_of_torch(torch: Any, host: Sequence[np.ndarray]) -> dict[str, Callable[[], Any]]:
-    """Returns round trips in torch, from ordinary and from pinned memory."""
+    """Returns functions that make round trips with torch, from ordinary and from pinned memory."""
     attend = torch.nn.functional.scaled_dot_product_attention
 
     def ordinary() -> Any:
@@ -239,7 +239,7 @@ def host_times(at: Setting) -> list[Row]:
 
 
 def small_calls(at: Setting, sets: Sequence[Sequence[Any]]) -> dict[str, Callable[[], Any]]:
-    """Returns calls of cupyfa, preceded by the calls to compare with."""
+    """Returns the calls with which cupyfa is compared, followed by calls of cupyfa."""
     q, k, v, out = sets[0]
     attend = partial(cupyfa.attention, **at.options)
     prepared, others = (cupyfa.compile(q, k, v, backend=at.engine) for _ in range(2))
@@ -289,7 +289,7 @@ def backward_calls(at: Setting, q: Any, k: Any, v: Any, dout: Any) -> dict[str, 
 
 
 def others_calls(at: Setting, arrays: Sequence[Any]) -> dict[str, Callable[[], Any]]:
-    """Returns calls to compare with: a launch, an allocation and torch."""
+    """Returns the calls with which cupyfa is compared: a launch, an allocation and torch."""
     import cupy
 
     q, k, v, out = arrays

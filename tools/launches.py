@@ -54,7 +54,7 @@ def main(names):
 
 
 def has_ring(kernel):
-    """Whether a kernel has a multistage pipeline."""
+    """Returns whether a kernel has a multistage pipeline."""
     return "stages" in kernel.choice.names
 
 

@@ -45,7 +45,7 @@ SWITCH_INTERVAL = 2e-4  # seconds between thread switches; at the default 5 ms f
 MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of glibc's mallopt
 LARGE = 1 << 17  # bytes; free() returns larger blocks to the system, so they do not look like leaks
 ROUNDS = 10  # each round starts new threads; leaks are measured from the end of the second round
-# The growth in bytes that is not reported. CuPy's pool keeps memory for each stream ever used.
+# Growth in bytes up to which no leak is reported. CuPy's pool keeps memory for every stream used.
 LEEWAY = {"host": 48 << 20, "pool": 1 << 30, "device": 64 << 20, "in use": 16 << 20}
 MOST_WRONG = 10
 ROOT = Path(cupyfa.__file__).parents[1]
@@ -290,7 +290,7 @@ def grown(before: dict[str, int], after: dict[str, int], shared: bool) -> list[s
 
 
 def interrupted(engine: Any, seed: int, times: int) -> str:
-    """Interrupts calls by Ctrl-C; must run in the main thread."""
+    """Interrupts calls with Ctrl-C; must run in the main thread."""
     soak, rng, armed = Soak(engine, seed), random.Random(seed), threading.Event()
 
     def handle(*_: Any) -> None:

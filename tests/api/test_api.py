@@ -108,7 +108,7 @@ def test_no_keys_make_empty_rows(backend, kernel):
 
 
 def test_no_rows_with_a_mask_in_memory(backend):
-    """Kernels that copy a mask per block have nothing to copy."""
+    """These kernels copy the mask block by block; without rows there are no blocks."""
     q, k, v = (x.astype("f2") for x in arrays(1, 2, 0, 8, N=5))
     for kernel in ("wgmma_persistent", "mma_pipelined"):
         if backend.name == "simulator" or backend.limits.arch.startswith("90"):
@@ -259,7 +259,7 @@ def test_masked_keys_never_matter(backend, kernel, poison):
     o, lse = cupyfa.attention(
         q, k, v, kernel=kernel, causal="top-left", backend=backend, return_lse=True, check=True
     )
-    # Equal up to the order of a sum: some kernels repair rows that met a NaN.
+    # If a tile contains a NaN, some kernels compute its rows again and sum in another order.
     tolerance = precision_of(kernel) / 2
     if getattr(kernel, "rounding", None) != FLOAT8:  # float8 kernels repair rows more precisely
         np.testing.assert_allclose(o[:, :, :35], clean[:, :, :35], rtol=tolerance, atol=tolerance)

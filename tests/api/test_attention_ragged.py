@@ -124,7 +124,7 @@ USED = np.array([5, 0, 9], "i4"), np.array([7, 2, 0], "i4")
 
 @pytest.mark.parametrize("of_shapes", [False, True], ids=["arrays", "shapes"])
 def test_prepared_calls_of_packed_arrays(backend, of_shapes):
-    """Calls use other offsets than those given to compile; gradients are compared too."""
+    """Prepared calls get different offsets from those passed to compile. Compares gradients too."""
     q, k, v, *offsets = (x.copy() for x in packed())
     how = {"kernel": "fa2", "backend": backend, "causal": True}
     sink = np.array([[0.5, 1], [2, 3], [-1, 0]], F)
@@ -147,7 +147,7 @@ def test_prepared_calls_of_packed_arrays(backend, of_shapes):
     assert [backend.download(x).tobytes() for x in made] == [out.tobytes(), lse.tobytes()]
 
     how |= {"kernel": "two_pass", "deterministic": True}
-    # q describes out and dO as well, since dv = d
+    # Since dv = d, q has the shape of out and dO.
     results = (like[0], *structured, like[0], of_lse)
     backward = cupyfa.compile(*results, dlse=of_lse, sink=of_sink, **how, **dtype)
     given = out, q, k, v, out, lse

@@ -1,6 +1,6 @@
 """cupyfa.attention of q, k and v in e4m3 with descales.
 
-The reference is float64 attention to the dequantized values.
+The reference is float64 attention over the dequantized q, k and v.
 """
 
 from itertools import product

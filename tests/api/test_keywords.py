@@ -270,7 +270,7 @@ def test_a_record_takes_numbers(sort):
 
 
 def test_records_keep_their_options_apart():
-    """A record's results depend on all options, not only on captured scalars."""
+    """Calls with a record and different options are cached separately."""
     how = {"backend": "simulator", "score_mod": "score * c", "captured": {"c": 0.5}}
     record = cupyfa.kernel("fa2")
     for more in ({}, {"causal": True}, {"softcap": 1.0}, {"scale": 0.1}, {"captured": {"c": 2}}):

@@ -113,7 +113,7 @@ def test_new_tokens_that_have_to_be_copied_are_read_again_in_each_call():
 
 
 def optional_arrays(name):
-    """Returns two different random arrays that are valid as this option for Q, K and V."""
+    """Returns two random arrays, each a valid value of the option in calls on Q, K and V."""
     shapes = {"alibi_slopes": (4,), "sink": (4,), "bias": (1, 4, 64, 64), "mask": (1, 4, 64, 64)}
     drawn = RNG.standard_normal((2, *shapes[name])).astype(np.float32)
     return drawn > 0 if name == "mask" else drawn

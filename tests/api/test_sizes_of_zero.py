@@ -78,7 +78,7 @@ def test_lists_of_no_array():
 
 
 def inputs(**sizes):
-    """Returns q, k, v and a dict of optional inputs, with shapes for the given sizes."""
+    """Makes q, k, v and a dict of optional inputs; ``sizes`` overrides SIZES."""
     s = {**SIZES, **sizes}
     B, H, M, N = (s[x] for x in ("batch", "heads", "M", "N"))
     q, k, v = (

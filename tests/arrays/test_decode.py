@@ -1,7 +1,7 @@
 """Attention of new tokens to a contiguous or paged cache of keys and values.
 
-Unused cache rows are NaN. The reference is dense float64 attention, one sequence at a time, to keys
-that a loop gathers.
+Unused cache rows are NaN. The reference gathers each sequence's keys in a loop and computes dense
+float64 attention.
 """
 
 import ml_dtypes
@@ -40,7 +40,10 @@ def laid_out(array, layout):
 def cache_of(
     k, v, lengths=LENGTHS, *, pages=False, layout="bshd", size=SIZE, table=None, rotary=None
 ):
-    """Returns a cache of the first rows of k, v [batch, rows, kv_heads, columns], else NaN."""
+    """Makes a cache that holds the first lengths[b] rows of k and v; all other rows are NaN.
+
+    k and v are [batch, rows, kv_heads, columns].
+    """
     batch, rows = k.shape[:2]
     how = {"layout": layout, "rotary": rotary}
     if not pages:
@@ -66,7 +69,7 @@ def cache_of(
 
 
 def require(out, lse, q, k, v, lengths, **options):
-    """Raises if results differ from attention to the first lengths[b] rows of k and v."""
+    """Raises if results differ from attention over the first lengths[b] rows of k and v."""
     for b, n in enumerate(lengths):
         keys, values = (x[b, :n].swapaxes(0, 1) for x in (k, v))
         wanted = expected_causal(q[b], keys, values, **options)
@@ -117,7 +120,10 @@ def test_each_sequence_has_its_own_keys(backend, kernel, dtype, tiles, pages):
 @pytest.mark.parametrize("size", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("d", [24, 64, 96, 128])
 def test_pages_of_all_sizes(backend, size, d):
-    """Covers pages smaller and larger than a tile of keys, and all strides of a thread's rows."""
+    """Covers pages smaller and larger than a tile of keys.
+
+    The values of d cover every stride between the rows that one thread loads.
+    """
     lengths = np.array([1, size - 1, size + 1, 2 * size], "i4")
     q, k, v = given("float16", rows=2 * size, batch=4, d=d, dv=d)
     cache = cache_of(k, v, lengths, pages=True, size=size)
@@ -360,7 +366,10 @@ def test_flashinfers_tables_are_read(backend):
 
 
 def test_new_keys_need_arrays_of_their_own():
-    """K and V may be halves of one array along any axis, as in FlashInfer's pages."""
+    """Appending requires that K and V do not overlap.
+
+    They may be halves of one array along any axis, as in FlashInfer's pages.
+    """
     q = drawn((2, 2, 1, 8))
     new = drawn((2, 1, 1, 8))
     lengths, table = np.array([3, 0], "i4"), np.array([[1], [0]], "i4")
@@ -405,9 +414,9 @@ def test_wrong_pages_and_lengths_reach_nothing_outside(kernel, pages, monkeypatc
     before = cache.k.copy()
     for new in (None, (new_k, new_v)):
         decoded("simulator", q, cache, kernel=kernel, append=new)
-    if pages:  # invalid pages are not written
+    if pages:  # all pages are invalid, so nothing is written
         np.testing.assert_array_equal(before, cache.k)
-    else:  # only row N - 1 and rows from 0 and 7 on are written
+    else:  # only new tokens whose rows lie within the cache are written
         changed = np.argwhere((before.view("u2") != cache.k.view("u2")).any(axis=(2, 3)))
         written = {0: range(3), 1: [N - 1], 4: range(3), 5: range(7, 10)}
         places = [[b, row] for b, rows in written.items() for row in rows]

@@ -1,6 +1,6 @@
 """Caches with prefixes: shared keys that precede each sequence's own keys.
 
-The reference is dense float64 attention, one sequence at a time, to all keys in one array.
+The reference joins the prefix and a sequence's own keys, and computes dense float64 attention.
 """
 
 from itertools import pairwise
@@ -24,7 +24,10 @@ def drawn(*shape, dtype="float32", seed=0):
 
 
 class Case:
-    """Sequences of different lengths behind prefixes [(number of prefixes, keys of each)]."""
+    """Sequences of different lengths that follow prefixes.
+
+    prefixes: for each level, the number of prefixes and the number of keys of each.
+    """
 
     def __init__(self, dtype="float32", tokens=1, prefixes=((1, 20),), appended=True):
         self.dtype, self.tokens = dtype, tokens
@@ -49,7 +52,10 @@ class Case:
             self.new = [x[at].swapaxes(1, 2).copy() for x in own]
 
     def keys_of(self, b):
-        """Returns a sequence's keys and values [kv_heads, keys, columns] and each part's start."""
+        """Returns all keys and values of sequence b, [kv_heads, keys, columns].
+
+        Also returns the offset at which each prefix and the sequence's own keys start.
+        """
         parts = [[x[b * len(x) // BATCH] for x in pair] for pair in self.shared]
         parts.append([x[b, : self.used[b]].swapaxes(0, 1) for x in self.own])
         starts = np.cumsum([0, *(x[0].shape[1] for x in parts)])
@@ -116,7 +122,7 @@ def test_options_are_those_of_one_cache(backend, options):
 
 @pytest.mark.parametrize("new", [False, True], ids=["there already", "appended"])
 def test_tokens_may_be_more_than_keys_of_their_own(backend, new):
-    """With more tokens than own keys, the first tokens lie within the prefix."""
+    """If a sequence has more tokens than own keys, its first tokens lie within the prefix."""
     case = Case("float16", tokens=3, prefixes=NESTED, appended=new)
     case.require(*case.decoded(backend, check=True))
 
@@ -273,7 +279,10 @@ def test_a_captured_call_takes_other_lengths(cuda, options):
 
 @pytest.mark.gpu
 def test_a_long_prefix_is_read_once(cuda):
-    """64 sequences with 32,768 shared and 256 own keys are 8 times as fast as 64 full caches."""
+    """A shared prefix is at least 8 times as fast as a cache that repeats it per sequence.
+
+    64 sequences share 32,768 keys and have 256 keys of their own.
+    """
     import cupy
 
     batch, shared, own, heads, kv_heads, d = 64, 32768, 256, 32, 8, 128

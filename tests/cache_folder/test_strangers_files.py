@@ -143,7 +143,7 @@ def without(value, path):
 
 
 def mutate_field(path, rng):
-    """Replaces a field by an odd value, removes it, or duplicates it."""
+    """Replaces a field with an odd value, removes it, or duplicates it."""
     value, write = about(path)
     place = rng.choice([x for x in places(value) if x])
     how = rng.random()
@@ -198,7 +198,7 @@ def test_failures_of_every_form_are_read_as_written(tmp_path, number):
 @pytest.mark.parametrize("mutate", [mutate_field, mutate_bytes])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_mutated_file_is_read_or_refused(tmp_path, kind, mutate):
-    """Tries 200 mutations; five kinds and two methods make 2,000."""
+    """Tries 200 mutations per kind of file and mutation method, 2,000 in all."""
     whole = KINDS[kind][0](tmp_path)
     content, read = whole.read_bytes(), 0
     for seed in range(200):

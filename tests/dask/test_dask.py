@@ -35,7 +35,7 @@ BACKWARD = {"backward_kernel": "two_pass"}
 SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "M": 48, "N": 80, "d": 8, "dv": 8}
 EVEN = {"batch": 1, "heads": 1, "rows": 16, "keys": 32}
 WHOLE = {"batch": 2, "heads": 2, "rows": -1, "keys": -1}
-# Overrides of SIZES, chunk sizes (heads: key heads) and options.
+# Overrides of SIZES, chunk sizes ("heads" counts key heads) and options of the call.
 CASES = {
     "plain": ({}, EVEN, {}),
     "causal": ({}, EVEN, {"causal": True}),
@@ -179,7 +179,7 @@ def test_merged_results_are_rounded_once(dtype):
 
 
 def test_rows_that_see_no_key():
-    """Some chunks have no visible key in any row, one chunk in some of its rows."""
+    """In some chunks no row sees a key; in one chunk only some rows do."""
     q, k, v = arrays(**{**SIZES, "M": 64, "N": 24})
     chunked, how = cut(q, k, v, EVEN), {"causal": True, "return_lse": True, **FORWARD}
     for given in (chunked, merging(*chunked)):

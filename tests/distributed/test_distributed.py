@@ -137,7 +137,7 @@ def test_results_are_those_of_one_call(name, schedule, one_head_in_a_step):
 
 
 def formula(p, count, rank, schedule):
-    """Returns the bytes that a rank with zigzag shards sends forward and backward."""
+    """Returns how many bytes a rank with zigzag shards sends in a forward and a backward pass."""
     keys = Shards.of(p.N, count, "zigzag")
     size, sums, width = p.dtype.numpy.itemsize, p.dtype.sums.itemsize, p.d + p.dv
     digests = 64 * (count - 1)
@@ -219,8 +219,8 @@ def test_every_run_gives_the_same_bits(schedule):
 def test_a_ring_of_many_ranks_merges_before_its_end(monkeypatch):
     """Some ranks have no rows.
 
-    float64 results are held to float32 bounds, which a wrong position or weight exceeds and the
-    rounding of many merges does not.
+    Results are float64, but the bounds are those of float32. Rounding in many merges stays below
+    them, but a wrong position or weight exceeds them.
     """
     monkeypatch.setattr(ring, "MOST_HELD", 2)
     narrow = arrays(**{**SIZES, "batch": 1, "M": 9, "N": 30})
@@ -239,7 +239,10 @@ TEXTS = {
 
 @pytest.mark.parametrize("schedule", ["gather", pytest.param("ring", marks=pytest.mark.slow)])
 def test_texts_count_as_in_the_whole(schedule):
-    """Compares gradients too; without `key`, "gather" passes only visible keys to their kernels."""
+    """Expressions with positions match a call on the whole arrays, and so do their gradients.
+
+    If no expression uses `key`, "gather" passes only visible keys to gradient kernels.
+    """
     given, asked = arrays(**SIZES), TEXTS[schedule]
     how = {}
     if schedule == "ring":
@@ -303,9 +306,10 @@ def test_a_ring_takes_no_persistent_blocks(monkeypatch, schedule, kernel):
     "multiprocessors, of_rows, of_keys", [(132, 17, 33), (66, 9, 17), (16, 8, 16)]
 )
 def test_heads_of_a_step_fill_the_device(multiprocessors, of_rows, of_keys):
-    """Parts have 512 rows, that is 16 blocks of 128 per key head, and 4 MiB of K and V.
+    """A part has 512 rows of each query head, which make 16 blocks of 128 rows per key head.
 
-    On the smallest device the byte limit of a step (32 or 64 MiB) determines the number of heads.
+    K and V of a key head take 4 MiB. On the smallest device, the byte limit of a step (32 or
+    64 MiB) determines the number of heads.
     """
     x = np.broadcast_to(np.zeros((), "f2"), (1, 32, 8192, 128))
     p, shards = Problem.of(x, x[:, :8], x[:, :8]), Shards.of(8192, 8, "zigzag")
@@ -495,7 +499,7 @@ def test_numbers_for_texts_do_not_hide_options():
 
 
 def test_every_field_has_to_be_equal():
-    """Covers all fields of the agreement, including versions."""
+    """Covers all fields on which ranks have to agree, including versions."""
 
     def of_rank(group):
         for name, what in agreement.FIELDS.items():
@@ -508,7 +512,7 @@ def test_every_field_has_to_be_equal():
 
 
 def test_a_failure_of_one_rank_ends_the_call_of_all(monkeypatch):
-    """Later calls of the group raise too. Key gradients are summed over ranks, so others wait."""
+    """All ranks raise, since each needs the key gradients of the others; later calls raise too."""
     backward, lse = job.backward, X[..., 0]
     fault = SimulatorFault("fa2", (0, 0, 0), (0, 0, 0), "reads nothing", "")
 

@@ -47,7 +47,7 @@ def launched(count, *command, timeout=60):
     return SimpleNamespace(stdout=shown, stderr="", returncode=status)
 
 
-# Rendezvous by a file of rank 0
+# Rendezvous through a file that rank 0 writes
 
 
 @pytest.fixture
@@ -243,7 +243,7 @@ class Engine:
         self.events = []
 
     def exchange(self, sends, recvs):
-        if self.fault == "blocks":  # like the first message to a dead rank
+        if self.fault == "blocks":  # as NCCL does for the first message to a dead rank
             assert self.aborted.wait(20)
             raise ZeroDivisionError("aborted")
         if self.fault == "raises":
@@ -335,7 +335,7 @@ def test_an_error_of_nccl_ends_the_group():
 
 
 def test_a_gpu_that_fails_ends_the_group():
-    """The error is raised by event queries, including the watchdog's, and by aborting the group."""
+    """Event queries, also those of the watchdog, and aborting the group raise the GPU's error."""
 
     class Failed:
         @property

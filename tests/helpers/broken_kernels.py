@@ -89,11 +89,11 @@ class Fault:
 
     @property
     def is_of_calls(self) -> bool:
-        """Whether calls launch the file before any kernel, so that no record names it."""
+        """Whether calls launch the file besides their kernel, so that no record lists it."""
         return self.file == "forward/steps/append_keys.cu" or self.file.startswith("blocks/")
 
 
-# The exact sums of a captured array's gradient use one scale for all elements.
+# With this fault, the exact sums in a captured array's gradient use one scale for all elements.
 SHARED_SCALE = Fault(
     *("two_pass", "backward/parts/exact_sums.cuh", "all elements share a scale"),
     *("return exponents[element];", "return exponents[0];", "", None),
@@ -129,7 +129,10 @@ def _text(fault: Fault) -> str:
 
 
 def put_in_place(folder: Path, fault: Fault, monkeypatch: Any) -> Kernel:
-    """Makes calls use a copy of all kernels with a fault of calls; returns the fault's kernel."""
+    """Makes calls use a copy of all kernel files in which the fault is inserted.
+
+    For faults in files that no record lists. Returns the record of the kernel to call.
+    """
     root, path, text = folder / "kernels", _path(fault), _text(fault)
     shutil.copytree(sources.KERNELS, root)
     (root / path.relative_to(sources.KERNELS)).write_text(text)
@@ -142,7 +145,7 @@ def put_in_place(folder: Path, fault: Fault, monkeypatch: Any) -> Kernel:
 
 
 def broken(folder: Path, fault: Fault) -> Kernel:
-    """Returns the kernel of a fault, whose files are copied to a folder."""
+    """Copies the fault's kernel to a folder, inserts the fault, and returns the copy's record."""
     path = _path(fault)
     record = record_named(fault.kernel)
     for launch in record.launches:
@@ -159,6 +162,6 @@ def broken(folder: Path, fault: Fault) -> Kernel:
 
 
 def changed(folder: Path, kernel: str, right: str, wrong: str, file: str | None = None) -> Kernel:
-    """Returns a kernel with a piece of code replaced in its file or in one that it includes."""
+    """Returns a kernel with code replaced in its .cu file, or in the header ``file``."""
     file = file or f"{record_named(kernel).operation}/{kernel}.cu"
     return broken(folder, Fault(kernel, file, "", right, wrong, "", None))

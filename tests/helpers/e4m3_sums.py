@@ -23,7 +23,7 @@ def drawn(kind, shape, seed=0):
 
 
 def _exponent(x, least):
-    """Returns the exponents of x, at least ``least``; -200, below all others, for zero."""
+    """Returns the exponents of x, raised to at least ``least``; for zero, -200."""
     return np.where(x == 0, -200, np.maximum(np.frexp(x)[1] - 1, least))
 
 

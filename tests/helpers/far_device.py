@@ -124,7 +124,7 @@ class FarDevice(Simulator):
     def empty(self, shape, dtype):
         made = np.empty(shape, dtype)
         made.reshape(-1).view(np.uint8)[...] = 0xFF
-        self.kept.append(made)  # keeps the memory, as a stream's pool does
+        self.kept.append(made)  # never freed, like memory in a stream's pool
         return made.view(Far)
 
     def view(self, memory, shape, dtype, offset, strides):

@@ -1,7 +1,7 @@
 """A simulated device with memory of its own and CuPy-like arrays.
 
-NumPy arrays are transferred to it in pieces, as to a GPU. Reading the form or address of a NumPy
-array fails, as in the CUDA backend.
+Like the CUDA backend, the device transfers NumPy arrays in pieces and cannot read their form or
+address.
 """
 
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from helpers.far_device import FarDevice
 
 
 class GpuArray(DeviceArray):
-    """An array of the device, with the parts of CuPy's interface that calls use."""
+    """An array in the device's memory, with the parts of CuPy's interface that calls use."""
 
     __slots__ = ()
 
@@ -44,7 +44,7 @@ class GpuArray(DeviceArray):
         self.host[index] = getattr(value, "host", value)
 
     def __array_function__(self, function, types, arguments, keywords):
-        """Implements np.empty_like, with which lists are packed."""
+        """Implements np.empty_like, which the library calls to pack lists of sequences."""
         plain = [getattr(x, "host", x) for x in arguments]
         return GpuArray(function(*plain, **keywords))
 

@@ -1,4 +1,4 @@
-// Prologue of device code for Hopper: the type that the host otherwise declares, and headers.
+// Prologue for Hopper device code in tests: headers, and the type that the host normally declares.
 using real = float;
 #include <ptx/mbarrier.cuh>
 #include <tile/tma_tile.cuh>

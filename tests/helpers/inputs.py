@@ -1,4 +1,7 @@
-"""Calls with each sort of optional input on each path, with arrays in a choice of memories."""
+"""Calls with each sort of optional input, on host or device arrays.
+
+A path is a form of q, k and v: dense arrays, padded or packed sequences, lists, or a KV cache.
+"""
 
 import numpy as np
 
@@ -59,7 +62,8 @@ def placed(given, put):
 class Calls:
     """The calls of a path with one sort of input.
 
-    put converts q, k and v from NumPy, put_read converts other arrays; get converts results back.
+    put transfers the NumPy arrays q, k and v to a memory, put_read the other arrays. get transfers
+    results back.
     """
 
     def __init__(self, path, sort, backend, put, put_read, get):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 LOW = 2.0**11  # low parts are stored multiplied by this
-FRACTION, TOGETHER = 25, 16  # fraction bits and products in one sum of Hopper's tensor cores
+FRACTION, TOGETHER = 25, 16  # Hopper's tensor cores add 16 products with 25 fraction bits
 SECTION = 8192  # number of keys that are summed before the sums start again from zero
 
 
@@ -198,7 +198,7 @@ def split_gradient(do, out, of):
 def sum_tiles(weights, B, has_numbers, tile):
     """Multiplies weights [m, n] by B [n, k] tile by tile; flags rows that lost accuracy.
 
-    has_numbers [k] marks the columns in which a sum of 0 is an error.
+    has_numbers [k] marks the columns of B with nonzero numbers, in which a sum of 0 is suspicious.
     """
     sums, top = np.zeros((len(weights), B.high.shape[1]), np.float32), np.zeros(len(weights))
     for first in range(0, weights.shape[1], tile):

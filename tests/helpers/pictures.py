@@ -8,9 +8,9 @@ from matplotlib.text import Text
 
 
 def assert_readable(figure):
-    """Asserts that no text overlaps another one or a marker, and that labels are inside their axes.
+    """Asserts that no text overlaps a text or a marker, and that labels are inside their axes.
 
-    Returns the texts that are drawn; ticks outside the axes also have texts, which are not drawn.
+    Returns the texts that are drawn, without the texts of ticks outside the axes.
     """
     boxes = {}
     draw = Text.draw

@@ -28,7 +28,7 @@ WINDOWED = ({"heads": 2, "kv_heads": 1, "M": 45, "N": 70, "d": 33, "dv": 9, "win
 
 
 def claimed(kernels=FORWARD, dtypes=DTYPES):
-    """Returns (kernel, dtype) for every dtype that a kernel accepts, including rounded float32."""
+    """Returns (kernel, dtype) for every dtype that a kernel accepts, even if it rounds float32."""
     return [(k, dtype) for k in kernels.values() for dtype in dtypes if k.takes(dtype)]
 
 

@@ -1,4 +1,4 @@
-"""The program that a launcher starts on each rank, to test attention over sharded sequences."""
+"""The program that MPI or torchrun starts on each rank to test attention over sharded sequences."""
 
 import gc
 import os
@@ -22,14 +22,17 @@ SIZES = {"nccl": (1024, 64, "float16", {}), "mpi": (48, 8, "float32", {"backend"
 
 
 def joined(parts, order):
-    """Joins the rows of all ranks to the whole array."""
+    """Joins the rows of all ranks into the whole array."""
     held = Shards.of(sum(x.shape[2] for x in parts), len(parts), order).ranges
     rows = [row for ranges in held for own in ranges for row in own]
     return np.concatenate(parts, axis=2)[:, :, np.argsort(rows)]
 
 
 def expected(given, rows, keys, results, **options):
-    """Returns expected results, with bounds, of sums over these ranges of queries and keys."""
+    """Computes the expected results and their error bounds.
+
+    Results are computed for each pair of a range of queries and a range of keys, then summed.
+    """
     q, k, v, dout, dlse = given
     out, lse = results[:2]
     p = Problem.of(q, k, v, **options)
@@ -55,7 +58,7 @@ def expected(given, rows, keys, results, **options):
 
 
 def ranges(n, count, order="zigzag"):
-    """Returns the ranges of all shards without empty ones, or a single empty range."""
+    """Returns the nonempty ranges of all shards, or a single empty range if there are none."""
     found = Shards.of(n, count, order).ranges
     return [x for own in found for x in own if len(x)] or [range(0)]
 

@@ -1,4 +1,4 @@
-"""Gradients: every rung of the backward ladder, and the functions that call them."""
+"""Gradients: every rung of the backward ladder, and the functions that launch the rungs."""
 
 import numpy as np
 import pytest
@@ -27,10 +27,10 @@ SMALL = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 19, "N": 23, "d": 8}
 SCALAR_TILES = [(5, 11), (16, 3), (1, 1), (40, 18), (7, 64)]
 MMA_TILES = {
     "mma_columns": [(32, 64, 4, 2), (64, 32, 8, 1), (128, 16, 1, 2)],
-    # 1, 2 and 4 warps share 16 keys.
+    # 1, 2 and then 4 warps share a group of 16 keys.
     "mma_f64_columns": [(32, 64, 4, 2), (16, 32, 4, 1), (16, 16, 4, 1)],
     "mma_two_pass": [(32, 64, 4, 2, 32, 32, 32, 1), (64, 32, 8, 1, 48, 16, 16, 2)],
-    # 1 and 4 warps share 16 keys
+    # 1 and then 4 warps share a group of 16 keys.
     "mma_fp16x2_two_pass": [(32, 64, 4, 2, 32, 32, 32, 1), (64, 32, 8, 1, 48, 16, 16, 2)],
     "mma_slices_backward": [(64, 64, 16, 64, 32, 3, 1)],
 }
@@ -56,7 +56,7 @@ def test_tiles_of_other_sizes(backend, kernel, tile):
 @pytest.mark.parametrize("d", [96, 144])
 @pytest.mark.parametrize("kernel", [*MMA, BACKWARD["wgmma_fp16x2_two_pass"]], ids=name)
 def test_default_tiles(backend, kernel, d):
-    """Warps get partial tiles: 96 columns of dQ among four warps, or 80 of a slice among two."""
+    """Warps do not divide tiles evenly: four share 96 columns of dQ, or two share 80 in a slice."""
     sizes = {"heads": 2, "kv_heads": 1, "M": 150, "N": 140, "d": d, "causal": True}
     check_case(kernel, backend, sizes)
 
@@ -67,7 +67,7 @@ def test_default_tiles(backend, kernel, d):
 def test_the_last_block_of_a_key_head_finishes_dQ_or_a_launch_does(
     backend, monkeypatch, M, fewest, d
 ):
-    """A separate launch finishes dQ if a block would have many rows, or few blocks run last."""
+    """A separate launch finishes dQ if each key head has many rows or there are few key heads."""
     monkeypatch.setattr(backward, "FEWEST_FINISHING", fewest)
     sizes = {"heads": 2, "kv_heads": 2 if M == 4097 else 1, "M": M, "N": 130, "d": d}
     plan = planned(BACKWARD["wgmma_columns"], backend, {**sizes, "window": (None, 30)})
@@ -86,9 +86,9 @@ def test_the_last_block_of_a_key_head_finishes_dQ_or_a_launch_does(
     ],
 )
 def test_blocks_go_from_one_tile_of_keys_to_the_next(backend, monkeypatch, sizes, persistent):
-    """Some tiles of keys have no rows: those to the right of a causal mask.
+    """A top-left causal mask hides the last tiles of keys from all rows.
 
-    Without any rows no launch clears the tile counter, so each block gets one tile.
+    If M is 0, no launch clears the tile counter, so each block computes a single tile.
     """
     monkeypatch.setattr(backward, "FEWEST_PERSISTENT", 1)
     plan = planned(BACKWARD["wgmma_columns"], backend, {"batch": 3, "heads": 2, **sizes})
@@ -107,7 +107,10 @@ def test_blocks_go_from_one_tile_of_keys_to_the_next(backend, monkeypatch, sizes
     ],
 )
 def test_warps_that_share_sums_of_wide_heads(backend, columns, rows, sizes):
-    """Two or four warps of a team compute weights; some own columns of d, of dv, or no columns."""
+    """In a team, two or four warps compute weights.
+
+    Each warp accumulates some columns of d or dv; a warp may have none.
+    """
     tiles = dict(zip(("Br", "Bc", "warps", "Qr", "Qc"), (*columns, *rows)))
     sizes = {"heads": 2, "kv_heads": 1, "M": 40, "N": 70, **sizes}
     kernel = BACKWARD["mma_fp16x2_two_pass"]
@@ -150,7 +153,7 @@ def test_nan_and_infinity_reach_only_rows_that_see_them(backend, kernel):
 
 
 def test_warps_that_compute_nonfinite_rows_again_write_only_their_own_columns(backend):
-    """dQ has two slices with fewer columns than the warps cover."""
+    """dQ is computed in two slices, each narrower than the columns that the warps cover."""
     sizes = {"heads": 1, "M": 40, "N": 40, "d": 150}
     check_case(BACKWARD["mma_columns"], backend, sizes, "float16", values="nan")
 
@@ -293,7 +296,10 @@ def test_deterministic_kernels():
 
 
 def joined_to(library):
-    """Returns the function that the page defines for a library; skips if it is not installed."""
+    """Returns the function that docs/howto/frameworks.md defines for a library.
+
+    Skips the test if the library is not installed.
+    """
     pytest.importorskip(library)
     page = (ROOT / "docs" / "howto" / "frameworks.md").read_text(encoding="utf-8")
     names = {}
@@ -362,7 +368,7 @@ def test_each_tile_has_a_block_and_the_longest_of_the_last_heads_come_first(tile
     order = np.zeros(tiles * heads, np.int32)
     body = "for (int i = 0; i < s0; ++i) A[i] = longest_first(i, s0, s1);"
     launch(body, order, scalars=(np.int32(tiles * heads), np.int32(tiles)), head=head, threads=1)
-    last = min(-(-264 // tiles), heads)  # heads whose tiles are scheduled together
+    last = min(-(-264 // tiles), heads)  # number of heads whose tiles are scheduled together
     earlier = (heads - last) * tiles
     np.testing.assert_array_equal(order[:earlier], np.arange(earlier))
     assert sorted(order[earlier:]) == list(range(earlier, tiles * heads))

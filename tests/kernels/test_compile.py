@@ -1,9 +1,8 @@
 """NVRTC compiles every kernel for every architecture that its record claims; needs no GPU.
 
-Dtypes and masks alternate: each of several architectures compiles a third of a kernel's programs. A
-tensor-core kernel must not spill, since its accumulators are registers. Other kernels may: without
-launch bounds, ptxas limits them to 48, 80 or 168 registers a thread for occupancy and spills a few
-dozen bytes.
+Architectures share the work: each compiles about a third of a file's programs. Tensor-core kernels
+must not spill, since their accumulators are registers. Other kernels may: without launch bounds,
+ptxas limits them to 48, 80 or 168 registers a thread for occupancy and spills a few dozen bytes.
 """
 
 import re
@@ -43,7 +42,7 @@ def plans(arch, d):
 
 
 def cases():
-    """Returns (architecture, launch) pairs; architectures divide a file's programs among them."""
+    """Returns (architecture, launch) pairs; each architecture compiles a share of every file."""
     files = defaultdict(lambda: defaultdict(dict))
     for turn, (arch, d) in enumerate([*((arch, 64) for arch in ARCHES), ("80", 40)]):
         for plan in plans(arch, d):
@@ -54,7 +53,7 @@ def cases():
                 files[launch.path][turn].setdefault(key, param)
     chosen = []
     for turns in files.values():
-        for turn, texts in enumerate(turns.values()):  # spreads the programs over the turns
+        for turn, texts in enumerate(turns.values()):  # each turn compiles every step-th program
             step = min(PARTS, len(texts), len(turns))
             chosen += list(texts.values())[turn % step :: step]
     return chosen
@@ -72,8 +71,8 @@ def test_every_kernel_for_every_architecture(arch, launch):
         assert made.spilled_bytes <= SPILLED_BY_ALL.get(launch.entry, 0)
 
 
-# Bytes known to be spilled: the fastest tiles need slightly more registers than a thread has.
-SPILLED_BY_ALL = {  # at d = 64, outside the main loop
+# Accepted spills in bytes: the fastest tiles need slightly more registers than a thread has.
+SPILLED_BY_ALL = {  # for d = 64; spilled outside the main loop
     "mma_fp16x2": 40,
     "mma_fp16x2_two_pass_rows": 8,
 }
@@ -90,8 +89,8 @@ SPILLED = {
     ("wgmma_fp16x2", "90", 256, "window"): 8,
     ("wgmma_fp16x2", "90", 40, "full"): 4,  # in repair_split_output
     ("wgmma_fp16x2", "90", 64, "full"): 4,
-    # Mostly addresses of copies, read once per tile. The largest entry is the dQ launch: ten
-    # accumulators of dQ, read and written once per tile in both copies of the loop body.
+    # Most spilled values are copy addresses that are reloaded once per tile. In the largest entry,
+    # the dQ launch loads and stores ten dQ accumulators per tile in both copies of the loop body.
     ("mma_fp16x2_two_pass", "80", 64, "causal"): 8,
     ("mma_fp16x2_two_pass", "80", 128, "window"): 56,
     ("mma_fp16x2_two_pass", "80", 256, "causal"): 164,
@@ -110,7 +109,7 @@ HOPPER = [name for name in LADDER["forward"] if name.startswith("wgmma")]
 def without_spills():
     """Yields (kernel, architecture, d, mask, other sizes) of plans whose launches must not spill.
 
-    sm_86 and sm_89 have the instructions of sm_80. With M = 3840 no launch has few blocks.
+    sm_86 and sm_89 have the same instructions as sm_80. M = 3840 gives every launch many blocks.
     """
     masks = list(MASKS)
     for i, arch in enumerate(("75", "80", "100", "120", "90")):

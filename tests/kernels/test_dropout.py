@@ -133,7 +133,7 @@ def test_without_dropout_a_seed_changes_nothing():
     assert AttentionOptions(dropout=None) == AttentionOptions(dropout=np.float32(0))
 
 
-# Pairs of a Dropout with seed or offset in arrays, and its equivalent with scalars.
+# Pairs of equivalent Dropouts: seed or offset given as arrays, and given as scalars.
 IN_MEMORY = (
     (Dropout(0.3, np.array([2**40 + 7]), np.array(3, np.uint32)), DROPOUT),
     (Dropout(0.3, np.array(-5), np.array([-1])), Dropout(0.3, 2**64 - 5, 2**32 - 1)),
@@ -215,4 +215,4 @@ def test_arrays_that_are_no_seed_are_refused(backend, given, error, message):
     x = np.zeros((1, 2, 3), F)
     with pytest.raises(error, match=message):
         cupyfa.attention(x, x, x, dropout=Dropout(0.5, given), backend=backend)
-    cupyfa.attention(x, x, x, dropout=Dropout(0.0, given), backend=backend)  # the seed is unread
+    cupyfa.attention(x, x, x, dropout=Dropout(0.0, given), backend=backend)  # ignores the seed

@@ -140,8 +140,8 @@ def test_values_and_slopes_are_those_of_python(run_code, real, close):
         np.testing.assert_allclose(found[1].ravel(), slopes, 1e-4, 1e-4, err_msg=text)
 
 
-# Scores of 0, NaN and infinity, and scores at which powers overflow. In one expression the branch
-# that is not taken has an infinite slope.
+# Scores of 0, NaN and infinity, and scores at which exponentials overflow. At a score of 1, the
+# branch that ``where`` does not select has an infinite slope.
 CORNERS = [0.0, 1.0, 88.0, 3e38, np.inf, np.nan, -1.0, -88.0, -3e38, -np.inf, -0.0]
 AT_CORNERS = [
     *(f"{name}(score)" for name in ("exp", "exp2", "tanh", "sigmoid", "softplus", "floor", "erf")),
@@ -170,7 +170,7 @@ def test_corners_are_those_of_numpy(run_code, real, close):
         np.testing.assert_allclose(slopes, wanted_slopes, 1e-5, 2e-6, err_msg=text)
 
 
-# Expressions evaluated near an argument of 0, and (FAR) where their slopes are small.
+# NEAR_0 holds expressions to evaluate at small scores, FAR those with small slopes at large scores.
 NEAR_0 = [
     *(f"{x.name}(score)" for x in FUNCTIONS.values() if x.small_near_0),
     *(
@@ -185,7 +185,7 @@ NEAR_0 = [
 STEPS = np.logspace(-7, 0, 22)
 SMALL = np.concatenate([STEPS, -0.99 * STEPS])
 FAR = ["exp(score)", "sigmoid(score)", "softplus(score)", "tanh(score)", "sigmoid(-score)"]
-SLOPES_OF = {  # by formulas without cancellation
+SLOPES_OF = {  # exact derivatives, by formulas that avoid cancellation
     "tanh(score)": lambda x: 1 / np.cosh(x) ** 2,
     "cap * tanh(score / cap)": lambda x: 1 / np.cosh(x / 1.5) ** 2,
     "sin(score)": np.cos,
@@ -205,7 +205,7 @@ SLOPES_OF = {  # by formulas without cancellation
 @pytest.mark.parametrize("texts, scores", [([*NEAR_0, "cos(score)"], SMALL), (FAR, 40 * SMALL)])
 @pytest.mark.parametrize("real, close", [("float", 2e-6), ("double", 2e-14)])
 def test_errors_are_relative_to_small_results(run_code, texts, scores, real, close):
-    """Values are checked near an argument of 0, slopes wherever they are small."""
+    """Compares values at small scores only, and slopes at small and at large scores."""
     at = scores.astype(DTYPE[real]).astype(float)
     for text, *found in zip(texts, *evaluated(run_code, texts, scores, real)):
         values, slopes = (x[0] for x in found)
@@ -248,7 +248,10 @@ LARGEST = {
 @pytest.mark.parametrize("kernel", ["wgmma_persistent", "wgmma_columns", "mma_f64"])
 @pytest.mark.parametrize("captured, text", LARGEST.values(), ids=LARGEST)
 def test_the_largest_texts_compile(kernel, captured, text):
-    """Compiles in at most a minute; half took over ten when expressions were inlined repeatedly."""
+    """Limits compilation to a minute.
+
+    Half of these cases took over ten minutes when expressions were inlined repeatedly.
+    """
     pytest.importorskip("cupyfa.runtime.cuda.compiler", reason="there is no NVRTC")
     kernel = record_named(kernel)
     is_gradient = kernel.operation == "backward" and text == LARGEST["derivatives"][1]

@@ -24,7 +24,7 @@ def run(kernel, backend, sizes=SIZES, **tiles):
 
 
 BARRIER = re.compile(r"__sync(?:threads|warp)\(\);  // (.*)")
-# Q may still be in flight when O overwrites it only if there is no tile of keys.
+# Without any tile of keys, the copy of Q may still be in flight when O overwrites Q.
 WHERE_NO_KEYS_ARE = "Q is no longer read, and its copy has completed"
 OF_SPLITS_WITHOUT_KEYS = "without keys, nothing else waits for the initial maxima and sums"
 WAIT = re.compile(
@@ -49,14 +49,14 @@ def run_without(tmp_path, monkeypatch, kernel, pattern, number, **changes):
     text = (sources.KERNELS / f"forward/{kernel}.cu").read_text()
     without = changed(tmp_path, kernel, text, optional(text, pattern))
     monkeypatch.setenv(VARIABLE, str(number))
-    # Few blocks, so that each processes several tiles of Q; several slices of d and dv; a NaN in a
-    # masked value, which makes v3 reread V; and a negative scale, whose sign is applied to Q.
+    # Two blocks process several tiles of Q each; d and dv have several slices. A NaN in a masked
+    # value makes v3 reread V, and a negative scale makes kernels negate Q.
     launch = without.launches[0]
     if launch.entry == kernel:
         without = replace(without, launches=(replace(launch, grid=lambda p, c: min(2, p.heads)),))
     sizes = {"heads": 2, "M": 140, "N": 75, "d": 40, "dv": 70, "causal": "top-left", "scale": -0.2}
     sizes |= changes
-    # The fewest stages need the most barriers.
+    # Kernels need the most barriers with the fewest stages.
     stages = {name: min(x) for name, x in without.candidates.items() if name == "stages"}
     plan = planned(without, Simulator(), sizes, **stages)
     inputs = inputs_of(plan)

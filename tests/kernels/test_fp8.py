@@ -112,7 +112,7 @@ def test_float8_must_be_requested():
     asked = Problem.of_sizes(M=64, d=64, dtype="float16", precision="float8_e4m3")
     with pytest.raises(cupyfa.Unsupported, match=r"computes float16 in float16; .*wgmma_fp8"):
         planning.plan(FORWARD["wgmma"], asked, limits)
-    with pytest.raises(cupyfa.Unsupported) as refused:  # float8 must not be suggested
+    with pytest.raises(cupyfa.Unsupported) as refused:  # the message must not suggest float8
         planning.plan(FORWARD["mma_pipelined"], replace_d(problem, 300), limits)
     assert "wgmma_fp8" not in str(refused.value)
 

@@ -1,4 +1,4 @@
-"""Headers are templates on their sizes: only .cu files read the constants that the host writes."""
+"""Headers take sizes as template parameters; only .cu files read the host's constants."""
 
 import re
 
@@ -77,7 +77,7 @@ MAY_READ = {
     "row_tile_loads.cuh": {"has_row_tiles"},
 }
 NOT_CODE = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"|^[ \t]*#(?:[^\n]*\\\n)*[^\n]*', re.MULTILINE)
-# Patterns of a name that the definition declares, and of a member of another scope.
+# DECLARED matches a declaration of a name, OF_ANOTHER the prefix of a member of another scope.
 DECLARED = (
     r"\b(?:int|bool|unsigned|long|float|auto|class|typename)[\s*&]+{0}\b"
     r"|(?<=[\w>])& {0}\b|\(&{0}\)|,\s*{0}\s*(?:;|=(?!=))"

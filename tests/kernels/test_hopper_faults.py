@@ -29,14 +29,14 @@ ORDERS = re.compile(
     r"|bulk_commit_group|bulk_wait_group_read|bulk_wait_group|__syncthreads)\([^;{]*\);"
 )
 RUNGS = {name: kernel for kernels in LADDER.values() for name, kernel in kernels.items()}
-# Tiles whose stages are reused; dS has a single stage.
+# Tile sizes with few enough stages that each is reused; dS has a single stage.
 TILES = {
     "wgmma_persistent": {"Br": 128, "Bc": 64, "stages": 2, "Q_stages": 1},
     "wgmma_columns": {"Br": 64, "Bc": 128, "stages": 2, "dS_stages": 1},
     "wgmma_two_pass": {"Br": 64, "Bc": 128, "Bk": 64, "stages": 2},
     "wgmma_fp16x2_two_pass": {},
 }
-# Maps headers with synchronization to a rung that needs each of their statements.
+# Maps each header with synchronizing statements to a rung that needs all of these statements.
 HEADERS = {
     "warpgroup.cuh": "wgmma",
     "tma_tile.cuh": "wgmma",
@@ -51,20 +51,21 @@ HEADERS = {
     "split_key_pass.cuh": "wgmma_fp16x2_two_pass",
 }
 SIZES = {"heads": 3, "M": 200, "N": 300, "d": 72, "dv": 64, "causal": "top-left"}
-# For files up to d = 64, persistent blocks of wgmma_columns, and tiles with a skipped quarter.
+# Sizes for code that runs only with d <= 64: files for narrow heads, the persistent blocks of
+# wgmma_columns, and tiles that skip a quarter.
 OF_NARROW = ("wgmma_fp16x2_two_pass_columns.cu", "register_operands.cuh")
 OF_STAYING = ("shared.K_pipeline.release(keys);", "shared.V_pipeline.release(keys);")
 OF_QUEUE = "tile_queue.cuh"
 OF_QUARTERS = "dS_of"
 NARROW = {**SIZES, "d": 40}
-# For accumulation of dQ: without a mask, blocks of a head run in sequence, and one ends while other
-# blocks still add.
+# Sizes for the accumulation of dQ: without a mask, the blocks of a head run in sequence, and one
+# ends while others still add.
 OF_SUMS = "add_dQ.cuh"
 SUMS = {**SIZES, "causal": None}
-# For the launch that computes a bias gradient.
+# Sizes for the launch that computes a bias gradient.
 OF_BIAS = "wgmma_bias_gradient.cu"
 BIAS = {**SIZES, "batch": 2, "bias": "f16[1hmn]", "wrt": "bias"}
-# For kernels with separate files for d > 128.
+# Sizes for kernels with separate files for d > 128.
 WIDE = {"heads": 4, "kv_heads": 2, "M": 140, "N": 100, "d": 136, "dv": 24, "causal": True}
 # Ping-pong turns only affect speed, so no kernel has to wait for them.
 AWAITS_TURN = "barrier_sync(1 + warpgroup, 2 * warpgroup_size);"
@@ -72,20 +73,21 @@ AWAIT_TURNS = (AWAITS_TURN, "Turns::wait(warpgroup);")
 # Only hardware requires a fence after registers were written; the simulator does not.
 ANNOUNCES_REGISTERS = "int first_row, int first_key, int first_box) {\n  wgmma_fence();"
 ANNOUNCES_V = '"B has one box");\n  wgmma_fence();'
-# Waiting for a skipped tile of V keeps its stage's phases apart when a copy is two tiles late,
-# which no schedule here produces.
+# The wait for a skipped tile of V matters only if a copy is two tiles late: a later wait could then
+# confuse two phases of the stage. No schedule in this test delays a copy that much.
 AWAITS_SKIPPED = "for (; tiles > 0; --tiles) {\n      shared.V_pipeline.wait(values);"
 # The simulator reads register operand A at issue, so registers may be overwritten at once.
 KEEPS_REGISTERS = (
     "if (k + 1 < Bv / step) {\n        wgmma_commit_group();\n        wgmma_wait_group<1>();"
 )
-# No schedule here delivers a skipped tile's V before its K.
+# In no schedule of this test does the V of a skipped tile arrive before its K.
 AWAITS_SKIPPED_KEYS = "void skip() {\n    shared.K_pipeline.wait(keys);"
-# The kernel needs only the branch of this wait: the barrier is already complete.
+# This wait returns at once, since its barrier has already completed; the kernel has the wait only
+# for the branch, which limits how the compiler moves code.
 BRANCHES = "if constexpr (overlaps) shared.dO_pipeline.wait(rows);"
-# For a block without keys, which only ragged batches have.
+# Reached only by blocks without keys, which occur only in ragged batches.
 WAITS_WITHOUT_KEYS = f"first_key)) {{\n    {OF_EARLY_LAUNCH}();"
-# No row is repaired here (see REPAIRED).
+# Not reached in this test, because REPAIRED disables the repair of rows.
 WAITS_FOR_REPAIR = f"}} else {{\n      {OF_EARLY_LAUNCH}();"
 NOT_NEEDED_HERE = (
     *(BRANCHES, WAITS_WITHOUT_KEYS, WAITS_FOR_REPAIR),
@@ -172,7 +174,8 @@ def files():
 def run_without(folder, kernel, file, with_turns, schedules=(None, 1, 2, 7, 9)):
     """Runs a kernel without one statement of a file, with two warpgroups and reused stages.
 
-    Unless with_turns, waits for ping-pong turns are removed so that they cannot hide the fault.
+    Unless with_turns is true, the waits for ping-pong turns are removed too: they could hide the
+    fault.
     """
     for repairs, change in REPAIRED.items():
         assert change[0] in text_of(repairs), "the change must change something"

@@ -53,7 +53,7 @@ def test_boxes_end_where_the_array_ends(schedule):
 
 
 def boxes(matrix):
-    """Returns the chunks of a matrix [rows, whole boxes of 64 columns] in TmaTile order."""
+    """Reorders a matrix into the layout of TmaTile; its width must be a multiple of 64 columns."""
     rows, columns = matrix.shape
     chunks = matrix.reshape(rows, columns // 64, 8, 8).transpose(1, 0, 2, 3)
     order = np.arange(8) ^ np.arange(rows)[:, None] % 8
@@ -78,7 +78,10 @@ def test_products_by_rows(c_type, dtype, n):
 @pytest.mark.gpu
 @TYPES
 def test_sums_are_cut_off(hopper, c_type, dtype):
-    """Matches the emulation by helpers.parts bit by bit; the other products are zero."""
+    """Sums match the emulation by helpers.parts bit by bit.
+
+    Only the first 16 columns of A are nonzero, so that one wgmma adds all the terms.
+    """
     products, sums = parts.probes()
     A, B, got = np.zeros((64, 128), dtype), np.full((16, 128), 2.0**-12, dtype), np.zeros((64, 16))
     A[: len(products), :16] = products * 2.0**12

@@ -142,7 +142,7 @@ def test_results_of_a_head_do_not_depend_on_other_heads(backend, kernel):
 @pytest.mark.parametrize("Q_stages", [1, 2])
 @pytest.mark.parametrize("mask", MASKS[:4], ids=str)
 def test_any_number_of_blocks_gives_the_same_bits(backend, kernel, mask, Q_stages):
-    """Each row is written once with the same bits, by one block or by one block per tile."""
+    """Results have the same bits whether one block computes all tiles or each tile has a block."""
     results = []
     for count in (1, 2, 3, 5, 7, 13, 64):
         tiles = {**SMALL, "Q_stages": Q_stages}
@@ -158,9 +158,9 @@ def test_any_number_of_blocks_gives_the_same_bits(backend, kernel, mask, Q_stage
     [(70, 35, 12, 16), (130, 7, 3, 16), (250, 9, 4, 16), (70, 34, 33, 72), (70, 31, 33, 72)],
 )
 def test_tiles_in_turn_give_the_same_bits(backend, M, heads, blocks, d):
-    """Each tile is computed once, even in an incomplete group of heads or for leftover heads.
+    """Each tile is computed once, even if heads do not fill a group or are left over.
 
-    With two tiles per head, one of 33 blocks gets no tile in a round.
+    With two tiles per head, one of 33 blocks is idle in each round.
     """
     sizes = {"heads": heads, "M": M, "N": 40, "d": d, "causal": "top-left"}
     alone, together = (

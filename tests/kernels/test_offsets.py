@@ -41,7 +41,10 @@ def test_query_0_is_at_the_offset(offset, limits):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kernels_are_right(backend, kernel):
-    """Some rows see no key, some keys, or all keys; most kernels run with two of the offsets."""
+    """Some rows see no key, some see a part of the keys, and some see all.
+
+    To save time, most kernels run with only two of the offsets.
+    """
     is_able = "window" in kernel.features
     for i, offset in enumerate(OFFSETS if kernel.name in USUAL else OFFSETS[1:3]):
         limits = LIMITS[i % 2] if is_able else LIMITS[0]

@@ -1,4 +1,4 @@
-"""Float32 results of 16-bit inputs equal the results before the last rounding."""
+"""With 16-bit inputs, float32 results equal the kernel's results before rounding to 16 bits."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,10 @@ def checked(kernel, backend, p, inputs):
 @pytest.mark.parametrize("dtype, d", [("float16", 64), ("bfloat16", 41)])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_float32_results_round_to_those_of_16_bits(backend, kernel, dtype, d):
-    """Rows of 64 elements are stored in pairs. Gradients of both runs use the same O."""
+    """Both runs compute gradients from the same O.
+
+    With d = 64 kernels store two elements at a time, with d = 41 one element.
+    """
     p = Problem.of_sizes(**SIZES, d=d, dtype=dtype)
     inputs = Case(kernel.operation, p).inputs()
     narrow = checked(kernel, backend, p, inputs)

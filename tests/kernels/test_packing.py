@@ -31,7 +31,7 @@ def planned(kernel, limits, **sizes):
 
 
 def packing(plan):
-    """Returns the launch whose tiles several heads may share."""
+    """Returns the launch that can pack several heads into a tile."""
     return next(x for x in plan.launches if "pack_gqa" in x.constants)
 
 

@@ -51,7 +51,7 @@ PROBLEMS = {
     "dtype": ["float32", "float16", "bfloat16", "float64"],
 }
 AXES = OPTIONS | PROBLEMS
-FEWER = {"bias": range(4), "score_mod": range(3)}  # values tried by default
+FEWER = {"bias": range(4), "score_mod": range(3)}  # indices of the values tested by default
 # Kernels whose options are also paired with layouts, dtypes and sizes. Each of these kernels passes
 # scores to the options in a different way.
 DISTINCT = (*PAIRED, "mma_pipelined", "mma_split_kv", "wgmma_persistent", "columns")
@@ -116,8 +116,8 @@ def of_options(kernel):
 def of_all(kernel):
     """Returns choices that cover all pairs of options, or of all axes for kernels in DISTINCT.
 
-    For kernels in PAIRED, pairs of test_options_in_every_family are omitted. The tests run about a
-    fifth of these choices, and an eighth for kernels in LIKE_OTHERS.
+    For kernels in PAIRED, pairs that test_options_in_every_family covers are omitted. Tests run
+    about a fifth of these choices, but only an eighth for kernels in LIKE_OTHERS.
     """
     names = AXES if kernel.name in DISTINCT else OPTIONS
     before = of_options(kernel) if kernel.name in PAIRED else None
@@ -125,7 +125,7 @@ def of_all(kernel):
 
 
 def parameters(kernels, choices, marks):
-    """Returns parameters of kernel and choice; marks(kernel, n) marks the n-th choice."""
+    """Returns test parameters (kernel, choice); the n-th choice gets marks(kernel, n)."""
     return [
         pytest.param(kernel, at, id=f"{kernel.name}-{i}", marks=marks(kernel, i))
         for kernel in kernels
@@ -134,7 +134,7 @@ def parameters(kernels, choices, marks):
 
 
 def slow_but_one_in_three(kernel, i):
-    """Returns marks that skip no choice, since every pair may occur in only one choice."""
+    """Marks two of three choices as slow, and exempts all from sampling, which could lose pairs."""
     return [pytest.mark.sampled(1), *[pytest.mark.slow] * (i % 3 > 0)]
 
 

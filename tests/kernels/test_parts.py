@@ -46,7 +46,7 @@ def require_right(plan, arrays):
 
 
 def of_kind(make):
-    """Returns a function that replaces inputs by the result of `make`."""
+    """Returns a function that replaces Q, K and V with those that `make` returns."""
 
     def change(given):
         made = make(np.random.default_rng(1), *(given[x] for x in "QKV"))
@@ -56,7 +56,7 @@ def of_kind(make):
 
 
 def put(name, place, number):
-    """Returns a function that sets some elements of an input."""
+    """Returns a function that sets the elements at `place` in an input to a number."""
 
     def change(given):
         given[name][place] = number
@@ -136,7 +136,7 @@ FLAGS = {
 @pytest.mark.parametrize("change, sizes, flagged", FLAGS.values(), ids=FLAGS)
 @EACH
 def test_flags(backend, kernel, change, sizes, flagged):
-    """At least a share `flagged` of the rows is flagged, or none if it is 0; results are right."""
+    """Requires flags for at least a fraction `flagged` of the rows, or for no row if it is 0."""
     plan, arrays = run(backend, kernel, change, heads=2, **sizes)
     share = (arrays["flags"] == 1).mean()
     assert share >= flagged and (share == 0) == (flagged == 0)
@@ -225,7 +225,7 @@ CHANGES = {
 @pytest.mark.parametrize("change, sizes, flagged", CHANGES.values(), ids=CHANGES)
 @EACH_BACKWARD
 def test_flags_of_gradients(backend, kernel, change, sizes, flagged):
-    """Compares the numbers of flagged rows of dQ, keys of dK and keys of dV; results are right."""
+    """Compares the number of flagged rows of each gradient: dQ, dK and dV."""
     plan, arrays = run(backend, kernel, change, **sizes)
     found = tuple((arrays[x] == 1).sum() for x in ("flags", "dK_flags", "dV_flags"))
     assert found == flagged
@@ -246,7 +246,7 @@ def test_keys_without_flags_do_not_depend_on_others(backend, kernel):
     "kernel", [pytest.param("mma_fp16x2", marks=pytest.mark.slow), "wgmma_fp16x2"]
 )
 def test_sections_of_keys(backend, tmp_path, kernel):
-    """Rows see 4 to 6 sections of 64 keys, starting within the first; blocks process many tiles."""
+    """Sections are shortened to 64 keys; visible keys span 4 to 6 of them and start inside one."""
     file, section = "forward/parts/split_f32/sectioned_output.cuh", "constexpr int section = "
     short = changed(tmp_path, kernel, f"{section}8192;", f"{section}64;", file)
     sizes = dict(batch=2, heads=6, kv_heads=2, M=30, N=330, d=8)
@@ -277,7 +277,10 @@ def test_long_sums_on_tensor_cores(cuda, kernel, d):
 @pytest.mark.parametrize("d", [64, 128, 256])
 @EACH_BACKWARD
 def test_long_sums_of_gradients_on_tensor_cores(cuda, kernel, d, M, N):
-    """Sums positive numbers, which tensor cores would truncate; both runs have equal bits."""
+    """Long sums of positive numbers stay accurate, although tensor cores truncate.
+
+    Two runs return equal bits.
+    """
     _, forward = run(cuda, change=of_kind(parts.HELD["uniform"]), heads=1, M=M, N=N, d=d)
 
     def change(given):

@@ -1,4 +1,4 @@
-"""The option ``precision``: rounding of float32 inputs, by kernel, command and call."""
+"""The option ``precision``, which rounds float32 inputs: in plans, commands and calls."""
 
 import json
 from dataclasses import replace

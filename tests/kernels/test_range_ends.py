@@ -19,8 +19,8 @@ from cupyfa.problem.dtypes import INPUTS
 M, N, D = 40, 140, 16
 RNG = np.random.default_rng(5)
 ROWS, KEYS = RNG.choice((-5, -3, -1, 1, 5), M), RNG.choice((1, 2, 3), N)
-LEVELS = np.multiply.outer(ROWS, KEYS)  # from -15 to 15
-SCALE_OF_SLOPES = 2.0**-30  # slopes are divided by it, so it must be moderate
+LEVELS = np.multiply.outer(ROWS, KEYS)  # scores in units, from -15 to 15
+SCALE_OF_SLOPES = 2.0**-30  # slopes are divided by this scale, so it must not be tiny
 DISTANCES = np.abs(np.subtract.outer(np.arange(M) + N - M, np.arange(N)))
 
 
@@ -29,7 +29,7 @@ def largest(real):
 
 
 def unit(real):
-    """Returns a unit: 15 units are finite, and 15 units times log2(e) overflow."""
+    """Returns a power of two such that 15 times it is finite, but 15 log2(e) times it overflows."""
     return 2.0 ** (np.finfo(real).maxexp - 4)
 
 
@@ -55,13 +55,13 @@ def of_bias(real):
 
 
 def of_slopes(real):
-    slope = np.array([unit(real) / 10], real)  # 139 * slope is finite as well
-    products = LEVELS * SCALE_OF_SLOPES  # significant only at distance 0
+    slope = np.array([unit(real) / 10], real)  # slope times the largest distance, 139, is finite
+    products = LEVELS * SCALE_OF_SLOPES  # matters only where the distance is 0
     return {"alibi_slopes": slope}, (-slope * DISTANCES.astype(real)).astype(float) + products
 
 
 def of_lowest(real):
-    """Returns a bias that masks some or all keys of a row with the lowest float, and the scores."""
+    """Returns a bias, whose lowest floats mask some or all keys of a row, and the scores."""
     low = -largest(real)
     bias = np.zeros((M, N))
     bias[1] = low
@@ -80,7 +80,10 @@ def of_lowest(real):
 
 
 def of_hidden(real):
-    """Adds a mask to the bias of of_lowest; it hides the other keys of some rows, or all keys."""
+    """Adds a random mask to the bias of of_lowest.
+
+    In some rows it hides every key except those with the lowest bias, in others all keys.
+    """
     how, bias = of_lowest(real)
     mask = RNG.random((M, N)) < 0.5
     mask[12:15] = False
@@ -92,7 +95,10 @@ SOURCES = (of_lowest, of_scale, of_operands, of_text, of_places, of_bias, of_slo
 
 
 def operands(array, real, source):
-    """Returns q, k, v and the scale; q kᵀ is LEVELS if the source reads scores, else tiny."""
+    """Returns q, k, v and the scale.
+
+    The raw scores are LEVELS if the source modifies them; otherwise they are negligible.
+    """
     v = RNG.uniform(1, 2, (N, 8))
     q, k = np.zeros((M, D)), np.zeros((N, D))
     q[:, 0], k[:, 0] = ROWS, KEYS
@@ -136,7 +142,7 @@ def coarseness(kernel):
 
 
 def inputs_for(kernel, source):
-    """Returns arrays, usual options, the source's options, scores, and array and sum dtypes."""
+    """Returns (q, k, v), the scale, the source's options, scores, and the array and sum dtypes."""
     array, real = INPUTS[dtype_of(kernel)].numpy, INPUTS[dtype_of(kernel)].sums.type
     *arrays, usual = operands(array, real, source)
     how, scores = source(real)
@@ -180,7 +186,7 @@ def test_results(backend, kernel, source):
 
 
 def differentiated(scores, v, out, lse, grad):
-    """Returns dv and the gradient of the scores for the given out and lse."""
+    """Computes the gradients of v and of the scores from out and lse."""
     with np.errstate(invalid="ignore"):
         below = np.where(np.isfinite(scores), scores - lse[:, None], -np.inf)
     P = np.where(np.isneginf(lse)[:, None], 0.0, np.exp(np.minimum(below, 0)))
@@ -193,7 +199,7 @@ def differentiated(scores, v, out, lse, grad):
 @pytest.mark.each_choice
 @runs("backward")
 def test_gradients(backend, kernel, source):
-    """dq and dk are dS times the scale or the unit and may exceed the float range."""
+    """Checks dv and dS; dq and dk may overflow, since they contain the scale or the unit."""
     (q, k, v), usual, how, scores, array, real = inputs_for(kernel, source)
     wide = v.astype(float)
     out, lse = attended(scores, wide)
@@ -222,7 +228,7 @@ CONTRACTED = "-O2 -mfma -ffp-contract=fast"
 
 @pytest.fixture
 def contracting(backend, monkeypatch):
-    """Returns the backend; a simulator contracts multiplication and addition to an FMA."""
+    """Returns the backend; makes the simulator contract multiplications and additions into FMAs."""
     if backend.name == "simulator":
         cpu = Path("/proc/cpuinfo")
         if not cpu.exists() or " fma " not in cpu.read_text():

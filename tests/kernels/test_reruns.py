@@ -45,7 +45,7 @@ def test_a_thousand_launches_give_the_same_bits(cuda, kernel, dtype, sizes):
     inputs = readable_inputs(plan, inputs)
 
     def new():
-        """Returns a function that launches into new memory, and views of the outputs' bits."""
+        """Allocates outputs; returns a function that launches the kernel, and the outputs' bits."""
         made = {x: allocate(cuda, plan, x) for x in (*plan.outputs, *plan.scratch)}
         bits = {x: made[x].view(f"u{made[x].itemsize}") for x in plan.outputs}
         return replay(cuda, plan, {**inputs, **made}), bits

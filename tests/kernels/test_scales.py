@@ -45,7 +45,7 @@ def arrays_of(dtype):
 )
 @pytest.mark.parametrize("wrt", [ARRAYS, ("bias",)], ids=["all", "bias"])
 def test_gradients_of_arrays(backend, kernel, part, wrt):
-    """A bias alone uses a separate launch on Hopper."""
+    """On Hopper, a separate launch computes the gradient of a bias alone."""
     dtype = usual_dtype(kernel)
     arrays, read = arrays_of(dtype)
     how = read | {"score_mod": TEXT} if wrt is ARRAYS else {"bias": read["bias"]}
@@ -81,7 +81,7 @@ def test_a_sum_is_as_good_as_its_own_terms(backend, dtype, axes):
 
 
 def sizes_of(kernel):
-    """Returns sizes with every array gradient that the kernel supports."""
+    """Returns problem sizes and options that request every array gradient of the kernel."""
     given = {"batch": 2, "heads": 2, "M": 70, "N": 45, "d": 32}
     if "wrt" in kernel.features:
         given |= {"sink": "bh", "wrt": "sink"}

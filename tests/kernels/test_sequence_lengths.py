@@ -24,9 +24,9 @@ def random(*shape, dtype, seed=0):
 
 
 class PackedSequences:
-    """Packed sequences, with unused rows before and after them.
+    """Packed sequences, with unused rows before the first and after the last.
 
-    They have one row, no rows, no keys, more than a tile, or end within a tile.
+    Sequences may be empty, have a single row, lack keys, exceed a tile or end within a tile.
     """
 
     feature, before, after = "ragged", 2, 3
@@ -83,7 +83,7 @@ class PackedSequences:
 
 
 class PaddedSequences:
-    """Padded elements without queries, without keys, of full length, or that end within a tile."""
+    """Padded batch elements: without queries, without keys, full, or ending within a tile."""
 
     feature, M, N = "lengths", 70, 150
     rows, keys = lengths = (0, 70, 33, 5), (90, 0, 41, 150)
@@ -144,7 +144,7 @@ def kernels(form, operation="forward"):
 
 
 def each(operation="forward", quick=QUICK):
-    """Returns parameters of form and kernel; kernels that are not in `quick` are slow."""
+    """Returns test parameters (form, kernel) and marks kernels that are not in `quick` as slow."""
     return [
         pytest.param(form, *x.values, id=f"{form.feature}-{x.id}", marks=x.marks)
         for form in FORMS
@@ -153,7 +153,10 @@ def each(operation="forward", quick=QUICK):
 
 
 def in_turn(operation):
-    """Returns parameters of form, kernel and causal, and slow ones with two other options."""
+    """Returns test parameters (form, kernel, options).
+
+    Each kernel runs with a causal mask, and in slow tests with two other sets of options.
+    """
     found = [
         pytest.param(*x.values, OPTIONS[0], id=f"{x.id}-causal", marks=x.marks)
         for x in each(operation)
@@ -180,7 +183,7 @@ def test_every_sequence_has_its_own_result(backend, form, kernel, how):
 
 @pytest.mark.parametrize("form, kernel", each(quick=FEW))
 def test_lengths_of_queries_or_of_keys_alone(backend, form, kernel):
-    """Padded arrays have lengths of queries or keys alone; packed ones limit the used rows."""
+    """Padded arrays get lengths of queries or keys alone, packed arrays the argument `used`."""
     for given in form.partly:
         given_arrays = form.drawn(usual_dtype(kernel))
         forward(form, kernel, backend, given_arrays, given, check=True, causal=True)
@@ -204,7 +207,7 @@ def test_a_sequence_has_the_bits_of_the_dense_call(backend, form, kernel):
 
 @pytest.mark.parametrize("form, kernel", each(quick=FEW))
 def test_numbers_of_others_do_not_matter(backend, form, kernel):
-    """Varies the values of other sequences, or beyond the lengths."""
+    """Changes the values of other sequences and the padding; results must not change."""
     once, of_another, of_nan = (
         form.unspoilt(*forward(form, kernel, backend, form.drawn(usual_dtype(kernel), value=value)))
         for value in (1, -2, np.nan)
@@ -251,7 +254,7 @@ def test_gradients_of_wide_heads(backend, form, kernel):
 @pytest.mark.parametrize("heads", [1, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["float16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_splits_of_elements_with_few_keys_have_none(backend, heads, dtype):
-    """Runs at least three splits, some of them empty; with 4 heads they share a tile of rows."""
+    """Uses at least three splits, some of them without keys. Four heads share a tile of rows."""
     kernel, lengths = FORWARD["mma_split_kv"], ((3, 2, 3, 0), (400, 0, 1, 130))
     arrays = PADDED.drawn(dtype, heads=heads, lengths=lengths, sizes=(3, 400))
     tiles = {"Br": 16, "Bc": 16, "Wr": 16, "stages": 2, "blocks_per_sm": 8}

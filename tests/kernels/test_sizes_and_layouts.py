@@ -80,7 +80,7 @@ def test_large_head_dimensions(backend, kernel, d):
 
 @pytest.mark.parametrize("kernel", ["mma_async", "mma_pipelined", "mma_split_kv"])
 def test_rows_of_one_column_that_are_copied_by_chunks(backend, kernel):
-    """Most chunks of a row lie beyond its only column, though rows begin at 16-byte boundaries."""
+    """Rows are 16-byte aligned, but most of a row's chunks lie beyond its only column."""
     check_case(FORWARD[kernel], backend, {"M": 2, "N": 3, "d": 1}, "float16", layout="gaps")
 
 
@@ -89,7 +89,7 @@ def test_rows_of_one_column_that_are_copied_by_chunks(backend, kernel):
     [("minimal", 1, 8), ("fa2", 1, 8), ("fa2_coalesced", 1, 8), ("fa2_split_kv", 16, 1)],
 )
 def test_each_tile_is_a_sum_of_its_own(backend, kernel, heads, M):
-    """Added to a single sum, positive numbers would use 0.29 of the bound or more."""
+    """A single running sum over all keys would have an error of at least 0.29 of the bound."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.random((1, heads, rows, 16), np.float32) for rows in (M, 4096, 4096))
     out = cupyfa.attention(q, k, v, kernel=kernel, backend=backend)
@@ -106,7 +106,7 @@ def test_each_tile_is_a_sum_of_its_own(backend, kernel, heads, M):
         (kernel, tile)
         for kernel in FORWARD.values()
         for tile in (*kernel.choice.usual[1:], *sum(kernel.choice.short.values(), ()))
-        if kernel.name != "fa2"  # its tiles are those of fa2_coalesced
+        if kernel.name != "fa2"  # fa2 has the same tiles as fa2_coalesced
     ]
     + [
         (FORWARD["minimal"], {"Br": 5, "Bc": 11}),

@@ -41,7 +41,7 @@ def can_run(kernel, backend, sizes, dtype="float16"):
 
 
 def tiled(kernel, sizes):
-    """Returns each of the sizes with two of the kernel's tiles."""
+    """Combines each problem size with two of the kernel's tile sizes."""
     tiles, step = kernel.tiles, max(1, len(kernel.tiles) // 2)
     return [
         (kernel, x, tiles[(i + j) % len(tiles)]) for i, x in enumerate(sizes) for j in (0, step)
@@ -93,7 +93,7 @@ def test_rows_need_no_alignment(backend):
 
 
 def test_rows_of_any_length(backend):
-    """Rows that are not a multiple of 16 bytes are first copied to padded rows."""
+    """Rows whose length is not a multiple of 16 bytes are first copied to padded rows."""
     rng, shapes = np.random.default_rng(0), ((1, 21, 301), (1, 35, 301), (1, 35, 263))
     q, k, v = (rng.standard_normal(shape).astype("float16") for shape in shapes)
     if planning.can(WGMMA, Problem.of(q, k, v), backend.limits):
@@ -173,7 +173,7 @@ def test_products_are_not_serialized_and_nothing_spills(d, dtype, mask, tile):
 
 TILE = tiles_of(BACKWARD)
 CAUSAL = {"d": 40, "causal": True}
-# The launches are repeated in rounds, each for some heads and some keys.
+# The kernel launches once per round; each round computes some of the heads and some of the keys.
 ROUNDS = (
     {"batch": 2, "heads": 4, "kv_heads": 2, "M": 70, "N": 45},  # the heads need several rounds
     {"heads": 2, "kv_heads": 1, "M": 37, "N": 140, "scale": -0.3},  # the keys need several rounds

@@ -7,7 +7,7 @@ import cupyfa
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.lookup import record_named
 
-SAMPLES = {"smoke": 2, "edges": 3, "fuzz": 2}  # samples per dtype (fuzz: per kernel)
+SAMPLES = {"smoke": 2, "edges": 3, "fuzz": 2}  # number of samples per dtype (fuzz: per kernel)
 
 
 @pytest.mark.gpu

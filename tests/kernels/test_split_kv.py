@@ -15,7 +15,8 @@ from cupyfa.runtime.simulator import Simulator
 SPLIT = FORWARD["mma_split_kv"]
 H100 = limits_of("90")
 SMALL = {"Br": 16, "Bc": 16, "Wr": 16, "stages": 3}
-# Some have more splits than visible tiles of keys; with blocks_per_sm = 1 each has one split.
+# With many blocks_per_sm, some of these have more splits than visible tiles of keys; with
+# blocks_per_sm = 1, all have a single split.
 SIZES = (
     {"heads": 16, "M": 1, "N": 70, "d": 24},
     {"heads": 32, "kv_heads": 8, "M": 1, "N": 130, "d": 64},
@@ -31,12 +32,12 @@ SIZES = (
 
 
 def splits(plan):
-    """Returns the num_splits that all launches of a plan share."""
+    """Returns the number of splits, which is the same in all launches of a plan."""
     (found,) = {launch.numbers["num_splits"] for launch in plan.launches if launch.numbers}
     return found
 
 
-# Tiles of 16 keys, or of 64 keys that four warps divide among them.
+# A tile has 16 keys, which one warp computes, or 64 keys, which four warps share.
 BLOCKS = [(sizes, (16, 64)[i % 2], (1, 3, 40)[i % 3]) for i, sizes in enumerate(SIZES)]
 
 
@@ -78,7 +79,7 @@ def test_nonfinite_inputs_stay_in_their_rows(backend):
 
 
 def test_maxima_of_splits_may_lie_far_apart(backend):
-    """Any one split may have all the weight. There are more splits than a merge reads at a time."""
+    """A single split holds all the weight. There are more splits than a merge step reads."""
     sizes = {"heads": 1, "M": 2, "N": 600, "d": 16, "scale": 1.0}
     plan = planned(SPLIT, backend, sizes, "float16", **SMALL, blocks_per_sm=40)
     assert splits(plan) == 38

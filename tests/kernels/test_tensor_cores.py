@@ -13,7 +13,7 @@ from cupyfa.numerics import reference
 
 MMA = "#include <ptx/mma.cuh>\n#include <ptx/mma_tf32.cuh>\n#include <cuda_bf16.h>"
 COPIES = "#include <ptx/cp_async.cuh>"
-# Declarations that the host writes above a kernel, as far as the float64 headers use them.
+# The part of the host's declarations that the float64 headers use.
 HOST = "using operand = double;\nusing real = double;\nconstexpr bool packed = false;\n"
 FRAGMENTS = HOST + "#include <tile/f64_fragments.cuh>"
 LANE = np.arange(32)
@@ -29,7 +29,7 @@ def random(shape, dtype, seed=0):
 
 
 def pairs(matrix):
-    """Returns the rows of a 16-bit matrix as 32-bit words of two neighbours each."""
+    """Views every two neighbouring elements in a row of a 16-bit matrix as a 32-bit word."""
     return np.ascontiguousarray(matrix).view(np.uint32)
 
 
@@ -220,7 +220,7 @@ def test_matrices_of_floats_are_operands_of_tf32(run_code):
 
 @pytest.mark.parametrize("chunks", [4, 8, 12, 16, 20, 28, 64])
 def test_chunks_that_are_read_together_lie_in_different_banks(chunks):
-    """Checks eight rows of a column of chunks (ldmatrix), and two chunks of every second row."""
+    """Covers two access patterns: a chunk of eight rows (ldmatrix), and two of every second row."""
     places = np.zeros((16, chunks), np.int32)
     body = code("chunks_that_are_read_together_lie_in_different_banks", chunks=chunks)
     host = "using operand = float;\nusing real = float;\nconstexpr bool packed = false;\n"
@@ -251,7 +251,7 @@ def test_partial_copies_are_filled_with_zeros(run_code):
 
 
 def test_nothing_is_read_from_any_address():
-    """The address of a row beyond a tensor may happen to lie in a block's shared memory."""
+    """An out-of-bounds row's address may happen to lie in a block's shared memory."""
     B = np.ones((32, 8), np.uint16)
     body = TILE + code("part_of_a_copy_is_zeros_and_nothing_is_read_for_none")
     launch(body.replace("A + s0", "tile[0]"), numbers(32), B, head=COPIES)
@@ -347,7 +347,7 @@ def test_wrong_copies(arguments, said):
 
 @pytest.mark.parametrize("columns", [16, 48, 256])
 def test_fragments_are_read_without_bank_conflicts(columns):
-    """Of 16 columns, or rows, a lane reads 2c, 2c + 1, 2c + 8 and 2c + 9."""
+    """Of 16 columns (A) or rows (B), lane c of a group reads 2c, 2c + 1, 2c + 8 and 2c + 9."""
     tile, where = random((16, columns), np.float64), np.zeros((4, 32), np.int32)
     a, b = np.zeros((8, 32)), np.zeros((8, 32))
     stored = np.empty_like(tile)
@@ -370,7 +370,7 @@ def test_fragments_are_read_without_bank_conflicts(columns):
 
 
 def test_the_exponential_of_doubles(run_code):
-    """The error is below an ulp for results from 2**-1021 on; smaller ones are 0, and NaN stays."""
+    """Results from 2**-1021 on are exact to an ulp, smaller ones are 0, and NaN gives NaN."""
     x = np.concatenate([-np.geomspace(1e-18, 1020, 4000), np.arange(-1021.0, 4), [0.5, -0.5]])
     special = [-1021.6, -1100.0, -1.7e308, -np.inf, np.nan]
     x, got = np.append(x, special), np.zeros(len(x) + len(special))

@@ -31,7 +31,7 @@ def test_all_at_once(backend, kernel):
     check_case(kernel, backend, {**sizes, **EVERYTHING})
 
 
-# From almost 0 to values that mean "none"; with 0.2 many scores are far above the softcap.
+# From almost 0 to values that do not change any score; with 0.2 many scores far exceed the softcap.
 CAPS = [1e-45, 0.2, 30.0, 1e8, 1e300]
 
 
@@ -39,7 +39,7 @@ CAPS = [1e-45, 0.2, 30.0, 1e8, 1e300]
 @pytest.mark.parametrize("cap", [pytest.param(x, marks=SLOW * (x != 1e8)) for x in CAPS])
 @pytest.mark.parametrize("kernel", usual_first(WITH_SCORES))
 def test_a_softcap_of_any_size(backend, kernel, cap):
-    """Error bounds are relative to the scores: a large softcap is as precise as none."""
+    """Error bounds do not grow with the softcap, so a large one must not cost precision."""
     check_case(kernel, backend, {"heads": 2, "M": 35, "N": 41, "d": 16, "softcap": cap})
 
 
@@ -184,7 +184,7 @@ def test_problems_without_scores(backend, M, N):
 )
 @pytest.mark.parametrize("option", ["score_mod", "mask_mod"])
 def test_an_array_that_is_too_short_is_refused_at_the_call(backend, option, index, needed):
-    """Checks arrays that are indexed by a position alone, whose range the sizes determine."""
+    """Covers arrays that are indexed only by a position, whose range follows from the sizes."""
     text = {"score_mod": "score + where(s[{}] > 9, 1, 0)", "mask_mod": "s[{}] < 9"}[option]
     shape = (1,) * (", " in index)
     given = {KEYWORDS[option]: text.format(index)}

@@ -29,7 +29,7 @@ OF_HEADS = cupyfa.block_mask(
     backend="simulator",
 )
 KERNELS = able("places")
-# The case of each kernel that runs by default.
+# Index of the case that each of these kernels runs by default.
 FAST = {"mma_pipelined": 1, "wgmma_persistent": 1, "mma_columns": 0, "wgmma_columns": 1}
 CASES = [
     pytest.param(kernel, mask, how, id=f"{kernel.name}-{at}", marks=mark)

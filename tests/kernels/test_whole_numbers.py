@@ -15,7 +15,7 @@ CONDITIONS = [
     *("where(A < 4, A, B) > 5", "A % 7 == 3", "A // 16 % 5 < 2", "A % -5 < -2", "A // -16 > 3"),
     *("A % C == 2", "A // C > 3", "abs(A) % C < 2", "A // C * 0 == 0", "A % -1 == 0"),
 ]
-# Expressions of narrow dtypes, whose results are known to fit into 64 bits.
+# Expressions for narrow dtypes, whose results always fit into 64 bits.
 OF_NARROW = ["A + 1 > B", "A - B > 0", "A // -1 == B", "-A - B < 5"]
 PRODUCTS = ["A * B > 77", "A ** 2 > B", "A * C % 7 == 1"]
 PAIRS = [(x, x) for x in DTYPES] + [

@@ -30,7 +30,7 @@ H100 = limits_of("90")
 
 
 def dense_mask(p):
-    """Returns which query sees which key, by the definition."""
+    """Returns the mask [query, key] of visible pairs, by the definition of a window."""
     left, right = p.window
     right = 0 if p.causal else right
     at = np.arange(p.M)[:, None] + (0 if p.causal == "top-left" else p.N - p.M)
@@ -129,7 +129,7 @@ def test_kernels_are_right_in_other_orders_of_threads(kernel, schedule):
 @EACH
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_masked_keys_and_values_never_matter(backend, kernel, poison):
-    """Poisons keys that no row of the 16-key window sees, and a value that some rows see."""
+    """Poisons the keys and values outside every row's window, then a value that some rows see."""
     p = problem(40, 512, True, (16, None), d=16, dv=16, dtype=usual_dtype(kernel))
     plan = planning.plan(kernel, p, backend.limits)
     inputs = Case("forward", p).inputs()
@@ -141,7 +141,8 @@ def test_masked_keys_and_values_never_matter(backend, kernel, poison):
     guard.checked(backend, plan, inputs, {})
 
 
-# Line of each main loop after which TRAP is inserted for tiles that no row of the block sees.
+# Maps each kernel to the line of its main loop after which TRAP is inserted. TRAP faults in a tile
+# that no row of the block sees.
 LOOPS = {
     "fa2": "first_key = keys_of_tile.after<Bc>(first_key)) {\n",
     "fa2_coalesced": "first_key = keys_of_tile.after<Bc>(first_key)) {\n",

@@ -178,7 +178,10 @@ def test_rows_of_other_kernels_are_refused(tmp_path):
 
 
 def sweep(**tops):
-    """Returns rows of kernels that reach these TFLOP/s at N = 4096; slow ones end at 1024."""
+    """Returns rows of kernels with the given TFLOP/s at N = 4096.
+
+    Kernels below 1 TFLOP/s are measured only up to N = 1024.
+    """
     rows = []
     for name, top in tops.items():
         for M in (256, 512, 1024, 2048, 4096)[: 3 if top < 1 else 5]:
@@ -289,7 +292,7 @@ def test_colours_have_contrast_on_white():
         linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
         return sum(weight * x for weight, x in zip((0.2126, 0.7152, 0.0722), linear))
 
-    for colour in (*plotting.COLOURS, plotting.INK):  # minimum text contrast of WCAG 2: 4.5
+    for colour in (*plotting.COLOURS, plotting.INK):  # WCAG 2 requires 4.5 for text
         assert 1.05 / (luminance(colour) + 0.05) > 4.5, colour
 
 

@@ -412,7 +412,7 @@ extern "C" __global__ void tempered(Tensor<const scalar> S, Tensor<scalar> P, co
 
 
 def derived(folder, rung, change=("", "")):
-    """Returns a rung with a changed copy of its .cu file; other files stay the project's."""
+    """Returns a rung with a changed copy of its .cu file; it still uses the project's headers."""
     kernel = cupyfa.kernel(rung)
     text = (KERNELS / "forward" / f"{rung}.cu").read_text()
     assert change[0] in text

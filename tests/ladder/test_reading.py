@@ -11,8 +11,8 @@ from cupyfa.ladder import LADDER
 from cupyfa.planner import includes
 from cupyfa.planner.source import INCLUDE, KERNELS
 
-# Lines that a reader of a step can skip: phase marks for `cupyfa timeline`, and includes, whose
-# headers are counted themselves.
+# Lines that a reader of a step can skip: phase marks for `cupyfa timeline`, and include lines (the
+# included headers are counted separately).
 UNREAD = re.compile(r"^ *(?:const )?timeline::.*;\n|^#include <.*\n", re.MULTILINE)
 # Maximum number of lines to read for a kernel, its file and its headers: (forward, backward), by
 # the instructions of its products. HELPER_LIMIT is for launches without products.
@@ -29,7 +29,7 @@ def own_files(rung):
 
 
 def steps():
-    """Yields (earlier file, file) for matching parts of a rung and of a rung that it extends."""
+    """Yields (earlier file, file) pairs: the same part of a rung's predecessor and of the rung."""
     for rung in cupyfa.kernels():
         for before in (LADDER[rung.operation][name] for name in rung.after):
             for old, new in product(own_files(before), own_files(rung)):
@@ -116,7 +116,7 @@ def path_of(name):
 
 
 def headers(name):
-    """Maps paths to texts of all headers that a kernel of a plain problem includes."""
+    """Maps the path of each header that a .cu file includes, also indirectly, to its text."""
     reached = includes.reached(path_of(name).read_text(), [INCLUDE, KERNELS])
     return {path: content.decode() for path, content in reached.items()}
 
@@ -158,7 +158,7 @@ def test_the_headers_that_every_kernel_includes_are_short():
 
 
 def changed_lines(before, name):
-    """Returns the changed lines of the .cu file, and all lines of headers new since ``before``.
+    """Counts the changed lines of the .cu file, and the lines of headers that ``before`` lacks.
 
     The number of changed lines is the larger of lines added and lines removed.
     """

@@ -50,7 +50,7 @@ def test_rungs_and_their_launches_are_pickled_by_name(kernel):
     assert pickle.loads(pickle.dumps(kernel)) is kernel
     for one in kernel.launches:
         again = pickle.loads(pickle.dumps(one))
-        assert again is one or again == one  # matrix products are pickled by value
+        assert again is one or again == one  # launches of matrix products are pickled by value
 
 
 def test_a_plan_is_pickled():

@@ -26,7 +26,10 @@ def page(rung):
 
 
 def records(rung):
-    """Returns the rung's records, which hold most numbers of a page of the course, or ""."""
+    """Returns the text of the rung's page in docs/records, or "" if there is none.
+
+    For rungs of the course, that page holds most of the numbers.
+    """
     file = RECORDS / f"{rung.name}.md"
     return file.read_text(encoding="utf-8") if file.is_file() else ""
 
@@ -57,7 +60,7 @@ def counters_of_the_index():
 
 
 def problems(column, dtype="float32"):
-    """Returns the problems of a column of worked numbers."""
+    """Returns the problems to which a column heading, such as "d = 64", refers."""
     if column == "16384 rows of 4096":
         return [Problem.of_row_sizes(16384, 4096, "float32")]
     sizes = (64, 1024) if column == "any d" else (int(re.fullmatch(r"d = (\d+)", column)[1]),)

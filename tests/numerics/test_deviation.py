@@ -35,7 +35,7 @@ def expected(arrays, of, floats, function=attention, precision=None):
 
 
 def kernel(arrays, of, scale, *, drop=0, bias=1.0):
-    """Computes attention with ordered sums, and with P and O rounded as on tensor cores."""
+    """Computes attention with sequential sums, and rounds P and O as kernels on tensor cores do."""
     q, k, v = (arrays[name][:, :, : arrays[name].shape[2] - drop * (name != "Q")] for name in "QKV")
     real = of.sums.type
     q, k, v = (x.astype(of.sums) for x in (q, k, v))
@@ -85,7 +85,8 @@ def test_a_lost_key_exceeds_the_bounds_of_narrow_formats():
 
 
 def test_no_bound_is_small_by_chance():
-    # Two terms whose perturbations cancel in half of all evaluations, in each of many rows.
+    # The result is the difference of two equal terms. In half of all evaluations their random
+    # perturbations cancel; over many rows, some bound would be 0 by chance.
     arrays = {"Q": np.ones((1, 1, 4000, 2), np.float32)}
     rounding = deviation.Rounding("float32", None, ("Q",), 2)
     found = deviation.expected(

@@ -109,7 +109,7 @@ def test_sums_of_equal_numbers_are_accepted(dtype):
     assert max(worst(p, inputs, kernel(p, inputs)).values()) < 1
 
 
-# Faults: the outputs that reveal them, and a kernel call with the fault.
+# Maps each fault to the outputs that reveal it and a kernel call with the fault.
 FAULTS = {
     "last key dropped": ("dQ", lambda p, x: kernel(p, x, keys=p.N - 1)),
     "mask one key short": ("dQ", lambda p, x: kernel(p, x, shift=-1)),
@@ -236,7 +236,7 @@ def test_samples_of_gradients_are_smaller():
     assert 4 < len(backward) < len(forward) / 4
     small = Problem.of_sizes(batch=2, heads=4, M=300, d=16)
     assert sampling.excerpts(small, 0, "backward") == [None]
-    # With many rows and few keys, the key gradients dominate the time.
+    # With many rows and few keys, the reference spends most of its time on key gradients.
     assert len(sampling.excerpts(Problem.of_sizes(M=100_000, N=16, d=160), 0, "backward")) <= 6
 
 
@@ -267,7 +267,7 @@ def test_a_large_forward_pass_is_left_to_a_kernel(monkeypatch):
 @pytest.mark.parametrize("scale", [1e9, 1e36, -1e36])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_of_huge_scores_is_rejected(dtype, scale):
-    """Rounding may decide every weight, but no weight is NaN or infinite."""
+    """With huge scores, rounding may change every weight, but no weight becomes NaN or infinite."""
     p, inputs = case(dtype, scale=scale)
     exact = BACKWARD.reference(inputs, p, [None])[None]
     right = {"dV": exact["dV"].value.astype(p.dtype.numpy)}

@@ -34,7 +34,7 @@ MASK = "(doc[key] == doc[position]) & (key <= position)"
 
 
 class Kernel:
-    """A problem, with attention and gradients as one thread per row computes them.
+    """A problem, with an emulation of kernels that compute each row in a single thread.
 
     dtype: dtype of the arrays. rounding: precision of product operands, or None.
     """
@@ -138,7 +138,7 @@ class Kernel:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", TEXTS)
 def test_a_correct_kernel_is_accepted(name, masked):
-    """Errors stay below 0.8 of the bounds, but not far below."""
+    """Errors stay below 0.8 of the bounds, but reach more than 0.01 of them."""
     worst = {}
     for seed, d in enumerate((1, 16, 64)):
         kernel = Kernel(TEXTS[name], d, masked=masked, sink=seed != 1, seed=seed)
@@ -166,7 +166,7 @@ def test_a_derivative_that_is_left_out_is_rejected():
     assert min(ratios["dQ"], ratios["dK"]) > 1 > ratios["dV"]
 
 
-# Faults: the right expression's name, a wrong expression, and the results that reveal it.
+# Maps each fault to the correct expression's name, a faulty one, and the results that reveal it.
 FAULTS = {
     "cap off by 1e-3": ("softcap", "cap * tanh(score / (cap * 1.001))", "O lse dQ dK dV"),
     "no cap": ("softcap", "score", "O lse dQ dK dV"),
@@ -188,7 +188,7 @@ FAULTS_OF_SINKS = {
 def test_faults_of_texts_are_rejected(fault):
     name, wrong, results = FAULTS[fault]
     kernel = Kernel(TEXTS[name], 16, sink=True)
-    kernel.names["max"] = np.maximum  # for integers
+    kernel.names["max"] = np.maximum  # for integer arguments
     ratios = kernel.forward_and_backward(text=wrong)
     assert all(ratios[x] > 1 for x in results.split()), ratios
 

@@ -90,7 +90,8 @@ def test_a_nonfinite_query_changes_only_its_row(poison, causal_offset):
     q, k, v = inputs((2, 2, 5, 4), (2, 2, 5, 4), dv=3)
     expected = reference.attention(q, k, v, scale=0.5, causal_offset=causal_offset)
     q[0, 1, 3] = poison
-    k[0, 1, :, 0], k[0, 1, :, 1:] = np.abs(k[0, 1, :, 0]), 1.0  # infinite q have scores of +inf
+    # With positive keys, all scores of an infinite query are +inf.
+    k[0, 1, :, 0], k[0, 1, :, 1:] = np.abs(k[0, 1, :, 0]), 1.0
     actual = reference.attention(q, k, v, scale=0.5, causal_offset=causal_offset)
     spoilt = np.zeros((2, 2, 5), bool)
     spoilt[0, 1, 3] = True

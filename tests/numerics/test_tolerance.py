@@ -73,7 +73,7 @@ class Case:
 
 
 def case(dtype, distribution, M, N, d, dv=None, *, heads=2, kv_heads=1, causal_offset=None, seed=0):
-    """Draws random inputs; in "peaky" ones, large scores give few keys all the weight."""
+    """Draws random inputs; in "peaky" ones, scores are large, so few keys get all the weight."""
     rng = np.random.default_rng([seed, M, N, d])
     draw = rng.random if distribution == "uniform" else rng.standard_normal
     q, k, v = (draw((1, *s)) for s in ((heads, M, d), (kv_heads, N, d), (kv_heads, N, dv or d)))
@@ -187,7 +187,7 @@ def test_a_kernel_that_rounds_by_design_is_accepted(dtype, rounding):
 def test_correct_kernels_are_accepted_on_small_problems(
     dtype, distribution, M, N, d, dv, heads, scale, causal_offset, rounding, seed
 ):
-    """With few outputs, the plain computation may have no error by chance."""
+    """With few outputs, the computation from which bounds are derived may be exact by chance."""
     c = case(dtype, distribution, M, N, d, dv, heads=heads[0], kv_heads=heads[1], seed=seed)
     c.scale, c.causal_offset = scale, causal_offset
     c.accepted(rounding=rounding, base2=seed % 2)
@@ -302,7 +302,7 @@ def test_subnormal_numbers_may_be_flushed_to_zero():
 
 
 def test_scores_beyond_float16_must_be_right():
-    """Scores are accumulated in float32; only the plain computation overflows."""
+    """Scores that are accumulated in float32 do not overflow, so NaN is an error."""
     c = case("float16", "normal", 5, 45, 64)
     c.q, c.k = (reference.rounded(300 * x, "float16") for x in (c.q, c.k))
     good = c.accepted()
@@ -329,7 +329,7 @@ def test_sums_of_scores_that_overflow_leave_their_row_without_bounds(dtype, sign
 
 @pytest.mark.parametrize("q", [(1e19, 1e19), (NAN, 1e20)], ids=str)
 def test_scores_that_are_the_same_in_every_order_keep_their_bounds(q):
-    """No partial sum of 2e38 - 1.9e38 overflows, and NaN is part of every sum."""
+    """Rows keep their bounds if no partial sum overflows, or if a NaN is added in every order."""
     c = case("float32", "normal", 3, 4, 2)
     c.q[:, :, 1], c.k[:, :, 2] = q, (2e19, -1.9e19)
     good = c.accepted()
@@ -337,7 +337,7 @@ def test_scores_that_are_the_same_in_every_order_keep_their_bounds(q):
 
 
 def test_a_row_without_bounds_does_not_widen_those_of_others():
-    """Scores of the row are all -inf in bfloat16, so O = 0, far from the reference."""
+    """All scores of one row overflow to -inf, so the kernel returns O = 0 for it."""
     c = case("bfloat16", "normal", 2, 4, 2)
     c.q[:, :, 1], c.k[:, :, :] = 1e20, -1e20
     c.q[:, :, 0] = 0
@@ -354,7 +354,7 @@ def test_inputs_beyond_float16_are_excused_only_with_rounding():
     results = kernel(c, rounding="float16")
     assert np.isnan(results["O"][0, 0, 1]).any() or np.isinf(results["lse"][0, 0, 1])
     require(c.verdicts(results, "float16"), c.name)
-    assert c.worst(results) == INF  # not allowed without rounding to float16
+    assert c.worst(results) == INF  # an error if the kernel does not round to float16
     results["O"][0, 0, 2, 3] += 0.1
     assert c.worst(results, "float16") > 1
 
@@ -403,7 +403,7 @@ def test_any_size_may_be_zero(dtype, axis):
 
 
 def softmax_kernel(x, dtype, base2=False, seed=0):
-    """Emulates the softmax of one thread: float32, ordered sums, exponentials off by 2 ulp."""
+    """Emulates the softmax of one thread: float32, sequential sums, exponentials off by 2 ulp."""
     real = np.float64 if dtype == "float64" else np.float32
     rng, eps = np.random.default_rng(seed), np.finfo(real).eps
     with np.errstate(all="ignore"):

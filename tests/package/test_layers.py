@@ -45,7 +45,7 @@ LAYERS = [
 ]
 LEVEL = {name: level for level, layer in enumerate(LAYERS) for name in layer}
 TOP = {name.split(".")[0] for name in LEVEL}
-# User scripts that commands hand out, exempt from these rules.
+# Templates of scripts that commands write for users; these rules do not apply to them.
 HANDED_OUT = {PACKAGE / "lab" / x for x in ("commands/templates", "exercises/tasks")}
 MODULES = sorted(x for x in PACKAGE.rglob("*.py") if HANDED_OUT.isdisjoint(x.parents))
 OTHER_TESTS = {"helpers", "kernels", "package", "pages", "tools"}  # not named after a package

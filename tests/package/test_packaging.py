@@ -147,7 +147,8 @@ FOREIGN = {
     "an address in one network": r"\b(10|127|172|192)(\.\d{1,3}){3}\b",
 }
 
-# Files that may mention torch: joining gradients and its test, and a manual benchmark.
+# Files that may mention torch: the how-to on gradients in other frameworks, its test, and a
+# benchmark that is run by hand.
 WITH_TORCH = ("docs/howto/frameworks.md", "tests/kernels/test_backward.py", "tools/host_times.py")
 
 
@@ -171,7 +172,10 @@ def libraries():
 
 @pytest.fixture
 def environment(tmp_path):
-    """Returns a function that installs into a new virtual environment with this one's libraries."""
+    """Returns a function that makes a virtual environment and installs packages into it.
+
+    Programs in the new environment can also import the libraries of this one.
+    """
 
     def make(*arguments):
         folder = tmp_path / "venv"
@@ -194,7 +198,7 @@ def environment(tmp_path):
 
 
 def works(command, folder):
-    """Checks version, list and run of the command line."""
+    """Checks that a cupyfa command runs --version, list and run."""
     assert call(*command, "--version", cwd=folder) == f"cupyfa, version {VERSION}\n"
     rows = json.loads(call(*command, "list", "--format", "json", cwd=folder))
     assert {row["kernel"] for row in rows} == {k for kernels in LADDER.values() for k in kernels}

@@ -35,14 +35,14 @@ def attended():
 
 
 def masked():
-    """Returns a block mask after a call, which stores tile maps in it."""
+    """Returns a block mask that a call has already used, so that it holds stored tile maps."""
     mask = cupyfa.block_mask(mask_mod="key <= query + x", M=6, N=6, captured={"x": 1}, **SIM)
     cupyfa.attention(Q, K, V, mask=mask, kernel="fa2", **SIM)
     return mask
 
 
 def cached():
-    """Returns a cache after calls of `attention`, which store the last call in it."""
+    """Returns a KVCache that has been used, so that it holds the state of its last call."""
     k, v = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in (K, V))
     cache = cupyfa.KVCache(k, v, np.array([4], np.int32), layout="bshd")
     for _ in range(2):
@@ -80,8 +80,8 @@ def packed():
     )[1]
 
 
-# One object of each public class and of each function's results. Objects that store state of calls
-# have been used in a call.
+# One object of each public class and of each class that public functions return. Objects that keep
+# state between calls have been used in a call.
 EXAMPLES = {
     "AttentionOptions": lambda: AttentionOptions(causal=True, score_mod="score * 2"),
     "BlockMask": masked,

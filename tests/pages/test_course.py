@@ -11,7 +11,7 @@ DOCS = ROOT / "docs"
 STEPS = re.findall(r"^\| \d+ \| \[(\w+)\]", (DOCS / "course.md").read_text("utf-8"), re.M)
 OUTLINE = ["Idea", "Why it is faster", "Mapping", "The change", "Measured", "Exercises", "Next"]
 MOST_WORDS = 800
-MOST_ROWS = 4  # of the table of measurements
+MOST_ROWS = 4  # maximum number of rows in a table of measurements
 WIDEST_DRAWING = 84
 
 
@@ -24,7 +24,7 @@ def headings(text):
 
 
 def prose(text):
-    """The text without blocks of code and without marks, which readers do not see."""
+    """Returns the text without code blocks and without HTML comments."""
     return re.sub(r"^```.*?^```$|<!--.*?-->", "", text, flags=re.M | re.S)
 
 

@@ -149,7 +149,7 @@ SHORT = {
 }
 
 
-# Commands in paragraphs that measure, which requires a GPU.
+# Commands in paragraphs that measure times and therefore require a GPU.
 MEASURES = re.compile(r"cupyfa (bench|tune|ladder)\b(?!.*--backend)")
 
 
@@ -162,7 +162,7 @@ def shortened(line):
     words = re.sub(r"--samples \d{2,}", "--samples 8", words)
     if command == "check" and not re.search("--samples|--grid|--dry-run|--all", words):
         words += " --samples 4"
-    if command == "bench":  # the first value of each axis
+    if command == "bench":  # keeps only the first value of each swept constant
         words = re.sub(r"(-p \w+=[^ ,:]+)\S*", r"\1", words)
     for option in SHORT[command]:
         name = option.split()[0]

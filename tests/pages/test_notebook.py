@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FROM_NUMPY, COURSE = (ROOT / "examples" / f"{name}.ipynb" for name in ("from_numpy", "course"))
 NOTEBOOKS = (FROM_NUMPY, COURSE)
 EACH = pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda x: x.stem)
-# Depends on NumPy's order of summation, and on the exercises that there are.
+# Matches output that may vary: rounding errors, and the name of the next exercise.
 VARIES = re.compile(r"\de-\d\d|(?<=^Next: cupyfa exercise start )\w+", re.M)
 LINK = re.compile(r"\]\((?!http)([^)#]+)(?:#([^)]+))?\)")
 ENVIRONMENT = {
@@ -131,7 +131,7 @@ def missing(monkeypatch):
 
 
 def write_archive(form, folder):
-    """Archives a folder like that of cupyfa's sources."""
+    """Makes an archive that looks like one of cupyfa's sources."""
     Path(folder, "cupyfa").mkdir(parents=True)
     Path(folder, "cupyfa", "version.py").touch()
     shutil.make_archive(folder, form, ".", folder)

@@ -1,4 +1,4 @@
-"""The README and pages split off from it: tables match the records, translations match."""
+"""The README and the pages in docs: tables match the records, translations match the originals."""
 
 import re
 import runpy
@@ -114,7 +114,7 @@ def test_the_example_of_the_readme_is_the_one_that_make_runs():
 
 
 def test_the_requirements_of_cuda_13_are_every_dependency():
-    """Packages for CUDA 13 are installed without pyproject.toml's dependencies."""
+    """With CUDA 13, pip does not install pyproject.toml's dependencies, which are for CUDA 12."""
     project = read(ROOT / "pyproject.toml")
     dependencies = re.search(r"^dependencies = \[\n(.*?)^\]", project, re.M | re.S)
     expected = set()

@@ -107,7 +107,7 @@ def anchors(command, path):
 
 @pytest.mark.slow
 def test_every_command_is_described_with_its_options(site):
-    """On a page of its own; options that it shares with cupyfa run, on that page."""
+    """Each command has a page with its options, except those described on the page of `run`."""
     main = runpy.run_path(str(ROOT / "cli.py"))["main"]
     shared = {
         x.replace("cupyfa-run", "{}") for x in site["reference/commands/run.html"].anchors if x
@@ -163,7 +163,7 @@ def test_headers_are_pages_and_includes_link_to_them(site):
 
 
 def first_found(folder, words):
-    """The page that the search of the site lists first."""
+    """Returns the first page that the site's search lists for these words."""
     found = subprocess.run(
         [
             "chromium",

@@ -183,7 +183,8 @@ def test_kernels_without_a_feature_name_those_with(feature):
 
 DEVICES = {"90": H100, "80": Limits("an A100", shared_bytes=166912, arch="80"), "75": TURING}
 ROWS = {"batch": 4, "heads": 16, "N": 1024, "d": 128}
-# Gradients for which a baseline stores S, P, dS and dP of up to 24 heads.
+# Sizes of gradients near the point where "auto" stops selecting the baseline, which stores S, P, dS
+# and dP of all heads.
 STORED = {"batch": 2, "heads": 14, "M": 1024, "N": 1024, "d": 256, "dtype": "float64"}
 F16, F64 = {"dtype": "float16"}, {"dtype": "float64"}
 # The kernel that "auto" selects for these sizes on an architecture; M and d are 64 by default.
@@ -212,7 +213,7 @@ CHOSEN = [
     ("fa2_coalesced", "90", {"M": 300, "d": 257}),
     ("mma_fp16x2", "80", {"M": 257}),
     ("fa2_coalesced", "75", {"M": 300}),
-    # The option precision permits rounding to a lower precision.
+    # The `precision` option allows rounding to a lower precision than that of the inputs.
     ("fa2_coalesced", "90", {"precision": "float32"}),
     ("mma_tf32", "90", {"d": 256, "precision": "tf32"}),
     ("mma_pipelined", "75", {"precision": "float16"}),
@@ -375,5 +376,5 @@ def test_calls_with_other_numbers_are_not_planned_again(backend, monkeypatch):
         np.testing.assert_array_equal(cupyfa.attention(q, k, v, **how, **given), out)
     with pytest.raises(ValueError, match="softcap is -1"):
         cupyfa.attention(q, k, v, **how, **{**numbers[0], "softcap": -1})
-    with pytest.raises(TypeError, match="is not callable"):  # an integer changes the expression
+    with pytest.raises(TypeError, match="is not callable"):  # an integer x requires a new plan
         cupyfa.attention(q, k, v, **how, **{**numbers[0], "captured": {"x": 3}})

@@ -77,7 +77,7 @@ def test_a_header_that_replaces_another_has_its_functions_and_types():
 
 @pytest.mark.parametrize("given", [{"mask_mod": "key > 2"}, {"score_mod": "score + key"}], ids=str)
 def test_texts_of_scores_and_masks_are_declared_together(given):
-    # Compilers look up names even in a discarded branch.
+    # A branch that is discarded at compile time may still use either name.
     made = text(**given)
     assert " score_mod(" in made and " mask_mod(" in made
 

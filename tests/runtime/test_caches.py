@@ -1,4 +1,4 @@
-"""The cache folders: listing and clearing, even when damaged."""
+"""Listing and clearing of the cache folders, even if they contain damaged files."""
 
 import json
 import os
@@ -224,7 +224,7 @@ def test_the_least_recently_used_kernels_are_removed(tmp_path, monkeypatch):
     monkeypatch.setenv("CUPYFA_CACHE_MB", "1")
     compiled(tmp_path, a=5, b=4, c=3, d=2, e=0)
     (tmp_path / "mine.so").write_bytes(bytes(10**6))
-    assert cache_folder.compiled(tmp_path / f"b-{HEX * 2}.so") == bytes(400_000 - 32)  # uses b
+    assert cache_folder.compiled(tmp_path / f"b-{HEX * 2}.so") == bytes(400_000 - 32)  # loads b
     cache_folder.trim(tmp_path)
     assert names(tmp_path) == {"b", "e", "mine.so"}
     monkeypatch.setenv("CUPYFA_CACHE_MB", "0")

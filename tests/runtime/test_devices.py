@@ -53,7 +53,7 @@ def far():
 
 @pytest.fixture(autouse=True)
 def small():
-    """Shrinks chunks and pieces so that small arrays have several."""
+    """Shrinks chunks and pieces so that even small arrays are divided into several."""
     before = transfer.configure()
     transfer.configure(threads=2, chunk_bytes=4096, buffers=4, piece_bytes=20_000, pieces=2)
     with pytest.MonkeyPatch.context() as patch:
@@ -243,7 +243,7 @@ def test_an_error_on_one_device_ends_the_work_of_all(far, monkeypatch):
 
 
 def test_an_error_ends_the_work_of_all_devices_also_if_others_fail(far, monkeypatch):
-    """The first error is raised after all devices have been waited for."""
+    """The first error is raised once all devices have finished their work."""
     waited, launch, wait = [], pieces.Layout.launch, streamed_call.Call.wait_for_all
 
     def failing(self, backend, slot):
@@ -291,7 +291,7 @@ def test_ctrl_c_ends_the_work_of_all_devices(far):
     same(far, q, k, v, [0, 1])
 
 
-EQUAL = {  # number of devices, and problem
+EQUAL = {  # number of devices, and problem sizes
     "rows of heads": (3, {"heads": 32, "kv_heads": 4, "M": 32768, "N": 32768, "causal": True}),
     "one head": (8, {"heads": 8, "kv_heads": 1, "M": 32768, "N": 32768, "causal": True}),
     "more keys": (3, {"batch": 2, "heads": 4, "M": 4096, "N": 65536, "causal": True}),
@@ -328,7 +328,7 @@ def test_shares_have_equal_work(what):
     flops = [sum(plan.operation.flops(x.problem(plan.problem)) for x in y) for y in made]
     assert len(made) == count and max(flops) * count <= 1.05 * sum(flops)
     cuts = sum(share[0].rows.start > 0 for share in made)
-    assert cuts < count  # heads that are cut, whose keys are sent to two devices
+    assert cuts < count  # number of heads divided between two devices, which both get the keys
 
 
 def test_shares_begin_and_end_with_a_small_piece_where_kernels_take_longest():
@@ -354,7 +354,7 @@ def test_a_small_first_piece_has_the_bits_of_the_whole(far, monkeypatch):
 
 
 def test_shares_of_sequences_have_equal_work():
-    """In pieces of equal bytes, longer sequences are more work."""
+    """Pieces have equal bytes, but those with longer sequences need more computation."""
     lengths = [80_000, *[500] * 400, 40_000, 300, *[18_000] * 8]
     starts = [np.cumsum([0, *lengths]).astype(np.int32)] * 2
     plan, plan_of = planned("wgmma_persistent", lengths=lengths, heads=8, kv_heads=2)
@@ -405,7 +405,7 @@ def test_every_thread_that_compiles_works_on_the_device():
     device = Captured()
     problem = Problem(1, 2, 2, 40, 40, 16, 16, DTYPES["float32"])
     plan = planning.plan(LADDER["backward"]["two_pass"], problem, LIMITS)
-    with device.working_on(None):  # like all callers
+    with device.working_on(None):  # all callers of compile_kernels do this
         launcher.compile_kernels(device, plan)
     threads = {thread for thread, _ in device.prepared}
     # A worker that finishes early takes a second kernel, so the number of threads varies.

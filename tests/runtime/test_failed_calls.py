@@ -1,4 +1,4 @@
-"""Failed calls keep no memory that they allocated."""
+"""A failed call frees all memory that it allocated."""
 
 import gc
 import weakref
@@ -118,7 +118,7 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_that_ran_out_of_memory_keeps_none(device, no_collection, where, call):
     put = device.upload if where == "device" else np.array
-    CALLS[call](put, backend=device)  # allocates memory that calls share
+    CALLS[call](put, backend=device)  # allocates the shared workspace
     usual, attempts = device.alive, 0
     for attempts in range(_MOST_ATTEMPTS):
         device.calls.clear()
@@ -157,7 +157,7 @@ def test_a_limited_pool_is_as_before(cuda, no_collection, much_memory, room):
             with fails(cupyfa.OutOfMemory):
                 call()
             pool.set_limit(0)
-            # Calls share 4 MiB per stream, and small results may be kept.
+            # A workspace of 4 MiB per stream stays allocated, and small results may stay cached.
             assert pool.used_bytes() - usual <= 6 * 2**20
             cuda.spaces.clear()
     cuda.synchronize()

@@ -82,7 +82,7 @@ def test_ragged_batches_and_decoding_are_repeated(monkeypatch):
             alone = cupyfa.attention(*parts, causal=True).swapaxes(0, 1)
             np.testing.assert_allclose(out[a:b].get(), alone.get(), atol=4e-3)
         np.testing.assert_allclose(decoded.get()[:, :, 0], new[2].get()[:, :, 0], atol=4e-3)
-    assert len(slow) <= 8 * 2 + 2 * 5  # dense calls, and other calls on new memory
+    assert len(slow) <= 8 * 2 + 2 * 5  # dense calls, and calls whose results are in new memory
 
 
 def of_shape(*shape, dtype=np.float16):
@@ -102,7 +102,7 @@ def of_shape(*shape, dtype=np.float16):
     ids=lambda options: " ".join(options),
 )
 def test_arrays_and_texts_go_through_pieces_with_the_same_bits(kernel, options):
-    """Pieces are transferred in both directions and use a fraction of the arrays' memory."""
+    """Inputs and outputs are transferred in pieces, which need little device memory."""
     transfer.configure(chunk_bytes=1 << 18, piece_bytes=1 << 19, device_bytes=6 << 20)
     q, k, v = arrays(4, 8, 300, 64)
     k, v = (x[:, :4, : 299 if 299 in shapes_of(options) else 300] for x in (k, v))
@@ -170,9 +170,10 @@ def test_a_problem_larger_than_the_memory_it_may_take(options):
 
 
 def test_uploads_and_downloads_overlap(monkeypatch):
-    """Downloads and uploads do not wait for each other, by the GPU's own clock.
+    """The GPU's timestamps show that downloads and uploads run at the same time.
 
-    It does not tell which copies share an engine, and other processes may delay either direction.
+    The overlap is measured up to 20 times, since copies may share an engine and other processes
+    may delay them.
     """
     import cupy
 

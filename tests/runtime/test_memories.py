@@ -1,4 +1,4 @@
-"""Every kind of input on every path of calls, in host or device memory."""
+"""Every kind of input in every form of call (see helpers.inputs), in host or device memory."""
 
 from itertools import islice, product
 
@@ -16,7 +16,7 @@ def on_host(array):
     return np.asarray(array)
 
 
-# Paths with the most kinds of inputs come first.
+# The combinations that exercise the most code run first.
 TABLE = sorted(
     ((path, sort) for path in PATHS for sort in sorts_of(path)),
     key=lambda x: (x[1] != "both", x[0] not in ("packed", "cache", "lists")),

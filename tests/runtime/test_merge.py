@@ -60,7 +60,7 @@ def test_results_are_within_their_bounds(backend, dtype, count):
 def test_more_parts_than_a_launch_has_room_for(backend, count, spread):
     parts = drawn(count, 1, 2, 3, 7, spread=spread)
     for _, lse in parts[: MOST_PARTS + 1]:
-        lse[0, 0, 0] = -INF  # a row that begins in the second launch, or never
+        lse[0, 0, 0] = -INF  # no part of the first launch has keys for this row
     checked(parts, backend)
 
 
@@ -230,7 +230,7 @@ def test_the_other_layout(backend, shape):
     (out, lse), gradients = checked(turned, backend, layout="bshd")
     assert same_bits([wanted, rows], [out.swapaxes(-2, -3) if out.ndim > 2 else out, lse])
     assert gradients[0][0].shape == turned[0][0].shape == out.shape and lse.shape == shape[:-1]
-    assert same_bits([right[0][1]], [gradients[0][1]]) or len(shape) > 2  # dout differs
+    assert same_bits([right[0][1]], [gradients[0][1]]) or len(shape) > 2  # dout differs in "bshd"
 
 
 def test_packed_rows_of_a_ragged_batch(backend):

@@ -42,7 +42,7 @@ def test_arrays_of_the_host_and_of_the_gpu_have_the_same_bits(cuda, count):
 
 
 def steps_of_columns(parts):
-    """Returns the same numbers with strided columns, which kernels read from copies."""
+    """Returns the same values with a column stride of 2; kernels need contiguous copies of them."""
     import cupy
 
     return [(cupy.repeat(x, 2, axis=-1)[..., ::2], y) for x, y in parts]

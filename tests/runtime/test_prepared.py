@@ -1,4 +1,4 @@
-"""Prepared and repeated calls, on a simulated device and as the driver receives them."""
+"""Prepared and repeated calls on a simulated device, and the launches that reach a fake driver."""
 
 import ctypes
 import sys
@@ -572,7 +572,7 @@ def test_gradients_plan_once(near, plans, tmp_path, monkeypatch):
     cupyfa.backward(*there, **options)
     assert len(plans) == 7
     mine = replace(LADDER["backward"]["two_pass"], folder=str(tmp_path))
-    for _ in range(2):  # the file may have changed
+    for _ in range(2):  # plans of kernels in files are not cached, since a file may change
         with pytest.raises(FileNotFoundError):
             cupyfa.backward(o, *x, o, lse, backend=near, kernel=mine)
     assert len(plans) == 9
@@ -699,7 +699,7 @@ def test_threads_share_a_prepared_call(near):
 
 @pytest.fixture
 def driver(monkeypatch):
-    """Replaces CuPy's memory by host memory, and records launches."""
+    """Replaces CUDA's driver with a stub that records launches; arrays lie in host memory."""
     from cupyfa.runtime.cuda import device as cuda
 
     launched = []

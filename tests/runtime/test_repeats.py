@@ -22,7 +22,7 @@ def device(monkeypatch):
 
 @pytest.fixture
 def slow_calls(monkeypatch):
-    """Collects the calls that were not repeats."""
+    """Collects the calls that interpret their arguments; repeated calls skip this."""
     found, read = [], execution.read_call
     monkeypatch.setattr(execution, "read_call", lambda *call: found.append(1) or read(*call))
     return found
@@ -177,7 +177,7 @@ def test_decoding_is_repeated(device, slow_calls, is_paged, writes):
     assert len(slow_calls) <= 2 + 5  # the host's calls, and calls on new memory
 
     slow_calls.clear()
-    device.stream = 9  # with other temporaries
+    device.stream = 9  # another stream, which has its own temporaries
     same(
         cupyfa.attention(far_q, cache, **theirs, **how),
         cupyfa.attention(q, here, **ours, **how, backend="simulator"),

@@ -307,7 +307,7 @@ def test_sixteen_bit_arithmetic(header, dtype):
 
 
 def test_doubles_round_to_halves_once():
-    # Slightly above the midpoint of two halves: rounding to float first would lose the difference.
+    # Slightly above the midpoint of two float16 numbers; rounding to float first would hide that.
     A = np.array([1 + 2**-11 + 2**-40, 1 + 2**-11, 1 + 3 * 2**-11 - 2**-40, 65519.999999, 1e300])
     B = np.zeros(5, np.float16)
     launch("B[threadIdx.x] = A[threadIdx.x];", A, B, threads=5, head="#include <cuda_fp16.h>")
@@ -453,7 +453,7 @@ DECLARATIONS = [
     "__shared__ extern volatile float x[];",
     "extern __shared__ __attribute__((aligned(32))) scalar x[];",
 ]
-# Scopes that enclose the declaration, with the code that follows it there.
+# Maps each scope to the source text around the declaration ({}); function bodies contain their own.
 SCOPES = {
     "function": "",
     "file": "{} struct After {{ }};",
@@ -518,7 +518,7 @@ def test_a_read_of_uninitialised_shared_memory(name):
     caught = fault(body, ones(), scalars=(np.int32(1),), **options)
     assert "at byte 128 of" in caught.what and "no thread of this block" in caught.what
     assert caught.thread == (31, 0, 0)
-    # A value written by an earlier block does not count.
+    # A value that an earlier block wrote does not make the element initialized.
     stale = body.replace("shared.x[thr", "if (blockIdx.x == 0) shared.x[thr", 1)
     caught = fault(stale, ones(), scalars=(np.int32(0),), **options, workers=1)
     assert caught.block == (1, 0, 0)

@@ -205,7 +205,7 @@ def test_an_interrupted_call_leaves_no_stale_address():
     assert launched == [[1, 2, 3], [1, 2, 3]]
 
 
-# wgmma products between which registers are written: ptxas serializes them.
+# ptxas serializes these wgmma products, because the code writes registers between them.
 SLOW = code("slow")
 
 

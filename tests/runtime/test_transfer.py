@@ -34,7 +34,7 @@ def far():
 
 @pytest.fixture(autouse=True)
 def small():
-    """Shrinks chunks and pieces so that small arrays have several."""
+    """Shrinks chunks and pieces so that even small arrays are divided into several."""
     before = transfer.configure()
     transfer.configure(threads=3, chunk_bytes=4096, buffers=4, piece_bytes=20_000, pieces=3)
     with pytest.MonkeyPatch.context() as patch:
@@ -133,7 +133,7 @@ def test_chunks_grow_with_the_root_of_what_is_moved(far, monkeypatch, most):
         q, k, v = arrays(1, 1, M, 16)
         same(far, q, k, v, return_lse=False)
         largest = max(size for _, _, size in far.copied)
-        assert largest == min(most, int((4 * q.nbytes * 400) ** 0.5) // 64 * 64)  # whole rows
+        assert largest == min(most, int((4 * q.nbytes * 400) ** 0.5) // 64 * 64)  # rows of 64 bytes
 
 
 def test_the_smallest_chunks(far):
@@ -215,7 +215,7 @@ def test_parts_under_a_mask_are_right_for_other_kernels(far, kernel, options):
 
 
 def also_slowly(first, *others):
-    """Returns parameters of which all but the first are slow."""
+    """Returns test parameters, all but the first of which are marked as slow."""
     return [first, *(pytest.param(x, marks=pytest.mark.slow) for x in others)]
 
 
@@ -237,7 +237,7 @@ SIZES = (3, 4, 24, 21)  # rows of 21 elements are padded in memory
 
 
 def of_form(form, dtype=np.float16):
-    """Returns a random array whose axes are named by letters."""
+    """Returns a random array. Letters in `form` name its axes; 1 is a broadcast axis."""
     shape = [1 if axis == "1" else SIZES["bhmn".index(axis)] for axis in form]
     return np.random.default_rng(1).standard_normal(shape).astype(dtype)
 
@@ -348,7 +348,7 @@ def test_gradients_of_what_texts_read_are_one_piece(far, counts):
     assert counts() == [6, 1]
 
 
-BEYOND = {  # inputs that are also cut along rows and keys
+BEYOND = {  # inputs for calls whose pieces are smaller than a head
     "bias and mask": {"bias": of_form("1hmn"), "mask": of_form("b11n") > -1},
     "bias and slopes": {"bias": of_form("bh1n"), "alibi_slopes": of_form("h"), "softcap": 3.0},
     "mask": {"mask": of_form("11mn") > -1, "alibi_slopes": of_form("bh"), "causal": "top-left"},
@@ -385,7 +385,7 @@ def test_pieces_are_cut_again_only_for_other_sizes(monkeypatch):
     monkeypatch.setattr(pieces, "cut", lambda *x: done.append(x) or again(*x))
     for wanted, most in (
         *((30_000, 10**6), (30_000, 10**7), (20_000, 10**6)),
-        *((500, 10**6), (500, 10**7), (9000, 9000)),  # pieces below a head; a head above the limit
+        *((500, 10**6), (500, 10**7), (9000, 9000)),  # smaller than a head; a limit below one head
     ):
         assert kept.cut(wanted, most).pieces == again(plan, planner(plan), wanted, most)
     assert [x[2] for x in done] == [30_000, 20_000, 500, 9000, 9000]
@@ -434,7 +434,7 @@ def test_largest_scores_of_pieces_are_those_of_the_whole(far):
     q[0, 0, 7, 0] = np.nan
     how = {"kernel": "fa2", "return_max": True, "causal": True}
     _, whole = cupyfa.attention(q, k, v, backend="simulator", **how)
-    for room in (100_000, 4000):  # one head per piece; then parts of rows and keys
+    for room in (100_000, 4000):  # pieces of one head; then of some rows and keys
         transfer.configure(device_bytes=room)
         _, found = cupyfa.attention(q, k, v, backend=far, **how)
         np.testing.assert_array_equal(found, whole)
@@ -481,7 +481,7 @@ def test_progress_is_reported_for_each_piece(far):
 @pytest.mark.parametrize(
     "dtype, kernel, batch, heads, M, taken",
     [
-        ("float32", "wgmma_fp16x2", 4, 16, 8192, 4),  # 2 heads are 33 MiB
+        ("float32", "wgmma_fp16x2", 4, 16, 8192, 4),  # 2 heads take 33 MiB
         ("float64", "mma_f64", 4, 16, 2048, 16),
         ("float16", "wgmma_persistent", 64, 16, 512, 16),  # transfers dominate
     ],
@@ -665,7 +665,7 @@ def of_transfer():
 @pytest.mark.parametrize("failing", [False, True])
 def test_threads_end_with_their_buffers(far, failing):
     transfer.release()
-    gc.collect()  # garbage of other tests
+    gc.collect()  # frees the garbage of other tests
     for thread in of_transfer():
         thread.join(60)
     gc.disable()  # a failed call must leave no reference cycle
@@ -737,7 +737,7 @@ def test_ctrl_c_during_a_transfer_ends_the_call(far, monkeypatch, begun):
     same(far, q, k, v)
 
 
-BOUNDS = {  # of five sequences; the second and fourth are empty on one side
+BOUNDS = {  # offsets of five sequences; the second has no queries, the fourth no keys
     "q": np.array([2, 30, 30, 65, 71, 90], np.int32),
     "k": np.array([0, 21, 40, 66, 66, 93], np.int32),
 }
@@ -784,7 +784,7 @@ def same_sequences(far, given, **options):
 @pytest.mark.slow
 @pytest.mark.parametrize("what", also_slowly(*OF_SEQUENCES))
 def test_sequences_go_through_the_pieces(far, counts, what):
-    """Results have the bits of one piece, for pieces of whole sequences and of single heads."""
+    """Pieces of whole sequences or of single heads give the same bits as a single piece."""
     for piece_bytes in (70_000, 18_000):
         transfer.configure(piece_bytes=piece_bytes)
         given = of_sequences(used=USED if what == "lengths" else None)
@@ -820,7 +820,7 @@ def test_sequences_of_16_bits_go_through_the_pieces(far, counts, kernel, back):
 
 
 def test_sequences_with_lists_dropout_and_checks(far, counts):
-    """Dropout counts sequences, so the batch is not divided."""
+    """Calls with dropout are not divided, since the mask depends on the index of a sequence."""
     transfer.configure(piece_bytes=35_000)
     packed = of_sequences()
     lists = [[x.array[a:b] for a, b in pairwise(x.offsets)] for x in packed]

@@ -1,4 +1,4 @@
-"""The random generator of dropout, and the masks that it makes."""
+"""Dropout's random number generator, and the masks that it produces."""
 
 import numpy as np
 import pytest
@@ -48,7 +48,7 @@ def test_as_many_are_kept_as_the_probability_says(p):
     kept = mask(p, M=256, N=512)
     deviation = (p * (1 - p) / kept.size) ** 0.5
     assert abs(kept.mean() - (1 - p)) < 5 * deviation
-    for axis in range(4):  # and of each batch element, head, query and key
+    for axis in range(4):  # per batch element, head, query and key
         share = np.moveaxis(kept, axis, 0).reshape(kept.shape[axis], -1).mean(1)
         bound = 6 * deviation * kept.shape[axis] ** 0.5
         assert np.abs(share - (1 - p)).max() < bound

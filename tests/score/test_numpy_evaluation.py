@@ -434,7 +434,7 @@ def test_float32_arithmetic_stays_below_the_bounds_of_random_texts():
         assert a <= 1.001 and b <= 1.001, (text, a, b)
         of_values.append(a)
         of_slopes.append(b)
-    assert np.mean(np.array(of_values) > 0.1) > 0.8  # the other results are exact
+    assert np.mean(np.array(of_values) > 0.1) > 0.8  # other expressions are exact
     assert np.mean(np.array(of_slopes) > 0.1) > 0.25
 
 
@@ -451,21 +451,21 @@ def test_the_bounds_of_functions_are_not_vacuous(name):
 @pytest.mark.parametrize("large", [1.0, 30.0, 1e4, 1e8, 1e30])
 @pytest.mark.parametrize("name", [x.name for x in FUNCTIONS.values() if x.small_near_0])
 def test_bounds_near_0_are_relative(name, large):
-    """A function of a small argument, times a large factor, has bounds of moderate size."""
+    """Multiplied by a large factor, a function of a small argument keeps a small relative error."""
     scores = np.concatenate([np.logspace(-6, 0, 30), -np.logspace(-6, 0, 30)]) * min(large, 0.4)
     found = value(f"large * {name}(score / large)", scores, {"large": large}, eps=float32.EPS)
     assert (found.error < 10 * np.abs(scores)).all()
 
 
 def test_the_bound_of_a_small_slope_is_relative():
-    """The slope of cos is -sin near 0, and the slope of sigmoid is small far from 0."""
+    """The slope of cos is small near 0, that of sigmoid far from 0."""
     for text, scores in (("cos(score)", 1e-6), ("sigmoid(score)", 15.0), ("sigmoid(score)", -15.0)):
         found = value(text, [scores], slope=1.0, eps=float32.EPS)
         assert found.slope_error < 40 * np.abs(found.slope)
 
 
 def test_a_wrong_text_is_beyond_the_bounds():
-    """The wrong expression differs by one constant, by about 1e-5."""
+    """The wrong expression has a constant that is off by a relative error of about 1e-5."""
     right, wrong = "cap * tanh(score / cap)", "cap * tanh(score / 3.70004)"
     score = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
     found = value(right, score, ARRAYS, slope=1.0, eps=float32.EPS)

@@ -10,7 +10,7 @@ host_times = partial(printed, "host_times.py")
 
 
 def groups(backend, *args):
-    """Maps groups to their rows of times by name; all times must be positive."""
+    """Maps each group to its rows of times, by name; all times must be positive."""
     told = json.loads(host_times("--backend", backend, "--format", "json", *args))
     assert told["environment"]["device"] and told["environment"]["cupyfa"]
     found = {}

@@ -1,7 +1,7 @@
-"""A canvas of 400 units' width that becomes an SVG file in a light and a dark theme.
+"""A canvas that is 400 units wide and is written as an SVG file with a light and a dark theme.
 
-Text stays text: it can be searched, selected and read aloud. At 400 units a picture fits a phone
-with letters of 10 pixels; wider pages scale it up.
+Text stays text: it can be searched, selected and read aloud. A picture of 400 units fits a phone
+with text of 10 pixels; wider pages scale it up.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
 WIDTH = 400
-SIZE = 12  # of usual letters
-# Colours in the light and in the dark theme. "a" to "d" fill areas that carry letters; the colours
-# of a pair are told apart in colour-blind vision too, and letters say what an area is.
+SIZE = 12  # default font size
+# Colours in the light and in the dark theme. "a" to "d" fill areas with text. Colour-blind readers
+# can distinguish them too, and the text names each area.
 THEMES = {
     "paper": ("#ffffff", "#131416"),
     "ink": ("#1f2328", "#dfe3e8"),
@@ -45,7 +45,7 @@ class Canvas:
     texts: list[tuple[float, float, float, str]] = field(default_factory=list)
 
     def say(self, english: str, chinese: str) -> str:
-        """Returns the words of the picture's language."""
+        """Returns the text in the picture's language."""
         return english if self.language == "en" else chinese
 
     def box(
@@ -60,7 +60,7 @@ class Canvas:
         size: float = SIZE,
         edge: str | None = "pale",
     ) -> None:
-        """Draws a rectangle with lines of text in its middle."""
+        """Draws a rectangle with centred lines of text."""
         shape = self._add("rect", x=x, y=y, width=width, height=height)
         shape.set("class", f"{fill} edge-{edge}" if edge else fill)
         lines = text.split("\n") if text else []
@@ -102,7 +102,7 @@ class Canvas:
         arrow: bool = False,
         dashed: bool = False,
     ) -> None:
-        """Draws a line through points, with an arrow head at its end if asked for."""
+        """Draws a line through points, optionally with an arrowhead at the last one."""
         shape = self._add("polyline")
         shape.set("points", " ".join(f"{x:g},{y:g}" for x, y in points))
         shape.set("class", f"line-{colour}")
@@ -125,7 +125,7 @@ class Canvas:
         return y + 20
 
     def svg(self, title: str, description: str) -> str:
-        """Returns the file; the description is what a reader who cannot see it is told."""
+        """Returns the SVG text; screen readers read out `title` and `description`."""
         root = Element("svg", xmlns="http://www.w3.org/2000/svg", role="img")
         root.set("viewBox", f"0 0 {WIDTH} {self.height + 8:g}")
         root.set("class", "picture")
@@ -160,5 +160,5 @@ class Canvas:
 
 
 def text_width(text: str, size: float) -> float:
-    """Estimates the width of a line: Chinese characters are square, others 0.58 of that."""
+    """Estimates a line's width: a Chinese character is `size` wide, any other 0.58 times that."""
     return size * sum(1.0 if ord(letter) > 0x2E7F else 0.58 for letter in text)

@@ -16,7 +16,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def memory(c: Canvas) -> str:
-    """Draws what crosses the border of the chip, in three kernels and in one."""
+    """Draws the traffic between the chip and global memory, with three kernels and with one."""
     top, chip = 58, 168
     for x, heading in (
         (8, c.say("three kernels", "三个核函数")),
@@ -80,7 +80,7 @@ def memory(c: Canvas) -> str:
     )
 
 
-# Exponentials of the scores of eight keys, in four tiles, and their values.
+# exp(score) and the value of each of eight keys, in four tiles of two keys.
 TILES = ((1, 3), (6, 2), (4, 1), (12, 3))
 VALUES = ((6, 2), (4, 3), (1, 5), (2, 4))
 State = tuple[int, Fraction, Fraction]
@@ -94,7 +94,7 @@ def state_of(weights: Sequence[int], values: Sequence[int]) -> State:
 
 
 def merged(a: State, b: State) -> State:
-    """Returns the state over the keys of both."""
+    """Merges the states of two sets of keys."""
     largest = max(a[0], b[0])
     f, g = Fraction(a[0], largest), Fraction(b[0], largest)
     return largest, f * a[1] + g * b[1], f * a[2] + g * b[2]
@@ -157,7 +157,7 @@ def online_softmax(c: Canvas) -> str:
 
 
 def loop_orders(c: Canvas) -> str:
-    """Draws the order in which two loops visit tiles, and what a step reads and writes."""
+    """Draws the tile order of two loop nests, and what each step reads and writes."""
     side, tiles = 36, 4
     for x, heading, first in (
         (32, c.say("keys outside: minimal", "键在外：minimal"), True),
@@ -205,7 +205,7 @@ def _constants(name: str) -> dict[str, int]:
 
 
 def mapping(c: Canvas) -> str:
-    """Draws who computes which scores of a tile in six rungs, in one frame."""
+    """Draws which thread or warp computes which scores of a tile, for six rungs."""
     cell, count = 15, 8
     v2, v3, mma = (_constants(name) for name in ("v2", "v3", "mma_split_q"))
     owner: dict[str, tuple[str, str, Callable[[int, int], int | None]]] = {
@@ -297,7 +297,7 @@ def accumulator_lane(row: int, column: int) -> int:
 
 
 def fragments(c: Canvas) -> str:
-    """Draws the lanes of a result of mma.sync, and two results as an operand of the next one."""
+    """Draws which lanes hold an mma.sync result, and how two results form the next operand."""
     title = c.say("result of m16n8k16: lanes", "m16n8k16 的结果：各元素所在的 lane")
     c.text(8, 18, title, bold=True, anchor="start")
     width, height = 20, 15
@@ -340,7 +340,7 @@ def fragments(c: Canvas) -> str:
     )
 
 
-CHUNKS = 8  # of 16 bytes in a row of 64 numbers in 16 bits: all 32 banks
+CHUNKS = 8  # 16-byte chunks in a row of 64 16-bit numbers, which covers all 32 banks
 
 
 def plain_position(row: int, chunk: int) -> int:
@@ -362,7 +362,7 @@ LAYOUTS = {"plain": plain_position, "padded": padded_position, "swizzled": swizz
 
 
 def conflicts(position: Callable[[int, int], int]) -> int:
-    """Returns how many of eight rows' chunks 0 lie in the same four banks, at most."""
+    """Returns the largest number of rows, out of eight, whose first chunks share four banks."""
     groups = [position(row, 0) % CHUNKS for row in range(8)]
     return max(groups.count(group) for group in groups)
 
@@ -407,15 +407,15 @@ def banks(c: Canvas) -> str:
     )
 
 
-# A step of a schedule: its lane, start, length and kind. Lanes after the first have two halves:
-# softmax and epilogue run on CUDA cores, products on tensor cores.
+# A step of a schedule is (lane, start, length, kind). Lane 0 shows copies. Every other lane has two
+# halves: CUDA cores run softmax and epilogue, tensor cores run products.
 COPY, SCORES, SOFTMAX, OUTPUT, FINISH = "plain", "a", "c", "b", "d"
 Step = tuple[int, float, float, str]
 KEY_TILES, ROW_TILES = 2, 2
 
 
 def synchronous() -> list[Step]:
-    """Warps copy a tile, wait for it, and compute."""
+    """Returns a schedule in which warps copy a tile, wait for it, and compute."""
     steps: list[Step] = []
     at = 0.0
     for _ in range(ROW_TILES):
@@ -429,7 +429,7 @@ def synchronous() -> list[Step]:
 
 
 def double_buffered() -> list[Step]:
-    """Warps start the copy of the next tile, which takes time to issue, and compute meanwhile."""
+    """Returns a schedule in which warps issue the next tile's copy and compute while it runs."""
     steps: list[Step] = []
     at = 0.0
     for _ in range(ROW_TILES):
@@ -447,7 +447,7 @@ def double_buffered() -> list[Step]:
 
 
 def specialized() -> list[Step]:
-    """One warp copies for all; two warpgroups compute at the same time."""
+    """Returns a schedule in which one warp copies and two warpgroups compute in parallel."""
     steps: list[Step] = []
     at = 0.0
     for _ in range(ROW_TILES):
@@ -462,7 +462,7 @@ def specialized() -> list[Step]:
 
 
 def _computed(at: float, lanes: Sequence[int]) -> list[Step]:
-    """Returns the steps of a tile of keys, whose products need the tensor cores for 4 units."""
+    """Returns the steps of a tile of keys; each of its two products takes 4 units of time."""
     return [
         step
         for lane in lanes
@@ -470,8 +470,8 @@ def _computed(at: float, lanes: Sequence[int]) -> list[Step]:
     ]
 
 
-# The steps of a row tile with two warpgroups in turns: when warpgroup 0 begins a step, how much
-# later warpgroup 1 does, and the kind. No two products overlap.
+# The steps of a row tile in ping-pong scheduling: start of the step in warpgroup 0, delay until
+# warpgroup 1 starts it, and kind. Products of the two warpgroups do not overlap.
 TURNS = (
     (2, 2, SCORES),
     (4, 2, SOFTMAX),
@@ -484,7 +484,10 @@ TURNS = (
 
 
 def ping_pong(period: float) -> list[Step]:
-    """Warpgroups take turns on the tensor cores; row tiles begin ``period`` units apart."""
+    """Returns a schedule in which two warpgroups take turns on the tensor cores.
+
+    Row tiles begin ``period`` units apart.
+    """
     steps: list[Step] = []
     for start in (row * period for row in range(ROW_TILES)):
         steps += [(0, start + 2 * tile, 2, COPY) for tile in range(KEY_TILES)]
@@ -494,12 +497,12 @@ def ping_pong(period: float) -> list[Step]:
 
 
 def ending(steps: Sequence[Step]) -> float:
-    """Returns when the last step ends."""
+    """Returns the time at which the last step ends."""
     return max(start + length for _, start, length, _ in steps)
 
 
 def pipeline(c: Canvas) -> str:
-    """Draws idealised timelines of two row tiles in five kinds of kernels, to one scale."""
+    """Draws idealised timelines of two row tiles, for five kinds of kernels on one time scale."""
     lanes = (c.say("copies", "复制"), c.say("warps", "各 warp"))
     groups = (c.say("producer", "生产者"), "warpgroup 0", "warpgroup 1")
     kinds = (
@@ -546,16 +549,16 @@ def pipeline(c: Canvas) -> str:
     )
 
 
-LATE = (0, 0, 0, 8)  # when a block begins: the multiprocessor of the last one is still busy
+LATE = (0, 0, 0, 8)  # start time of each block; the last one waits for a busy SM
 
 
 def in_order(work: Sequence[int], blocks: int) -> list[list[int]]:
-    """Deals out tiles in their order, one block after the other."""
+    """Assigns tiles to blocks round-robin, in the order of the tiles."""
     return [[*work[block::blocks]] for block in range(blocks)]
 
 
 def snake(work: Sequence[int], blocks: int) -> list[list[int]]:
-    """Deals out the longest tiles first, each second round from the last block to the first."""
+    """Assigns tiles to blocks from the longest to the shortest, in alternating block order."""
     found: list[list[int]] = [[] for _ in range(blocks)]
     for number, length in enumerate(sorted(work, reverse=True)):
         turn, place = divmod(number, blocks)
@@ -564,7 +567,7 @@ def snake(work: Sequence[int], blocks: int) -> list[list[int]]:
 
 
 def dynamic(work: Sequence[int], blocks: int) -> list[list[int]]:
-    """Gives the longest tile left to the block that finishes first, as an atomic counter does."""
+    """Assigns the longest remaining tile to the first free block, as an atomic counter does."""
     found: list[list[int]] = [[] for _ in range(blocks)]
     for length in sorted(work, reverse=True):
         ends = [late + sum(lengths) for late, lengths in zip(LATE, found)]
@@ -624,7 +627,7 @@ def causal(c: Canvas) -> str:
 
 
 def backward(c: Canvas) -> str:
-    """Draws two orders of the gradients' loops, and the products of a tile."""
+    """Draws two loop orders of the backward pass, and the matrix products of a tile."""
     side = 30
     for x, heading, by_columns in (
         (28, c.say("columns: a block owns keys", "columns：线程块负责键"), True),
@@ -684,7 +687,7 @@ def backward(c: Canvas) -> str:
     )
 
 
-# Forward steps of the course and their ideas in a few words.
+# Forward steps of the course, and the idea of each in a few words.
 STEPS = {
     "baseline": ("three steps, by cuBLAS", "三步，用 cuBLAS"),
     "minimal": ("tiles: scores stay on the chip", "分块：分数留在片上"),
@@ -699,7 +702,7 @@ STEPS = {
     "wgmma_overlap": ("ping-pong", "乒乓调度"),
     "wgmma_persistent": ("persistent blocks", "常驻线程块"),
 }
-LENGTH, COLUMNS = 2048, 64  # of the measurements that are drawn
+LENGTH, COLUMNS = 2048, 64  # M and d of the measurements in the picture
 
 
 def measured_speeds() -> dict[str, float]:
@@ -719,7 +722,7 @@ def course(c: Canvas) -> str:
     speeds = measured_speeds()
     title = c.say("TFLOP/s of the steps, H200, float16", "各步的 TFLOP/s，H200，float16")
     c.text(8, 18, title, anchor="start", bold=True)
-    left, unit, lowest = 130, 52, 0.01  # a factor of ten is a unit wide
+    left, unit, lowest = 130, 52, 0.01  # logarithmic axis: `unit` per factor of ten
     for number, (name, ideas) in enumerate(STEPS.items()):
         y = 30 + 31 * number
         width = unit * math.log10(speeds[name] / lowest)

@@ -4,7 +4,7 @@ int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 for (int k = 0; k < 4; ++k) {
   unsigned registers[4];
   for (int i = 0; i < 4; ++i) {
-    // This warp's rows of the transpose of A.
+    // Registers hold this warp's rows of the transpose of A.
     int row = warp * 16 + lane / 4 + i % 2 * 8, column = k * 16 + lane % 4 * 2 + i / 2 * 8;
     ${c_type} pair[2] = {a[column * 64 + row], a[(column + 1) * 64 + row]};
     registers[i] = *reinterpret_cast<unsigned*>(pair);

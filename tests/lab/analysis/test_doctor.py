@@ -28,7 +28,7 @@ NO_DRIVER = "CUDARuntimeError: cudaErrorInsufficientDriver: CUDA driver version 
 
 
 def look(thing, *answer):
-    """Runs one probe, on a given answer or on this machine."""
+    """Runs one probe; `answer`, if given, replaces this machine's answer to the probe."""
     return next(probe for probe in diagnosis.PROBES if probe.thing == thing).look(*answer)
 
 
@@ -90,7 +90,7 @@ def probes(monkeypatch, *made):
 
 @pytest.fixture
 def asking(monkeypatch, tmp_path):
-    """Returns a function that writes a module f() and returns its name as a probe's question."""
+    """Returns a function that writes a module with a function f and returns "module:f"."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 

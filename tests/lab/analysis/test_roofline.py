@@ -103,7 +103,7 @@ def test_bounds_by_hand():
 
 
 def test_exponentials_bound_small_heads():
-    """Per clock, an SM computes 16 exponentials or 4096 FLOP; a score needs 1 and 4 d of them."""
+    """A score needs one exponential and 4 d FLOP; per clock, an SM computes 16 or 4096 of them."""
     assert row("tiled", device="h100", d=32).bound == "exponentials"
     assert row("tiled", device="h100", d=128).bound == "compute"
     small = row("tiled", device="h100", d=32)

@@ -1,4 +1,4 @@
-"""Timelines: entries recorded in the simulator, steps, clocks, traces, and no cost by default."""
+"""Timelines: recorded entries, steps, clocks and traces; code without a timeline has no cost."""
 
 import json
 import re
@@ -57,7 +57,7 @@ def overlap():
     return recorded("wgmma_overlap")
 
 
-# Cost where nothing is recorded
+# Recording costs nothing when it is off
 
 
 def without_marks(folder):
@@ -115,7 +115,8 @@ def test_a_recorded_launch_compiles_for_a_gpu_too():
         assert (phases > 12) == detailed and phases >= 2
         assert b"timeline_log" in code and b"%smid" in code
         barriers = re.findall(rb"\bbar(?:rier)?\.sync\b.*?%clock64", code, re.DOTALL)
-        # A barrier stalls a warp only at its next memory access, so its end is timed after one.
+        # A warp stalls not at the barrier but at its next memory access, so the clock that ends a
+        # barrier wait must follow a memory access.
         assert barriers and (not detailed or all(b"@there" in x for x in barriers))
 
 
@@ -231,7 +232,7 @@ def test_blocks_and_launches_that_are_not_there():
 
 
 def test_launches_with_the_same_name_have_numbers_and_rounds_are_recorded_one_at_a_time():
-    most = record_named("baseline_backward")  # no launch is named like the kernel
+    most = record_named("baseline_backward")  # no launch has the kernel's name
     found = plan(most, standard(most, {}, small=True).problem, Simulator().limits)
     assert timelines._chosen(found, None).entry == "score_gradients"
     kernel, tiles = record_named("mma_slices_backward"), {"room": 1}
@@ -443,7 +444,7 @@ def test_phases_count_where_they_begin():
 def test_a_warp_ends_with_the_last_of_its_lanes():
     entries = [
         entry(0, 0, Kind.IN_BLOCK),
-        entry(4, 0, Kind.IN_BLOCK, ended=True),  # lanes that do not copy end here
+        entry(4, 0, Kind.IN_BLOCK, ended=True),  # end of the lanes that do not copy
         entry(6, 0, Kind.BARRIER_WAIT),
         entry(9, 0, Kind.BARRIER_WAIT, ended=True),
         entry(12, 0, Kind.IN_BLOCK, ended=True),
@@ -569,7 +570,7 @@ def test_long_timelines_show_both_ends_and_all_blocks_a_row_for_each_multiproces
     draw(small(phases=blocks, places=places, is_detailed=False), tmp_path / "y.svg")
     svg = (tmp_path / "y.svg").read_text()
     assert "SM 3" in svg and "the next block or task" in svg and ">epilogue<" not in svg
-    later = Span(0, 1, Kind.IN_BLOCK, "other", 0, 9)  # a warp that is not the block's busiest one
+    later = Span(0, 1, Kind.IN_BLOCK, "other", 0, 9)  # another warp of block 0, which ends later
     all_blocks = small(phases=(*blocks, later), places=places, is_detailed=False)
     ends = {
         x["tid"]: x["ts"] + x["dur"]

@@ -24,8 +24,8 @@ from cupyfa.runtime.simulator import Simulator
 SMALL = {"batch": 1, "heads": 1, "M": 64, "N": 64, "d": 32}
 FIRST = ("fa2", "wgmma_overlap", "columns")  # their pages are also run in a browser
 NAMES = sorted((x.name for x in cupyfa.kernels()), key=lambda name: name not in FIRST)
-BYTES = 1_000_000  # the most that a page of a small problem may have
-# Presses keys and moves the slider; writes the steps that the page shows into its title.
+BYTES = 1_000_000  # maximum size of the page of a small problem
+# Presses keys and moves the slider, and stores the displayed steps in the page's title.
 SCRIPT = """
 <script>
 const shown = [], at = () => shown.push(Number(document.documentElement.dataset.step));
@@ -68,7 +68,7 @@ def overlap():
 
 
 class Scripts(HTMLParser):
-    """The data of a page, and what it would load from elsewhere."""
+    """Collects a page's data and the external files that the page would load."""
 
     def __init__(self, page):
         super().__init__()
@@ -232,7 +232,7 @@ def test_the_command_writes_a_page(tmp_path):
 
 
 def dom(path, query, budget):
-    """The page's title and elements after a virtual time in milliseconds."""
+    """Returns the page's DOM after ``budget`` milliseconds of virtual time in a browser."""
     browser = shutil.which("chromium")
     if browser is None:
         pytest.skip("chromium is not installed")

@@ -81,7 +81,7 @@ def test_a_call_ends_when_its_budget_is_used_up(clock):
 def test_slow_calls_are_made_twice_unless_that_takes_very_long(clock, seconds, launches):
     (times,) = timing.measure(clock, [lambda: 1e3 * seconds], budget=1, cold=True)
     assert times == [1e3 * seconds] * launches
-    assert len(clock.called) == (1 if launches == 1 else 3)  # including one to warm up
+    assert len(clock.called) == (1 if launches == 1 else 3)  # including a warm-up call
 
 
 def test_the_number_of_rounds_is_limited(clock):
@@ -253,7 +253,7 @@ def test_every_precision_has_a_peak_here(facts, dtype):
 
 
 class Paced(Simulator):
-    """A simulator in which a kernel takes the given milliseconds, and the clock drifts."""
+    """A simulator in which each kernel takes a given time in milliseconds on a drifting clock."""
 
     def __init__(self, **milliseconds):
         super().__init__()
@@ -261,11 +261,12 @@ class Paced(Simulator):
 
     @property
     def limits(self):
-        return replace(super().limits, device="a paced simulator")  # has stored peaks of its own
+        # Stored peaks are looked up by the device's name.
+        return replace(super().limits, device="a paced simulator")
 
     def time(self, call, *, cold=False):
         plan = getattr(call, "plan", None)
-        if plan is not None:  # products that measure a peak need not be computed
+        if plan is not None:  # skips the matrix products that measure a peak
             call()
         self.drift *= 1.0001
         kernel = plan.kernel.name if plan else "product"

@@ -38,7 +38,10 @@ def installed(name):
 
 
 def asked(engine, name, layout="bhsd", operation="forward", **sizes):
-    """Runs a peer; returns it and verdicts by the error bounds of a 16-bit or tf32 kernel."""
+    """Runs a peer and compares its results with the error bounds of a 16-bit or tf32 kernel.
+
+    Returns the peer and the verdicts.
+    """
     problem = Problem.of_sizes(**{**SIZES, **sizes})
     inputs = Case(operation, problem, seed=5, layout=layout).inputs()
     with engine.working_on(None):
@@ -276,7 +279,7 @@ def test_gradients_of_packed_sequences(cuda, name):
 
 
 class Operators:
-    """Replaces torch's operators for packed sequences by the reference; checks their arguments."""
+    """Replaces torch's operators for packed sequences with the reference and checks arguments."""
 
     def __init__(self, p):
         self.p = p

@@ -440,7 +440,7 @@ def test_notes_name_a_kernel_without_tiles(tmp_path, engine):
 
 
 def of_states(*states):
-    """Yields candidates in these states; all wrong ones have the same error."""
+    """Yields one candidate per state; all candidates in the state "wrong" have the same error."""
     problem = Problem.of_sizes(M=20, d=8)
     for laps, state in enumerate(states):
         note = "off" if state == "wrong" else ""
@@ -470,7 +470,7 @@ def test_an_unwritable_cache_is_reported_once(laps, engine, monkeypatch):
 
 @pytest.mark.parametrize("columns", [80, 120])
 def test_the_table_fits_the_terminal(monkeypatch, columns):
-    """The table has all columns of a GPU, for the kernel with the most constants."""
+    """Prints all columns that tuning on a GPU has, for the kernel with the most constants."""
     monkeypatch.setenv("COLUMNS", str(columns))
     problem = Problem.of_sizes(batch=4, heads=16, M=2048, d=64, dtype="float16")
     rows = []
@@ -500,7 +500,8 @@ def test_the_others_are_not_compared_with_the_finalists(laps, engine, monkeypatc
     assert [row.split()[0] for row in rows[line - 2 : line]] == ["laps=2", "laps=200"]
     (last,) = rows[line + 1 :]
     assert last.split()[:2] == ["laps=1", f"{other.first_ms:.4g}"] and "x own" in rows[line - 3]
-    assert last.split()[2] == f"{round(other.row()['spread_%'], 2):.4g}"  # ms and x own are empty
+    # The columns "ms" and "x own" are empty.
+    assert last.split()[2] == f"{round(other.row()['spread_%'], 2):.4g}"
 
 
 @pytest.mark.gpu

@@ -65,7 +65,7 @@ ALIVE = []
 
 
 def a(*shape, dtype=np.float32, of=np.zeros):
-    """Makes an array, which the test requires to be freed after the call."""
+    """Makes an array and records it in ALIVE; tests require that it is freed after the call."""
     array = of(shape, dtype)
     ALIVE.append(weakref.ref(array))
     return array

@@ -428,7 +428,7 @@ def commands(group=MAIN, *names):
 
 
 def test_commands_are_one_family():
-    """Options of one name are the same in all commands, and help lists them in the same order."""
+    """A shared option is the same in all commands, and help lists options in the same order."""
     families = {}
     for names, command in commands():
         shown = [x for x in command.params if isinstance(x, click.Option) and not x.hidden]
@@ -451,7 +451,7 @@ def test_commands_are_one_family():
 
 
 _KERNEL = "KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record"
-# Options whose help differs between commands, as their meaning does.
+# Options whose help texts differ between commands, because their meanings differ.
 _OTHER_TEXTS = ("dtype", "dtypes", "seed", "budget", "dry_run", "plot", "save", "saved")
 _PLACES = [
     *("batch", "heads", "kv_heads", "M", "N", "d", "dv", "dtype", *OPTIONS, "layout", "values"),

@@ -33,7 +33,7 @@ def shown_options(command):
     return [x for x in command.params if isinstance(x, click.Option) and not x.hidden]
 
 
-FAST = {("run",), ("roofline",), ("cache", "clear"), ("new",)}  # tests of others are marked slow
+FAST = {("run",), ("roofline",), ("cache", "clear"), ("new",)}  # tests of other commands are slow
 OPTIONS = [
     pytest.param(names, x, marks=[] if names in FAST else pytest.mark.slow, id=f"{names} {x.opts}")
     for names, command in COMMANDS.items()

@@ -293,7 +293,7 @@ GOOD = ("bench", "fa2", "--alone", "--budget", "0", *SIMULATOR, *SMALL)
 
 @pytest.fixture
 def results(own_folders, tmp_path):
-    """Saves results to a file; its folder contains only the temporary directory besides."""
+    """Saves results to a file; otherwise its folder contains only the temporary directory."""
     path = tmp_path / "results.json"
     cli(*GOOD, "--save", path, code=0)
     return path
@@ -591,14 +591,14 @@ def test_an_endless_script_is_interrupted(tmp_path, place):
     interrupted(("run", f"{script}:mine"), place, (tmp_path / "begun").exists, signal.SIGINT)
 
 
-# Runs a script's main, after creating a file as a signal that all modules are imported.
+# Imports a script with all its modules, creates a file to report this, and runs the script's main.
 WHEN_IMPORTED = """
 import pathlib, runpy, sys
 main = runpy.run_path(sys.argv[1])["main"]
 pathlib.Path(sys.argv[2]).touch()
 main(sys.argv[3:])
 """
-# Runs a script's main, and creates the file just before a check runs its cases.
+# Runs a script's main; creates a file just before a check runs its cases.
 WHEN_CHECKING = """
 import pathlib, runpy, sys
 from cupyfa.lab.verify import checker as checking
@@ -694,7 +694,7 @@ def test_results_are_written_once_into_a_pipe(own_folders, tmp_path, linked):
     assert pipe.is_fifo() and link.is_symlink()
 
 
-# Receives a signal, which ends the command, and a second one while the process exits.
+# Receives one signal, which ends the command, and another while the process exits.
 AGAIN_AT_EXIT = """
 import atexit, signal
 from cupyfa.lab.commands.signals import ended_by_signals

@@ -153,7 +153,7 @@ def test_a_solution_may_fail_in_any_way(monkeypatch, text, symptom):
 
 
 def test_a_slow_solution_has_no_known_cause(monkeypatch):
-    """The known mistakes are as slow on a slow machine."""
+    """A time limit explains nothing: known mistakes also exceed it on a slow machine."""
     monkeypatch.setattr(attempt, "SECONDS", 0.001)
     exercise = exercise_named("online_softmax")
     verdict = judge(exercise, exercise.wrong_solution(exercise.mistakes[0]))

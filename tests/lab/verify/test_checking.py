@@ -34,7 +34,7 @@ from cupyfa.planner import choose_kernel as planning
 
 @pytest.fixture(autouse=True)
 def as_long_as_it_takes(monkeypatch):
-    """Gives shrinking enough time to reach the same case on slow machines as on fast ones."""
+    """Raises the time limit of shrinking so that slow machines reach the same case as fast ones."""
     monkeypatch.setattr(checking, "_SHRINKING", 600.0)
 
 
@@ -381,7 +381,7 @@ def started(tmp_path, kernel):
     while len(running_with(str(tmp_path))) < 4:
         assert time.monotonic() < ended, "the processes do not start"
         time.sleep(0.05)
-    time.sleep(3)  # until some of the processes hang
+    time.sleep(3)  # by then some of the processes hang
     return running
 
 

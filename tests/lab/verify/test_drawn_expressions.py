@@ -65,7 +65,7 @@ def test_results_of_kernels_are_those_of_the_reference(backend, kernel, dtype, s
 
 
 def derivatives(text, captured, scores, step):
-    """Returns derivatives by the chain rule and by differences, and where these are smooth."""
+    """Returns derivatives by the chain rule, finite differences, and a mask of smooth points."""
     p = Problem.of_sizes(**SIZES, dtype="float64", score_mod=text, captured=captured)
     mods = modifications(Case("forward", p).inputs(), p)
     place = mods.place(*np.ogrid[tuple(slice(n) for n in scores.shape)])

@@ -12,7 +12,7 @@ from cupyfa.runtime.choose_backend import backend_named
 @pytest.mark.slow
 @pytest.mark.parametrize("at, kernel", list(enumerate(cupyfa.kernels())), ids=name)
 def test_a_rung_passes_its_check(at, kernel, monkeypatch, request):
-    """Runs one of the ten groups of samples of a default check, or with --all every group."""
+    """Runs a tenth of the samples of a default check, or all samples with --all."""
     # This test computes more than it compiles, so the compiler optimises.
     monkeypatch.setenv("CUPYFA_COMPILER_FLAGS", "")
     simulator = backend_named("simulator")

@@ -56,7 +56,7 @@ def lines_named(message):
 @pytest.mark.sampled(10, "kernel")
 @pytest.mark.parametrize("kernel, fault", [(x.kernel, x) for x in FAULTS], ids=str)
 def test_a_fault_is_found(tmp_path, monkeypatch, kernel, fault):
-    """Tests one fault per kernel and a sample of the others, or with --all every fault."""
+    """Tests one fault per kernel and a sample of the other faults, or every fault with --all."""
     monkeypatch.setenv("CUPYFA_COMPILER_FLAGS", "")
     if fault.is_of_calls:
         broken = broken_kernels.put_in_place(tmp_path, fault, monkeypatch)

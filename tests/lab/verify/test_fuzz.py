@@ -237,7 +237,10 @@ def test_the_default_samples_cover_what_a_kernel_has(name, seed):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_default_samples_reach_every_schedule(seed):
-    """Covers merging in rounds, blocks without a tile, and counters of heads and of tiles."""
+    """Schedules: merging in several rounds, blocks without a tile, and both sorts of counters.
+
+    wgmma_columns counts the finished blocks of a head, or the tiles that persistent blocks take.
+    """
 
     def plans(name):
         return [planned(drawn) for drawn in samples(name, SAMPLES["simulator"], seed=seed)]
@@ -251,7 +254,10 @@ def test_default_samples_reach_every_schedule(seed):
 
 
 def has_a_block_without_a_tile(plan):
-    """Follows static_schedule.cuh for d > 64, where heads of a few tiles are assigned in order."""
+    """Returns whether some block gets no tile.
+
+    The condition is that of static_schedule.cuh for d > 64 and heads of 2 to 8 tiles.
+    """
     p, blocks = plan.problem, plan.launches[0].grid[0]
     tiles = -(-p.M // plan.constants["Br"])
     rest = blocks % tiles if 2 <= tiles <= 8 else 0

@@ -115,7 +115,7 @@ FAULTS = {  # a header, its code, and the faulty replacement
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_of_pages_are_found(tmp_path, monkeypatch, fault):
-    """The failure keeps its page size, also when it is shrunk."""
+    """Shrinking does not change the page size of a failure."""
     monkeypatch.setattr(checking, "_SHRINKING", 2.0)
     file, right, wrong = FAULTS[fault]
     made = broken_kernels.Fault("fa2", file, fault, right, wrong, "", None)

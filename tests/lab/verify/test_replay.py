@@ -33,7 +33,7 @@ def stored(tmp_path, fault, case=CASE, reruns=0):
 
 
 def kernel_of(file):
-    """Returns the kernel that a file names; if it is in a script, callers must name it too."""
+    """Returns the name of the kernel whose failure a file holds, to pass it to ``replay``."""
     return failures.read(file).outcome.kernel
 
 
