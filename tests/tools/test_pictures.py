@@ -78,7 +78,7 @@ def test_schedules_deal_out_every_tile_once(schedule):
 
 def test_each_kind_of_pipeline_is_faster_and_its_products_do_not_overlap():
     kinds = [drawings.synchronous(), drawings.double_buffered(), drawings.specialized()]
-    kinds += [drawings.ping_pong(20), drawings.ping_pong(16)]
+    kinds += [drawings.ping_pong(), drawings.persistent()]
     endings = [drawings.ending(steps) for steps in kinds]
     assert endings == sorted(endings, reverse=True)
     for steps in kinds[3:]:
@@ -88,3 +88,45 @@ def test_each_kind_of_pipeline_is_faster_and_its_products_do_not_overlap():
             if kind in (drawings.SCORES, drawings.OUTPUT)
         )
         assert all(end <= start for (_, end), (start, _) in pairwise(products))
+
+
+def begins(steps, kind, warpgroup=0):
+    """Returns when a warpgroup begins each of its steps of a kind; the copies are lane 0."""
+    lane = 0 if kind == drawings.COPY else 1 + warpgroup
+    return sorted(start for at, start, _, found in steps if (at, found) == (lane, kind))
+
+
+TURNS = pytest.mark.parametrize("kind", [drawings.ping_pong, drawings.persistent])
+WARPGROUPS = pytest.mark.parametrize("warpgroup", [0, 1])
+
+
+@TURNS
+@WARPGROUPS
+def test_scores_of_the_next_keys_come_before_output_and_softmax_overlaps_with_it(kind, warpgroup):
+    steps = kind()
+    scores, softmax, output = (
+        begins(steps, name, warpgroup)
+        for name in (drawings.SCORES, drawings.SOFTMAX, drawings.OUTPUT)
+    )
+    for first in (0, drawings.KEY_TILES):
+        assert scores[first + 1] < output[first] == softmax[first + 1]
+    for copy, s, p, o in zip(begins(steps, drawings.COPY), scores, softmax, output):
+        assert copy + 2 <= s and s + 2 <= p and p + 2 <= o
+
+
+@WARPGROUPS
+def test_a_persistent_block_writes_output_during_the_next_scores(warpgroup):
+    steps = drawings.persistent()
+    finish = begins(steps, drawings.FINISH, warpgroup)
+    assert finish[0] == begins(steps, drawings.SCORES, warpgroup)[drawings.KEY_TILES]
+    assert finish[0] >= begins(steps, drawings.OUTPUT, warpgroup)[drawings.KEY_TILES - 1] + 2
+
+
+def test_a_persistent_block_copies_the_next_tile_early_but_only_to_free_buffers():
+    steps, buffers = drawings.persistent(), 3
+    copies = begins(steps, drawings.COPY)
+    assert copies[drawings.KEY_TILES] == begins(steps, drawings.SOFTMAX)[drawings.KEY_TILES - 1]
+    for copy, *outputs in zip(
+        copies[buffers:], *(begins(steps, drawings.OUTPUT, warpgroup) for warpgroup in (0, 1))
+    ):
+        assert copy >= max(outputs) + 2

@@ -16,21 +16,22 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def memory(c: Canvas) -> str:
-    """Draws the traffic between the chip and global memory, with three kernels and with one."""
-    top, chip = 58, 168
+    """Draws what crosses the border of the chip, in three kernels and in one."""
+    top, chip = 66, 168
     for x, heading in (
         (8, c.say("three kernels", "三个核函数")),
-        (208, c.say("FlashAttention: one", "FlashAttention：一个")),
+        (208, c.say("one: FlashAttention", "一个：FlashAttention")),
     ):
         c.text(x + 92, 18, heading, bold=True)
-        c.box(x, 28, 184, 30, "plain")
+        c.box(x, 26, 184, top - 26, "plain")
+        c.text(x + 6, 40, c.say("device memory", "显存"), anchor="start", size=11)
         c.box(x, chip, 184, 70, "plain")
         c.text(x + 6, chip + 64, c.say("on the chip", "片上"), anchor="start", size=11)
     c.line((4, 113), (396, 113), colour="alert", dashed=True)
-    c.text(300, 108, c.say("the border of the chip", "芯片边界"), size=11, colour="alert")
+    c.text(300, 108, c.say("chip border", "芯片边界"), size=11, colour="alert")
 
     for x, array in ((20, "Q"), (34, "K"), (48, "V"), (84, "S"), (120, "P"), (176, "O")):
-        c.text(x, 47, array)
+        c.text(x, 59, array)
     steps = (
         (14, "S=QKᵀ", ("Q,K", "S")),
         (74, "softmax", ("S", "P")),
@@ -48,7 +49,7 @@ def memory(c: Canvas) -> str:
             c.text(x + offset - 3, 140, array, size=10, colour=colour, anchor="end")
 
     for x, array in ((236, "Q"), (250, "K"), (264, "V"), (350, "O")):
-        c.text(x, 47, array)
+        c.text(x, 59, array)
     loop = c.say("tiles of S and P\nstay here", "S 和 P 的分块\n留在这里")
     c.box(222, chip + 6, 156, 40, "a", loop, size=11)
     for x, ends, array in ((250, (top, chip + 6), "Q,K,V"), (350, (chip + 6, top), "O")):
@@ -58,22 +59,27 @@ def memory(c: Canvas) -> str:
     rows, columns = 2048, 64
     inputs = 4 * 2 * rows * columns / 1e6
     scores = 4 * 2 * rows**2 / 1e6
-    c.text(100, 258, c.say(f"{inputs + scores:.1f} MB moved", f"搬运 {inputs + scores:.1f} MB"))
-    c.text(300, 258, c.say(f"{inputs:.2f} MB moved", f"搬运 {inputs:.2f} MB"))
+    for x, moved in ((100, f"{inputs + scores:.1f} MB"), (300, f"{inputs:.2f} MB")):
+        c.text(x, 258, c.say(f"at least {moved} moved", f"至少搬运 {moved}"))
     note = c.say("one head, M = N = 2048, d = 64, float16", "一个头，M = N = 2048，d = 64，float16")
     c.text(200, 276, note, size=11)
 
     levels = (
-        (c.say("registers", "寄存器"), "256 KB / SM", "", 170),
-        (c.say("shared memory", "共享内存"), "256 KB / SM", "31 TB/s", 250),
-        (c.say("L2 cache", "L2 缓存"), "50 MB", "", 320),
+        (c.say("registers (one thread)", "寄存器（单个线程）"), "256 KB / SM", "", 300),
+        (
+            c.say("shared memory (one block)", "共享内存（单个线程块）"),
+            "256 KB / SM",
+            "31 TB/s",
+            300,
+        ),
+        (c.say("L2 cache", "L2 缓存"), "50 MB", "", 342),
         (c.say("device memory", "显存（HBM）"), "80 GB", "3.35 TB/s", 384),
     )
     c.text(200, 306, c.say("levels of memory of an H100", "H100 的存储层次"), bold=True)
     for number, (level, size, rate, width) in enumerate(levels):
         y = 316 + 30 * number
         c.box(200 - width / 2, y, width, 26, "abcd"[number])
-        c.text(200, y + 17, ", ".join(filter(None, (level, size, rate))), size=11)
+        c.text(200, y + 17, c.say(", ", "，").join(filter(None, (level, size, rate))), size=11)
     return c.say(
         "Three kernels move S and P through memory; FlashAttention moves Q, K, V and O only.",
         "三个核函数让 S 和 P 经过显存；FlashAttention 只搬运 Q、K、V 和 O。",
@@ -140,14 +146,16 @@ def online_softmax(c: Canvas) -> str:
     halves = [merged(*tiles[:2]), merged(*tiles[2:])]
     together = merged(*halves)
     names = (c.say("tiles 1, 2", "分块 1、2"), c.say("tiles 3, 4", "分块 3、4"))
+    c.text(92, 262, "m, ℓ, Õ", size=11)
+    c.text(346, 278, "m, ℓ, Õ", size=11)
     for number, (largest, total, out) in enumerate(halves):
-        y = 258 + 34 * number
+        y = 268 + 34 * number
         c.box(8, y, 168, 28, "ac"[number], f"ln {largest},  {total},  {out}")
         c.text(182, y + 18, names[number], anchor="start", size=11)
-    c.text(262, 294, "⊕", size=20)
-    c.line((280, 288), (296, 288), arrow=True)
+    c.text(262, 304, "⊕", size=20)
+    c.line((280, 298), (296, 298), arrow=True)
     largest, total, out = together
-    c.box(300, 274, 92, 28, "d", f"ln {largest}, {total}, {out}", size=10.5)
+    c.box(300, 284, 92, 28, "d", f"ln {largest}, {total}, {out}", size=10.5)
     assert together == states[-1]
     return c.say(
         "The state of a row after each of four tiles: maximum, factor, sum and output; two halves "
@@ -157,7 +165,7 @@ def online_softmax(c: Canvas) -> str:
 
 
 def loop_orders(c: Canvas) -> str:
-    """Draws the tile order of two loop nests, and what each step reads and writes."""
+    """Draws the order in which two loops visit tiles, and what an iteration reads and writes."""
     side, tiles = 36, 4
     for x, heading, first in (
         (32, c.say("keys outside: minimal", "键在外：minimal"), True),
@@ -167,20 +175,21 @@ def loop_orders(c: Canvas) -> str:
         c.text(x + 2 * side, 36, c.say("tiles of keys →", "键分块 →"), size=11)
         for row in range(tiles):
             for column in range(tiles):
-                step = column * tiles + row + 1 if first else column + 1
+                order = column * tiles + row + 1 if first else column + 1
                 fill = "a" if first else "abcd"[row]
-                c.box(x + side * column, 44 + side * row, side, side, fill, f"{step}")
+                c.box(x + side * column, 44 + side * row, side, side, fill, f"{order}")
         if not first:
             for row in range(tiles):
                 y = 44 + side * row + side / 2 + 4
-                label = c.say(f"block {row}", f"块 {row}")
+                label = c.say(f"block {row}", f"线程块 {row}")
                 c.text(x + 4 * side + 4, y, label, anchor="start", size=10)
         else:
             c.text(x + 2 * side, 204, c.say("a block for each head", "每个头一个线程块"), size=11)
     c.text(14, 44 + 2 * side, "Q ↓", size=11)
-    c.text(206 + 2 * side, 204, c.say("a block for each row", "每行一个线程块"), size=11)
+    blocks = c.say("a block for each tile of Q", "每个 Q 分块一个线程块")
+    c.text(206 + 2 * side, 204, blocks, size=11)
     lines = (
-        (c.say("each step reads", "每一步读"), "Q, O, m, ℓ", "K, V"),
+        (c.say("an iteration reads", "每次迭代读"), "Q, O, m, ℓ", "K, V"),
         (c.say("and writes", "并写"), "O, m, ℓ", c.say("nothing", "无")),
         (c.say("stays on the chip", "留在片上"), "K, V", "Q, O, m, ℓ"),
     )
@@ -192,8 +201,9 @@ def loop_orders(c: Canvas) -> str:
         c.text(320, y + 15, right, size=11)
     return c.say(
         "A grid of tiles in which keys outside goes down the columns with one block, and rows "
-        "outside gives each row of tiles to a block.",
-        "分块网格：键在外时一个线程块逐列向下；行在外时每行分块各由一个线程块负责。",
+        "outside gives each tile of Q, a row of the grid, to a block.",
+        "分块网格：键在外时一个线程块逐列向下；"
+        "行在外时每个 Q 分块（网格的一行）各由一个线程块负责。",
     )
 
 
@@ -210,8 +220,8 @@ def mapping(c: Canvas) -> str:
     v2, v3, mma = (_constants(name) for name in ("v2", "v3", "mma_split_q"))
     owner: dict[str, tuple[str, str, Callable[[int, int], int | None]]] = {
         "minimal": (
-            "a thread computes a row",
-            "一个线程算一行",
+            "a thread computes a row;\nrows alternate in colour",
+            "一个线程算一行；\n相邻两行颜色交替",
             lambda row, column: row % 2,
         ),
         "v1": (
@@ -232,8 +242,8 @@ def mapping(c: Canvas) -> str:
             ),
         ),
         "fa2": (
-            "a thread owns a row and its O",
-            "一个线程负责一行及其 O",
+            "a thread owns a row and its O;\nrows alternate in colour",
+            "一个线程负责一行及其 O；\n相邻两行颜色交替",
             lambda row, column: row % 2,
         ),
         "mma_split_q": (
@@ -243,7 +253,7 @@ def mapping(c: Canvas) -> str:
         ),
     }
     for number, (name, (english, chinese, whose)) in enumerate(owner.items()):
-        x, y = 40 + 200 * (number % 2), 34 + 172 * (number // 2)
+        x, y = 40 + 200 * (number % 2), 34 + 184 * (number // 2)
         c.text(x + 60, y - 14, name, bold=True)
         for row in range(count):
             for column in range(count):
@@ -252,7 +262,8 @@ def mapping(c: Canvas) -> str:
                 c.box(x + cell * column, y + cell * row, cell, cell, fill)
         c.text(x - 6, y + 64, "Q ↓", anchor="end", size=11)
         c.text(x + 124, y + 64, "K →", anchor="start", size=11)
-        c.text(x + 60, y + 134, c.say(english, chinese), size=10)
+        for line, caption in enumerate(c.say(english, chinese).split("\n")):
+            c.text(x + 60, y + 134 + 13 * line, caption, size=10)
     return c.say(
         "Tiles of S in six rungs, coloured by the thread or warp that computes them.",
         "六级核函数中 S 的一个分块，按负责计算的线程或 warp 着色。",
@@ -261,27 +272,21 @@ def mapping(c: Canvas) -> str:
 
 def split(c: Canvas) -> str:
     """Draws how four warps share a tile: by keys, and by rows."""
-    for x, heading, by_keys in (
-        (20, "Split-K (FlashAttention 1)", True),
-        (220, "Split-Q (FlashAttention 2)", False),
-    ):
+    for x, heading in ((20, "Split-K (FlashAttention 1)"), (220, "Split-Q (FlashAttention 2)")):
         c.text(x + 80, 18, heading, bold=True, size=11)
-        for warp in range(4):
-            label = f"warp {warp}" if not by_keys else f"w{warp}"
-            if by_keys:
-                c.box(x + 40 * warp, 30, 40, 100, "abcd"[warp], label, size=11)
-            else:
-                c.box(x, 30 + 25 * warp, 160, 25, "abcd"[warp], label, size=11)
-        c.text(x + 80, 146, "S = QKᵀ", size=11)
-        if by_keys:
-            for warp in range(4):
-                c.line((x + 40 * warp + 20, 152), (x + 80, 176), arrow=True)
-            shared = c.say("add O of 4 warps, barrier", "4 份 O 相加，同步")
-            c.box(x - 12, 178, 184, 26, "plain", shared, size=9.5, edge="alert")
-        else:
-            for warp in range(4):
-                c.box(x + 40 * warp, 178, 40, 26, "abcd"[warp], "O", size=11)
-            c.line((x + 80, 152), (x + 80, 176), arrow=True)
+    for warp, fill in enumerate("abcd"):
+        c.box(44 + 28 * warp, 30, 28, 100, fill, f"w{warp}", size=11)
+        c.line((58 + 28 * warp, 152), (76 + 16 * warp, 176), arrow=True)
+        y = 30 + 25 * warp
+        c.box(220, y, 112, 25, fill, f"warp {warp}", size=11)
+        c.line((332, y + 12.5), (351, y + 12.5), arrow=True)
+        c.box(352, y, 36, 25, fill)
+    c.text(100, 146, "S = QKᵀ", size=11)
+    c.text(276, 146, "S = QKᵀ", size=11)
+    c.text(370, 146, "O", size=11)
+    shared = c.say("add O of 4 warps, barrier", "4 份 O 相加，同步")
+    c.box(8, 178, 184, 26, "plain", shared, size=9.5, edge="alert")
+    c.box(208, 178, 184, 26, "plain", c.say("nothing to exchange", "无需交换"), size=9.5)
     c.text(100, 222, c.say("a warp: partial sums, all rows", "每个 warp：所有行的部分和"), size=10)
     c.text(300, 222, c.say("a warp: its rows, complete", "每个 warp：自己的行，完整"), size=10)
     return c.say(
@@ -298,19 +303,22 @@ def accumulator_lane(row: int, column: int) -> int:
 
 def fragments(c: Canvas) -> str:
     """Draws which lanes hold an mma.sync result, and how two results form the next operand."""
-    title = c.say("result of m16n8k16: lanes", "m16n8k16 的结果：各元素所在的 lane")
+    title = c.say(
+        "16 × 8 result of mma.sync: the lane of each element",
+        "mma.sync 的 16 × 8 结果：各元素所在的 lane",
+    )
     c.text(8, 18, title, bold=True, anchor="start")
     width, height = 20, 15
     for row in range(16):
         for column in range(8):
             lane = accumulator_lane(row, column)
             fill = "abcd"[lane % 4]
-            c.box(26 + width * column, 28 + height * row, width, height, fill, f"{lane}", size=9.5)
-        c.text(20, 28 + height * row + 11, f"{row}", anchor="end", size=9)
+            c.box(26 + width * column, 28 + height * row, width, height, fill, f"{lane}", size=10.5)
+        c.text(20, 28 + height * row + 11, f"{row}", anchor="end", size=10.5)
     c.text(26 + 80, 284, c.say("8 columns, 16 rows", "8 列、16 行"), size=11)
 
     c.text(304, 46, c.say("registers of a lane", "一个 lane 的寄存器"), size=11, bold=True)
-    for block, (name, fill) in enumerate((("d0 d1", "plain"), ("d2 d3", "plain"))):
+    for block, (name, fill) in enumerate((("d[0] d[1]", "plain"), ("d[2] d[3]", "plain"))):
         for side in range(2):
             x = 214 + 96 * side
             c.box(x, 56 + 34 * block, 84, 32, fill, name)
@@ -318,10 +326,19 @@ def fragments(c: Canvas) -> str:
     c.text(352, 140, c.say("keys 8-15", "键 8-15"), size=10.5)
     c.line((304, 148), (304, 168), arrow=True)
     c.text(312, 162, "P = exp(S − m)", anchor="start", size=10.5)
-    names = (("a0 a1", "a4 a5"), ("a2 a3", "a6 a7"))
+    names = (("a[0]", "a[2]"), ("a[1]", "a[3]"))
+    pair_of_numbers = c.say("two numbers", "两个数")
     for row, pair in enumerate(names):
         for side, name in enumerate(pair):
-            c.box(222 + 84 * side, 176 + 34 * row, 84, 34, "c", name)
+            c.box(
+                222 + 84 * side,
+                176 + 34 * row,
+                84,
+                34,
+                "c",
+                f"{name}\n{pair_of_numbers}",
+                size=10.5,
+            )
     c.text(306, 262, c.say("operand A of PV, 16 × 16", "PV 的操作数 A，16 × 16"), size=10.5)
     c.text(306, 280, c.say("no element moves", "没有元素需要移动"), size=10.5)
 
@@ -383,26 +400,29 @@ def banks(c: Canvas) -> str:
         c.text(392, top - 22, verdict, anchor="end", colour="alert" if ways > 1 else "ink")
         for group in range(CHUNKS):
             label = f"{4 * group}-{4 * group + 3}"
-            c.text(left + cell * group + cell / 2, top - 5, label, size=9.5)
-        c.text(left - 6, top - 5, c.say("banks", "bank"), anchor="end", size=9.5)
+            c.text(left + cell * group + cell / 2, top - 5, label, size=10)
+        c.text(left - 6, top - 5, c.say("banks", "bank"), anchor="end", size=10.5)
         for row in range(8):
             for chunk in range(CHUNKS):
                 place = position(row, chunk)
                 x, y = left + cell * (place % CHUNKS), top + 15 * (place // CHUNKS)
                 fill = "b" if chunk == 0 else "plain"
-                c.box(x, y, cell, 15, fill, f"{row}.{chunk}", size=8.5)
+                c.box(x, y, cell, 15, fill, f"{row}.{chunk}", size=11)
         if layout == "padded":
             for gap in range(8):
                 place = position(gap, CHUNKS)
                 x, y = left + cell * (place % CHUNKS), top + 15 * (place // CHUNKS)
                 c.box(x, y, cell, 15, "paper")
-        c.text(left - 6, top + 11, c.say("row.chunk", "行.块"), anchor="end", size=9.5)
-    read = c.say("one ldmatrix reads chunk 0 of 8 rows", "一次 ldmatrix 读取 8 行的第 0 块")
+        c.text(left - 6, top + 11, c.say("row.chunk", "行.小块"), anchor="end", size=10.5)
+    read = c.say(
+        "one of the four matrices of an ldmatrix: chunk 0 of 8 rows",
+        "ldmatrix 四个矩阵中的一个：8 行的第 0 小块",
+    )
     c.legend(c.height + 8, [("b", read)])
     return c.say(
         "Chunk 0 of eight rows lies in the same four banks without padding, and in eight different "
         "groups of banks with padding or a swizzle.",
-        "不填充时八行的第 0 块都在同样的四个 bank 里；"
+        "不填充时八行的第 0 小块都在同样的四个 bank 里；"
         "填充或 swizzle 之后分布在八组不同的 bank 里。",
     )
 
@@ -470,30 +490,51 @@ def _computed(at: float, lanes: Sequence[int]) -> list[Step]:
     ]
 
 
-# The steps of a row tile in ping-pong scheduling: start of the step in warpgroup 0, delay until
-# warpgroup 1 starts it, and kind. Products of the two warpgroups do not overlap.
-TURNS = (
-    (2, 2, SCORES),
-    (4, 2, SOFTMAX),
-    (6, 4, OUTPUT),
-    (8, 4, SCORES),
-    (10, 4, SOFTMAX),
-    (14, 2, OUTPUT),
-    (16, 2, FINISH),
+# What two warpgroups do in turns: when warpgroup 0 begins something, how much later warpgroup 1
+# does, and its kind; each takes 2 units. S of the next tile of keys is issued before P V of this
+# one, and its softmax overlaps with that P V. No two products overlap.
+BEGINNING = ((2, 2, SCORES), (4, 2, SOFTMAX), (6, 4, SCORES), (8, 4, OUTPUT), (8, 4, SOFTMAX))
+TURNS = (*BEGINNING, (14, 2, OUTPUT), (16, 2, FINISH))
+# The same for two tiles of Q, of which the second begins before O of the first is written.
+PERSISTENT_TURNS = (
+    *BEGINNING,
+    (14, 4, OUTPUT),
+    (16, 4, SCORES),
+    (16, 4, FINISH),
+    (18, 4, SOFTMAX),
+    (22, 4, SCORES),
+    (24, 4, OUTPUT),
+    (24, 4, SOFTMAX),
+    (30, 2, OUTPUT),
+    (32, 2, FINISH),
 )
+PERSISTENT_COPIES = (0, 2, 8, 14)  # three buffers: the last copy waits until the first is free
 
 
-def ping_pong(period: float) -> list[Step]:
-    """Returns a schedule in which two warpgroups take turns on the tensor cores.
+def _in_turns(turns: Sequence[tuple[float, float, str]], start: float = 0) -> list[Step]:
+    """Returns what both warpgroups do."""
+    return [
+        (1 + warpgroup, start + at + later * warpgroup, 2, kind)
+        for at, later, kind in turns
+        for warpgroup in (0, 1)
+    ]
 
-    Row tiles begin ``period`` units apart.
-    """
+
+def ping_pong() -> list[Step]:
+    """Warpgroups take turns on the tensor cores; the next block begins when one has ended."""
     steps: list[Step] = []
-    for start in (row * period for row in range(ROW_TILES)):
-        steps += [(0, start + 2 * tile, 2, COPY) for tile in range(KEY_TILES)]
-        for at, later, kind in TURNS:
-            steps += [(1, start + at, 2, kind), (2, start + at + later, 2, kind)]
+    at = 0.0
+    for _ in range(ROW_TILES):
+        steps += [(0, at + 2 * tile, 2, COPY) for tile in range(KEY_TILES)]
+        steps += _in_turns(TURNS, at)
+        at = ending(steps)
     return steps
+
+
+def persistent() -> list[Step]:
+    """A block computes both tiles of Q, and the second begins before the first has ended."""
+    steps: list[Step] = [(0, at, 2, COPY) for at in PERSISTENT_COPIES]
+    return steps + _in_turns(PERSISTENT_TURNS)
 
 
 def ending(steps: Sequence[Step]) -> float:
@@ -502,25 +543,26 @@ def ending(steps: Sequence[Step]) -> float:
 
 
 def pipeline(c: Canvas) -> str:
-    """Draws idealised timelines of two row tiles, for five kinds of kernels on one time scale."""
+    """Draws idealised timelines of two tiles of Q in five kinds of kernels, to one scale."""
     lanes = (c.say("copies", "复制"), c.say("warps", "各 warp"))
     groups = (c.say("producer", "生产者"), "warpgroup 0", "warpgroup 1")
     kinds = (
         (c.say("synchronous: mma_swizzled", "同步：mma_swizzled"), lanes, synchronous()),
         (c.say("double buffering: mma_async", "双缓冲：mma_async"), lanes, double_buffered()),
         (c.say("warp specialization: wgmma", "warp 专用化：wgmma"), groups, specialized()),
-        (c.say("ping-pong: wgmma_overlap", "乒乓调度：wgmma_overlap"), groups, ping_pong(20)),
+        (c.say("ping-pong: wgmma_overlap", "乒乓调度：wgmma_overlap"), groups, ping_pong()),
         (
             c.say("persistent blocks: wgmma_persistent", "线程块常驻：wgmma_persistent"),
             groups,
-            ping_pong(16),
+            persistent(),
         ),
     )
     unit = 300 / max(ending(steps) for _, _, steps in kinds)
     y = 18.0
     for heading, names, steps in kinds:
         c.text(8, y, heading, anchor="start", bold=True, size=11)
-        c.text(394, y, f"{ending(steps):g}", anchor="end", size=11)
+        time = c.say(f"time {ending(steps):g}", f"用时 {ending(steps):g}")
+        c.text(394, y, time, anchor="end", size=11)
         for lane, name in enumerate(names):
             c.text(88, y + 20 + 20 * lane, name, anchor="end", size=10.5)
             c.line((92, y + 25 + 20 * lane), (396, y + 25 + 20 * lane), colour="pale")
@@ -537,15 +579,16 @@ def pipeline(c: Canvas) -> str:
             (SCORES, "S = QKᵀ"),
             (SOFTMAX, "softmax"),
             (OUTPUT, "O += PV"),
-            (FINISH, c.say("epilogue", "收尾")),
+            (FINISH, c.say("epilogue: divide and write O", "收尾：除以 ℓ 并写出 O")),
         ],
     )
     return c.say(
-        "Two row tiles of two key tiles each take less time in each kind: copies move below the "
-        "products, the softmax of one warpgroup below the products of the other, and the epilogue "
-        "below the next tile.",
-        "两个行分块、各两个键分块，用时逐级减少：复制与乘法重叠，"
-        "一个 warpgroup 的 softmax 与另一个的乘法重叠，收尾与下一个分块重叠。",
+        "Two tiles of Q with two tiles of keys each take less time in each kind: copies are hidden "
+        "behind products, softmax behind products of the same and of the other warpgroup, and the "
+        "epilogue behind the first scores of the next tile of Q.",
+        "两个 Q 分块、各两个键分块，用时逐级减少：复制与乘法重叠，"
+        "softmax 与本 warpgroup 及另一个 warpgroup 的乘法重叠，"
+        "收尾与下一个 Q 分块的第一个 S 重叠。",
     )
 
 
@@ -583,7 +626,7 @@ def causal(c: Canvas) -> str:
         for column in range(tiles):
             fill = "a" if column < row else "c" if column == row else "paper"
             c.box(30 + side * column, 28 + side * row, side, side, fill)
-        c.text(24, 28 + side * row + 11, f"{row + 1}", anchor="end", size=9)
+        c.text(24, 28 + side * row + 11, f"{row + 1}", anchor="end", size=10.5)
     y = 60.0
     for fill, meaning in (
         ("a", c.say("full: no mask needed", "完整：不用掩码")),
@@ -604,25 +647,25 @@ def causal(c: Canvas) -> str:
     for heading, found in schedules:
         longest = max(late + sum(lengths) for late, lengths in zip(LATE, found))
         c.text(8, y, heading, anchor="start", bold=True)
-        total = c.say(f"ends after {longest}", f"{longest} 步结束")
+        total = c.say(f"time {longest}", f"用时 {longest}")
         c.text(392, y, total, anchor="end", size=11)
         for block, lengths in enumerate(found):
             x = 60 + unit * LATE[block]
             if LATE[block]:
-                busy = c.say("busy", "占用中")
+                busy = c.say("SM is busy", "SM 被占用")
                 c.box(60, y + 6 + 18 * block, x - 60, 16, "plain", busy, size=10)
             top = y + 6 + 18 * block
-            c.text(54, top + 12, c.say(f"block {block}", f"块 {block}"), anchor="end", size=10)
+            c.text(54, top + 12, c.say(f"block {block}", f"线程块 {block}"), anchor="end", size=10)
             for number, length in enumerate(lengths):
                 c.box(x, top, unit * length, 16, "abdc"[number], f"{length}", size=10)
                 x += unit * length
         y += 104
     return c.say(
         "Tiles above the diagonal are skipped, and rows of tiles have 1 to 12 tiles. Dealt out in "
-        "order to four blocks, of which one begins 8 steps late, they end after 32 steps; in snake "
-        "order after 26; with an atomic counter after 22.",
-        "对角线以上的分块被跳过，各行有 1 到 12 个分块。分给四个线程块，其中一个晚 8 步开始："
-        "按顺序分配要 32 步，蛇形 26 步，原子计数器 22 步。",
+        "order to four blocks, of which one begins late by 8, because its SM is still busy, they "
+        "take a time of 32; in snake order 26; with an atomic counter 22.",
+        "对角线以上的分块被跳过，各行有 1 到 12 个分块。分给四个线程块，"
+        "其中一个因 SM 被占用而晚 8 开始：按顺序分配用时 32，蛇形 26，原子计数器 22。",
     )
 
 
@@ -689,7 +732,7 @@ def backward(c: Canvas) -> str:
 
 # Forward steps of the course, and the idea of each in a few words.
 STEPS = {
-    "baseline": ("three steps, by cuBLAS", "三步，用 cuBLAS"),
+    "baseline": ("three stages, by cuBLAS", "三个阶段，用 cuBLAS"),
     "minimal": ("tiles: scores stay on the chip", "分块：分数留在片上"),
     "v1": ("coalesced loads", "合并访存"),
     "v2": ("a warp for each row", "每行一个 warp"),
@@ -723,19 +766,26 @@ def course(c: Canvas) -> str:
     title = c.say("TFLOP/s of the steps, H200, float16", "各步的 TFLOP/s，H200，float16")
     c.text(8, 18, title, anchor="start", bold=True)
     left, unit, lowest = 130, 52, 0.01  # logarithmic axis: `unit` per factor of ten
+    decades = [(left + unit * number, lowest * 10**number) for number in range(5)]
+    for x, speed in decades:
+        c.text(x, 36, f"{speed:g}", size=10)
+        c.line((x, 39), (x, 43), colour="pale")
     for number, (name, ideas) in enumerate(STEPS.items()):
-        y = 30 + 31 * number
+        y = 45 + 31 * number
         width = unit * math.log10(speeds[name] / lowest)
         family = "c" if name.startswith("wgmma") else "b" if name.startswith("mma") else "a"
         c.text(left - 6, y + 12, name, anchor="end", size=11)
         c.box(left, y, width, 15, family)
+        for x, speed in decades:
+            if lowest < speed < speeds[name]:
+                c.line((x, y), (x, y + 15), colour="paper")
         c.text(left + width + 5, y + 12, f"{speeds[name]:.3g}", anchor="start", size=11)
         c.text(left, y + 26, c.say(*ideas), anchor="start", size=9.5)
     note = c.say(
         f"batch 4, 16 heads, M = N = {LENGTH}, d = {COLUMNS}; the scale is logarithmic",
         f"批次 4，16 个头，M = N = {LENGTH}，d = {COLUMNS}；对数刻度",
     )
-    c.text(8, 30 + 31 * len(STEPS) + 12, note, anchor="start", size=10)
+    c.text(8, 45 + 31 * len(STEPS) + 12, note, anchor="start", size=10)
     fastest, slowest = max(speeds.values()), min(speeds.values())
     return c.say(
         f"Bars from {slowest:.2g} TFLOP/s for v1 to {fastest:.3g} for wgmma_persistent.",
