@@ -2,6 +2,7 @@
 
 import json
 import locale
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import click
 
 from cupyfa import cache_folder
-from cupyfa.lab.commands import WRONG, command_options
+from cupyfa.lab.commands import UNSUPPORTED, WRONG, command_options
 from cupyfa.lab.exercises.exercise import Exercise, exercise_named, exercises
 from cupyfa.lab.exercises.judge import Verdict, judge
 from cupyfa.lab.report.tables import render, table_of
@@ -27,6 +28,11 @@ WORDS = {
         "en": "Wrong: {0} of {1} examples are right.",
         "zh": "不对：{1} 个例子中对了 {0} 个。",
     },
+    "uncompiled": {"en": "It does not compile: {0}", "zh": "无法编译：{0}"},
+    "outside": {
+        "en": "The fault is not in {0} but in cupyfa or its installation: {1}",
+        "zh": "错误不在 {0}，而在 cupyfa 或它的安装环境：{1}",
+    },
     "cause": {"en": "Cause: {0}", "zh": "原因：{0}"},
     "hint": {"en": "A hint: cupyfa exercise hint {0}", "zh": "提示：cupyfa exercise hint {0}"},
     "written": {
@@ -39,6 +45,16 @@ WORDS = {
     },
     "states": {"en": "open begun solved", "zh": "未开始 进行中 已完成"},
 }
+# Symptoms of files that do not compile.
+_UNCOMPILED = re.compile(
+    r"example '.*?': (?:it does not compile: |(?=(?:Syntax|Indentation|Tab)Error: ))(.*)", re.S
+)
+# Failures of cupyfa, unless they name the learner's file.
+_OF_CUPYFA = re.compile(
+    r"it does not compile: .*\berror:(?! undefined)|No module named 'cupyfa|CompilerNotFound: ",
+    re.S,
+)
+_INCLUDED = re.compile(r"(?:In file included |^ +)from .*$", re.M)  # names the file of any header
 
 
 def _usual_language() -> str:
@@ -121,6 +137,9 @@ def check_solution(name: str, language: str) -> None:
     if text == chosen.to_complete():
         raise ValueError(_say("untouched", language, file, name))
     verdict = judge(chosen, text)
+    if _fails_outside(chosen.file, verdict.symptom):
+        click.echo(_say("outside", language, file, verdict.symptom), err=True)
+        sys.exit(UNSUPPORTED)
     tries = _read_progress().get(name, {}).get("tries", 0)
     _note_progress(name, tries=tries + 1, **({"solved": True} if verdict.is_right else {}))
     if verdict.is_right:
@@ -128,6 +147,14 @@ def check_solution(name: str, language: str) -> None:
     else:
         _explain(chosen, verdict, language)
         sys.exit(WRONG)
+
+
+def _fails_outside(file: str, symptom: str) -> bool:
+    """Whether a solution failed because of cupyfa's files or installation, not of its file."""
+    from cupyfa.runtime.simulator.machine import ENTRY
+
+    said = _INCLUDED.sub("", symptom)
+    return file not in said and ENTRY not in said and bool(_OF_CUPYFA.search(said))
 
 
 def _praise(chosen: Exercise, verdict: Verdict, language: str) -> None:
@@ -145,8 +172,11 @@ def _page_in(language: str, page: str) -> str:
 
 
 def _explain(chosen: Exercise, verdict: Verdict, language: str) -> None:
-    click.echo(_say("wrong", language, verdict.right, verdict.examples))
-    click.echo(f"  {verdict.symptom}")
+    if uncompiled := _UNCOMPILED.match(verdict.symptom):
+        click.echo(_say("uncompiled", language, uncompiled[1].rstrip()))
+    else:
+        click.echo(_say("wrong", language, verdict.right, verdict.examples))
+        click.echo(f"  {verdict.symptom}")
     if verdict.mistake:
         click.echo(_say("cause", language, verdict.mistake.cause[language]))
     click.echo(_say("hint", language, chosen.name))
@@ -166,6 +196,12 @@ def hint(name: str, language: str) -> None:
 
 @exercise.command()
 @name_argument
+@click.option(
+    "--language",
+    type=click.Choice(["en", "zh"]),
+    expose_value=False,
+    help="Accepted as by the other commands: solutions are the same.",
+)
 def solution(name: str) -> None:
     """Print a solution."""
     click.echo(exercise_named(name).solution(), nl=False)

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from cupyfa.lab.exercises import attempt
 from cupyfa.lab.exercises.attempt import run_solutions
 from cupyfa.lab.exercises.exercise import TASKS, exercise_named, exercises
-from cupyfa.lab.exercises.judge import find_mistake, judge, run_mistakes
+from cupyfa.lab.exercises.judge import Verdict, find_mistake, judge, run_mistakes
 from cupyfa.planner.source import ROOT
 
 EXERCISES = exercises()
@@ -93,7 +93,7 @@ def test_a_learner_starts_fails_takes_hints_and_solves(folder):
     assert "3/3" not in run("hint", "warp_sum", "--language", "zh").stdout
     assert "3/3" in run("hint", "warp_sum", "--language", "zh").stdout
 
-    file.write_text(run("solution", "warp_sum").stdout)
+    file.write_text(run("solution", "warp_sum", "--language", "zh").stdout)
     right = run("check", "warp_sum", "--language", "zh")
     assert right.exit_code == 0
     assert "正确" in right.stdout
@@ -186,6 +186,42 @@ def test_a_missing_compiler_is_no_mistake_of_the_solution(folder, monkeypatch):
     assert result.exit_code == 3
     assert "'no-such-compiler'" in result.stderr
     assert "Cause" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    "name, text, said",
+    [
+        ("warp_sum", "int f() { return x; }", "It does not compile: warp_sum.cu"),
+        ("online_softmax", "def f(:", "It does not compile: SyntaxError"),
+    ],
+)
+def test_examples_of_a_file_that_does_not_compile_are_not_counted(folder, name, text, said):
+    run("start", name)
+    Path(name, exercise_named(name).file).write_text(text)
+    result = run("check", name, "--language", "en")
+    assert result.exit_code == 1
+    assert said in result.stdout
+    assert "examples" not in result.stdout
+    assert "无法编译" in run("check", name, "--language", "zh").stdout
+
+
+@pytest.mark.parametrize(
+    "symptom",
+    [
+        "it ended the process with 1: ModuleNotFoundError: No module named 'cupyfa'",
+        "it does not compile: In file included from warp_sum.cu:2:\n/x/mma.cuh:1:2: error: no",
+        "CompilerNotFound: g++ cannot compile the simulator",
+    ],
+)
+def test_a_fault_of_cupyfa_is_not_in_the_file(folder, monkeypatch, symptom):
+    run("start", "warp_sum")
+    Path("warp_sum", "warp_sum.cu").write_text("")
+    found = Verdict(0, 2, f"example 'x': {symptom}")
+    monkeypatch.setattr("cupyfa.lab.commands.exercises.judge", lambda *_: found)
+    result = run("check", "warp_sum", "--language", "en")
+    assert result.exit_code == 3
+    assert "The fault is not in warp_sum/warp_sum.cu" in result.stderr
+    assert "tries" not in Path("exercises.json").read_text()
 
 
 @pytest.mark.parametrize(

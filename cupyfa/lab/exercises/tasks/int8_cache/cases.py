@@ -1,4 +1,4 @@
-"""Examples: one scale for all tokens, a different scale for each, and large scores."""
+"""Examples: equal scales, a different scale for each token, and scores far from 0."""
 
 import numpy as np
 
@@ -16,6 +16,8 @@ def examples():
     ):
         q = rng.standard_normal((M, d)).astype(np.float32)
         keys, values = rng.integers(-127, 128, (2, N, d), np.int8)
+        if name == "large scores":  # each row has only scores above 150 or only some below -150
+            q[:, 0], keys[:, 0] = [20, -20, 20, -20], 100
         key_scales = sizes.astype(np.float32)
         value_scales = sizes[::-1].astype(np.float32)
         S = scale * q.astype(float) @ (key_scales[:, None] * keys.astype(float)).T

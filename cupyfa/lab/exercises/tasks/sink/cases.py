@@ -1,4 +1,4 @@
-"""Examples: sinks close to the scores, far above and far below them, and no sink."""
+"""Examples: sinks close to the scores, far from them, or missing; scores near -100."""
 
 import numpy as np
 
@@ -13,6 +13,7 @@ def examples():
         ("large scores", [88, 90, 92], 90),
         ("a sink above all scores", [100, 3, 95], 0),
         ("a head without a sink", [1, -np.inf, 0], 0),
+        ("scores near -100 and no sink", [-np.inf] * 3, -100),
     ):
         q, k, v = (rng.standard_normal((heads, rows, d)).astype(np.float32) for rows in (M, N, N))
         scale = 0.5
