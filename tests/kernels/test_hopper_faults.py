@@ -192,7 +192,10 @@ def run_without(folder, kernel, file, with_turns, schedules=(None, 1, 2, 7, 9)):
         sizes = BIAS
     number = int(os.environ.get(VARIABLE, 0))
     stays = file == OF_QUEUE or (
-        number and file in files_of("wgmma_columns") and statement(file, number) in OF_STAYING
+        number
+        and file in files_of("wgmma_columns")
+        and file != OF_BIAS
+        and statement(file, number) in OF_STAYING
     )
     of_quarters = number and OF_QUARTERS in statement(file, number)
     if number and OF_EARLY_LAUNCH in statement(file, number):
