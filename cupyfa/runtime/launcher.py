@@ -359,7 +359,7 @@ class _Operands:
         self._arrays: list[Any] = []
 
     def write(self, addresses: Sequence[int]) -> None:
-        """Creates the operands, as arrays at these addresses."""
+        """Sets the operands to the arrays that start at these addresses."""
         at = self._backend.at
         self._arrays = [at(addresses[array], *form) for array, form in self._operands]
 

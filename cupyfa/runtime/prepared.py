@@ -494,7 +494,7 @@ class Prepared(OfThisProcess):
         progress: Progress | None,
         devices: tuple[int, ...] = (),
     ) -> Any:
-        """Runs the call for any ``targets``, including arrays of other libraries."""
+        """Runs the call with output arrays (``targets``) of any kind, also of other libraries."""
         views = [
             mine
             if mine is None or isinstance(mine, np.ndarray) or self._backend.owns(mine)

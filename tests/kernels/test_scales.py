@@ -22,7 +22,7 @@ ARRAYS = ("bias", "alibi_slopes", "sink", "table", "pair")
 
 
 def arrays_of(dtype):
-    """Returns dout, q, k, v and captured arrays that no batch elements or heads share."""
+    """Returns dout, q, k, v and captured arrays with values of their own for each head."""
     sums = dtype_named(dtype).sums.name
     heads, pairs = (BATCH, HEADS), (BATCH, HEADS, M, N)
     arrays = drawn(*((*heads, n, D) for n in (M, M, N, N)), dtype=dtype)

@@ -8,7 +8,7 @@
 #include <tile/async_copy.cuh>
 #include <tile/warp.cuh>
 
-// Operands whose rows are rows of a tile, from row `first` on, a multiple of 8.
+// Operands whose rows are consecutive rows of a tile, starting at row `first`, a multiple of 8.
 template <int columns>
 struct AlongRows {
   const operand *low, *high;

@@ -36,7 +36,7 @@ __device__ __forceinline__ Place ragged_place(int index, const Offsets& offsets,
           sequence};
 }
 
-// Converts a tile index over all heads to a place. A tile has `size` rows of `together` heads.
+// Converts an index over the tiles of all heads. A tile has `size` rows of `together` heads in all.
 template <int size, int together = 1, class Arrays>
 __device__ __forceinline__ Place place_of_rows(int index, const Sizes& sizes,
                                                [[maybe_unused]] const Arrays& mods, int heads) {

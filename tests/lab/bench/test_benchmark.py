@@ -32,7 +32,7 @@ SMALL = ("-M", 20, *OF_ANY_M)
 
 
 class Clock:
-    """A backend with a fake clock, which each call advances by the milliseconds it returns."""
+    """A backend with a fake clock: each call returns milliseconds, by which the clock advances."""
 
     def __init__(self, monkeypatch):
         self.now, self.called, self.cold = 0.0, [], set()
@@ -175,7 +175,7 @@ def by_sample(monkeypatch):
         ((0, 0, 3, 2), 9.0, True),
         ((1, 2, 199, 0), 9.0, True),
         ((1, 2, 199, 0), np.nan, True),
-        ((0, 1, 100, 4), np.nan, True),  # outside the excerpts, but not written by the kernel
+        ((0, 1, 100, 4), np.nan, True),  # outside the compared excerpts; NaN still shows
         (None, 0.0, False),
     ],
 )

@@ -1,8 +1,8 @@
 #pragma once
 // Copies by the tensor memory accelerator (TMA); one thread issues each copy.
 //
-// The simulator loads a box in the wait for its barrier phase; an earlier use is reported as a
-// race.
+// The simulator copies a box only when a thread waits for the phase of its barrier; reading the box
+// before that wait is reported as a race.
 #include <ptx/mbarrier.cuh>
 
 // Describes an array [batch, heads, rows, columns] of 16-bit or 8-bit numbers, and a box of it. A
