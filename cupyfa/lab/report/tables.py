@@ -62,7 +62,7 @@ def kernel_row(kernel: Kernel, largest_d: int | str | None) -> Row:
 
 
 def listing(rows: Sequence[Row]) -> str:
-    """Renders kernels grouped by operation, two lines each: what the kernel adds, and its limits."""
+    """Renders kernels by operation, two lines each: what the kernel adds, and its limits."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     for i, row in enumerate(rows):
