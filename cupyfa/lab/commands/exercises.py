@@ -196,12 +196,6 @@ def hint(name: str, language: str) -> None:
 
 @exercise.command()
 @name_argument
-@click.option(
-    "--language",
-    type=click.Choice(["en", "zh"]),
-    expose_value=False,
-    help="Accepted as by the other commands: solutions are the same.",
-)
 def solution(name: str) -> None:
     """Print a solution."""
     click.echo(exercise_named(name).solution(), nl=False)

@@ -93,7 +93,7 @@ def test_a_learner_starts_fails_takes_hints_and_solves(folder):
     assert "3/3" not in run("hint", "warp_sum", "--language", "zh").stdout
     assert "3/3" in run("hint", "warp_sum", "--language", "zh").stdout
 
-    file.write_text(run("solution", "warp_sum", "--language", "zh").stdout)
+    file.write_text(run("solution", "warp_sum").stdout)
     right = run("check", "warp_sum", "--language", "zh")
     assert right.exit_code == 0
     assert "正确" in right.stdout
