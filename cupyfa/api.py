@@ -332,7 +332,7 @@ def backward(
         alibi_slopes, sink and captured float arrays.
     grads: an output array for each gradient, or None for a new array.
 
-    All further arguments are those of ``attention``.
+    ``attention`` describes all further arguments.
 
     Returns the gradients in the order of ``wrt``, by default dq, dk and dv, with the shapes and
     dtypes of their arrays (dq, dk and dv have the dtype of out), then the outputs that ``kernel``

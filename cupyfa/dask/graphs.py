@@ -97,7 +97,7 @@ class Parts:
     def differentiated(self, tile: int) -> Iterator[tuple[tuple[str, ...], Strip, Strip]]:
         """Yields which gradients each backward task computes, and the rows and keys that it reads.
 
-        The tasks are those of one chunk along batch and heads.
+        The tasks cover one chunk along batch and heads.
         """
         if len(self.rows) == len(self.keys) == 1:
             yield ("q", "k", "v"), Strip([0], 0), Strip([0], 0)

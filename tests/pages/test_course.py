@@ -60,6 +60,12 @@ def test_drawings_fit_a_column(name):
     assert max(map(len, drawings.splitlines()), default=0) <= WIDEST_DRAWING
 
 
+def test_the_site_lists_the_steps_in_their_order():
+    index = (DOCS / "index.md").read_text("utf-8")
+    for folder in ("", "zh/"):
+        assert re.findall(rf"^{folder}rungs/(\w+)$", index, re.M) == STEPS
+
+
 def test_each_page_links_to_the_next():
     for name, following in pairwise(STEPS):
         assert f"]({following}.md)" in read(name).split("## Next")[1]

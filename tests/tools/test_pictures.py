@@ -1,5 +1,6 @@
 """The pictures of the course: files are what the program draws, and show what kernels do."""
 
+import re
 import sys
 from itertools import combinations, pairwise
 
@@ -28,6 +29,12 @@ def test_files_are_what_the_program_draws(name, language):
     suffix = ".svg" if language == "en" else ".zh.svg"
     file = FOLDER / f"{name}{suffix}"
     assert file.read_text(encoding="utf-8") == drawn(name, language)[1], "run python tools/pictures"
+
+
+def test_the_bars_are_the_forward_steps_of_the_course():
+    course = (ROOT / "docs" / "course.md").read_text("utf-8").split("## Backward")[0]
+    steps = re.findall(r"^\| \d+ \| \[(\w+)\]", course, re.M)
+    assert [*drawings.STEPS] == [name for name in steps if not name.startswith("softmax")]
 
 
 def test_no_other_files_are_there():

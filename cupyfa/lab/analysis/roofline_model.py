@@ -169,8 +169,8 @@ def roofline(
     output is written once), names of kernels, "auto", ``script.py:name`` or records. The default
     is "naive", "tiled" and every rung that supports the problem.
     ``device`` is a name from ``peaks.DEVICES``, a Device, or "this": this machine's GPU with the
-    measured rates of large products and copies. "auto" is "this", or "h100" if there is no GPU.
-    ``sizes`` are those of ``sweeps.problems``, each a single value or a list.
+    measured rates of large products and copies. "auto" is "this" on a machine with a GPU, else "h100".
+    ``sizes`` are the sizes that ``sweeps.problems`` takes, each a single value or a list.
 
     Raises ValueError for invalid arguments, and Unsupported if ``device`` is "this" but there is no
     GPU, or if none of the named kernels supports any of the problems.
@@ -214,7 +214,7 @@ def measured_roofs(
 ) -> list[Roof]:
     """Returns a Roof for each row of a benchmark, after "naive" and "tiled" for each problem.
 
-    ``kernels`` and ``sizes`` select rows; they are those of ``roofline``. ``device`` defaults to
+    ``kernels`` and ``sizes`` select rows, as in ``roofline``. ``device`` defaults to
     the device that the results name. Kernels of other libraries are assumed to move as many bytes
     as tiled attention.
 

@@ -21,9 +21,10 @@ def states(
 ) -> Iterator[_State] | None:
     """Returns a row's intermediate results after each tile, in the first head.
 
-    A tile has ``size`` keys from one of ``starts`` on. The results are those of the online softmax
-    or, for a backward pass, dQ of the row. With ``of_keys`` they are dK and dV of a key after each
-    tile of rows. Returns None for ragged batches, pages, dropout and score-modifying arrays.
+    A tile has ``size`` keys from one of ``starts`` on. The results are the state of the online
+    softmax or, for a backward pass, dQ of the row. With ``of_keys`` they are dK and dV of a key
+    after each tile of rows. Returns None for ragged batches, pages, dropout and arrays that modify
+    scores.
     """
     p = case.problem
     if p.is_ragged or p.pages or p.options.dropout:
@@ -35,12 +36,12 @@ def states(
     if case.operation == "backward":
         return _gradients(inputs, p, index, of_keys, parts)
     if case.operation == "softmax":
-        return _online_softmax(_in_float64(inputs["S"])[index], None, parts)
-    return _online_softmax(_scores(inputs, p, index), _in_float64(inputs["V"]), parts)
+        return _online_softmax(_first_head(inputs["S"])[index], None, parts)
+    return _online_softmax(_scores(inputs, p, index), _first_head(inputs["V"]), parts)
 
 
-def _in_float64(array: np.ndarray) -> np.ndarray:
-    """Returns the first head of the first batch element."""
+def _first_head(array: np.ndarray) -> np.ndarray:
+    """Returns the first head of the first batch element, in float64."""
     return array[0, 0].astype(np.float64)
 
 
@@ -92,7 +93,7 @@ def _gradients(
             given = grad[heads, rows], out[heads, rows], lse[heads, rows]
             found = reference.differentiate(tile, *given, np.zeros(1))
             P[rows, tile.keys], dS[rows, tile.keys] = found.P[0], found.dS[0]
-    Q, K, dO = (_in_float64(inputs[x]) for x in ("Q", "K", "dO"))
+    Q, K, dO = (_first_head(inputs[x]) for x in ("Q", "K", "dO"))
     dQ = dK = dV = 0.0
     for part in parts:
         if of_keys:

@@ -1,9 +1,10 @@
 """Examples: launches of fa2; the library's plans are the expected results."""
 
 import cupyfa
+from cupyfa.lab.analysis.resources import MULTIPROCESSORS
 from cupyfa.lab.exercises.exercise import Example
 
-MULTIPROCESSOR_BYTES, RESERVED = 233_472, 1_024
+SM = MULTIPROCESSORS["90"]
 
 
 def examples():
@@ -25,12 +26,12 @@ def examples():
         )
         (made,) = plan.launches
         blocks = made.grid[0] * made.grid[1] * made.grid[2]
-        fits = MULTIPROCESSOR_BYTES // (made.shared_bytes + RESERVED)
+        fits = 1024 * SM.shared // (made.shared_bytes + SM.reserved)
         expected = {
             "blocks": blocks,
             "threads": made.threads,
             "shared_bytes": made.shared_bytes,
-            "resident": min(fits, 2048 // made.threads, 32),
+            "resident": min(fits, 32 * SM.warps // made.threads, SM.blocks),
         }
         arguments = {"batch": batch, "heads": heads, "M": M, "d": d, "Br": Br, "Bc": Bc}
         yield Example(f"M={M} d={d} Br={Br} Bc={Bc}", arguments, expected, tolerance=0.0)
