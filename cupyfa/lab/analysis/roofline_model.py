@@ -169,7 +169,7 @@ def roofline(
     output is written once), names of kernels, "auto", ``script.py:name`` or records. The default
     is "naive", "tiled" and every rung that supports the problem.
     ``device`` is a name from ``peaks.DEVICES``, a Device, or "this": this machine's GPU with the
-    measured rates of large products and copies. "auto" is "this" on a machine with a GPU, else "h100".
+    measured rates of large products and copies. "auto" is "this" if there is a GPU, else "h100".
     ``sizes`` are the sizes that ``sweeps.problems`` takes, each a single value or a list.
 
     Raises ValueError for invalid arguments, and Unsupported if ``device`` is "this" but there is no
