@@ -112,7 +112,7 @@ def drop_unwritten_output() -> None:
 def message_of(error: Exception) -> str:
     """Returns an error's message in one line, except for compiler output and carets."""
     if isinstance(error, MemoryError):
-        return f"{error or 'out of memory'}; give smaller sizes"
+        return f"{error or 'out of memory'}; use smaller sizes"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'the output'}: {error.strerror}"
     if type(error).__name__ in ("CompileError", "CompileException"):

@@ -264,7 +264,7 @@ def vjp(
     if out is not None and not isinstance(out, DTYPES):
         raise ValueError(
             f"out is {described(out)}, but vjp allocates the output itself, because the pullback "
-            "keeps it; give a dtype, or call attention and backward"
+            "keeps that array; pass a dtype as out, or call attention and backward"
         )
     pullback.refuse_gradients(INPUTS.get(str(getattr(q, "dtype", "")).removeprefix("torch.")))
     both = convert_lists(both) if both else both  # type: ignore[assignment]
@@ -406,7 +406,7 @@ def compile(
     """
     if len(arrays) not in (3, 6):
         raise TypeError(
-            f"compile() got {len(arrays)} arrays; give q, k and v for attention, or dout, q, k, v, "
+            f"compile() got {len(arrays)} arrays; pass q, k and v for attention, or dout, q, k, v, "
             "out and lse for backward"
         )
     return compile_call(compile, arrays, dtype, keywords)

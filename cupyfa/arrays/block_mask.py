@@ -127,7 +127,7 @@ class BlockMask:
         Raises ValueError or TypeError for arrays of other names, shapes or dtypes.
         """
         if not isinstance(captured, Mapping):
-            raise TypeError(f'captured is {described(captured)}; give {{"name": array}}')
+            raise TypeError(f'captured is {described(captured)}; pass a dict {{"name": array}}')
         given = {name: self._like_before(name, _seen(name, x)) for name, x in captured.items()}
         with self._lock:
             for (_, name), array in self._placed.items():
@@ -354,7 +354,9 @@ class BlockMask:
         sizes: list[int] = []
         for name, a, b in (("batch", self.batch, other.batch), ("heads", self.heads, other.heads)):
             if 1 not in (a, b) and a != b:
-                raise ValueError(f"{self!r} and {other!r} must have equal {name}, or one must be 1")
+                raise ValueError(
+                    f"{self!r} and {other!r} must have the same {name}, or one must have {name}=1"
+                )
             short = self if a < b else other
             if a != b and short._depends(name):
                 raise ValueError(
@@ -409,9 +411,9 @@ def block_mask(
     """
     given = {} if captured is None else captured
     if not isinstance(given, Mapping):
-        raise TypeError(f'captured is {described(captured)}; give {{"name": array}}')
+        raise TypeError(f'captured is {described(captured)}; pass a dict {{"name": array}}')
     if (mask is None) == (mask_mod is None):
-        raise TypeError("give either mask (a bool array) or mask_mod (an expression)")
+        raise TypeError("pass either mask (a bool array) or mask_mod (an expression)")
     sizes = [options.read_size("batch", batch, 2**31), options.read_size("heads", heads, 2**31)]
     if mask is not None:
         if given:
@@ -421,7 +423,7 @@ def block_mask(
         array = _copied("mask", mask)
         return _of_array(array, (*sizes, M, N), backend)
     if M is None or N is None:
-        raise TypeError("M or N is missing; give the numbers of queries and keys")
+        raise TypeError("mask_mod requires M and N; pass the numbers of queries and keys")
     sizes += [options.read_size("M", M, 2**31), options.read_size("N", N, 2**31)]
     for name, x in given.items():
         optional_inputs.operand(name, _seen(name, x))
@@ -457,9 +459,9 @@ def _of_array(array: Any, given: tuple[int | None, ...], backend: str | Backend)
     if isinstance(array, str | Expression) or callable(array):
         raise TypeError(f"mask is {described(array)}; pass an expression as mask_mod=")
     if not is_array(array) or array.dtype != bool or array.ndim > 4:
-        what = f"{array.dtype} with {array.ndim} axes" if is_array(array) else described(array)
+        what = f"a {array.ndim}-D {array.dtype} array" if is_array(array) else described(array)
         raise TypeError(
-            f"mask is {what}; give a bool array that broadcasts to [batch, heads, M, N]"
+            f"mask is {what}; pass a bool array that broadcasts to [batch, heads, M, N]"
         )
     array = array.reshape((1,) * (4 - array.ndim) + array.shape)
     sizes = []

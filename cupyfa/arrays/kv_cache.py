@@ -130,7 +130,7 @@ class KVCache(Structured):
             whose = "k" if self.pages is None else "pages"
             raise ValueError(
                 f"lengths has shape {tuple(self.lengths.shape)}, but {whose} has {wanted} "
-                "sequences; give one length per sequence"
+                "sequences; pass one length per sequence"
             )
         self.k_scale, self.v_scale = (
             None if x is None else _there(name, x, self.k) for name, x in zip(SCALES, scales)
@@ -401,7 +401,7 @@ def step(
     _check_shapes(given, cache)
     if new is not None and share_memory(given["cache.k"], given["cache.v"]):
         raise ValueError(
-            "cache.k and cache.v share memory, but the call appends to both; give arrays that do "
+            "cache.k and cache.v share memory, but the call appends to both; pass arrays that do "
             "not overlap"
         )
     on_host = isinstance(given["lengths"], np.ndarray)
@@ -464,7 +464,7 @@ def _may_keep(given: Mapping[str, Any], arrays: Iterable[Any]) -> bool:
 def _read_rotary(given: Any) -> Rotary:
     if not isinstance(given, tuple | list) or len(given) not in (2, 3):
         raise TypeError(
-            f"rotary is {described(given)}; give cupyfa.Rotary(cos, sin), each [positions, angles]"
+            f"rotary is {described(given)}; pass cupyfa.Rotary(cos, sin), both [positions, angles]"
         )
     rotary = Rotary(*given)
     return rotary._replace(interleaved=read_flag("interleaved", rotary.interleaved))
@@ -505,7 +505,7 @@ def check_keys(k: Any, v: Any, layout: str) -> None:
             )
         if 0 not in x.shape and not columns_contiguous(x):
             raise ValueError(
-                f"{name} has strides {x.strides}; its last axis must be contiguous: give a "
+                f"{name} has strides {x.strides}; its last axis must be contiguous: pass a "
                 "contiguous copy"
             )
 
@@ -517,7 +517,7 @@ def _read_whole(name: str, given: Any, keys: Any, *, axes: int) -> Any:
         raise ValueError(f"{name} has shape {tuple(array.shape)}; it must be {axes}-D")
     if str(array.dtype) != "int32":
         raise TypeError(
-            f"{name} is {array.dtype}; it must be int32: give {name}.astype(numpy.int32)"
+            f"{name} is {array.dtype}; it must be int32: pass {name}.astype(numpy.int32)"
         )
     if not columns_contiguous(array):
         raise ValueError(f"{name} has strides {array.strides}; its last axis must be contiguous")
@@ -604,7 +604,7 @@ def _check_contents(backend: Backend, given: Mapping[str, Any], cache: KVCache) 
         for other in ("q", "k", "v"):
             if overlap(array, given[other]):
                 raise ValueError(
-                    f"{other} shares memory with {name}, which the call writes to; give a copy of "
+                    f"{other} shares memory with {name}, which the call writes to; pass a copy of "
                     f"{other}"
                 )
 
@@ -818,7 +818,7 @@ def seen(name: str, given: Any) -> Any:
     if (isinstance(given, np.ndarray) and not is_masked(given)) or hasattr(given, "get"):
         return given
     if not hasattr(given, "shape"):
-        raise TypeError(f"{name} is {described(given)}; give a NumPy or CuPy array")
+        raise TypeError(f"{name} is {described(given)}; pass a NumPy or CuPy array")
     _, (array,) = adopt("auto", **{name: given})
     return array
 
@@ -834,7 +834,7 @@ def _there(name: str, given: Any, keys: Any) -> Any:
     if name in SCALES:
         made = array.astype(np.float32)
     elif array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"{name} contains {array.dtype} values; give integers")
+        raise TypeError(f"{name} contains {array.dtype} values; pass integers")
     elif array.size and not _INTEGERS.min <= array.min() <= array.max() <= _INTEGERS.max:
         raise ValueError(
             f"{name} ranges from {array.min()} to {array.max()}; its values must fit in int32"

@@ -217,7 +217,7 @@ class Prefixes:
     ) -> dict[str, Any]:
         """Returns the caller's captured arrays plus the prefix arrays that expressions read."""
         if captured is not None and not isinstance(captured, Mapping):
-            raise TypeError(f'captured is {described(captured)}; give {{"name": array}}')
+            raise TypeError(f'captured is {described(captured)}; pass a dict {{"name": array}}')
         if taken := [x for x in (ENDS, KEYS, FIRST, SLOPES) if x in (captured or {})]:
             raise ValueError(
                 f"captured contains {taken[0]!r}, which is reserved in calls with a prefix; rename "
@@ -251,17 +251,17 @@ def _levels(given: Any) -> Iterator[_Prefix]:
     """Reads the argument ``prefix``: one prefix or a list of prefixes."""
     several = isinstance(given, list)
     if several and not given:
-        raise ValueError("prefix is an empty list; give at least one prefix, or leave prefix out")
+        raise ValueError("prefix is an empty list; pass at least one prefix, or leave prefix out")
     for i, x in enumerate(given if several else [given]):
         name = f"prefix[{i}]" if several else "prefix"
         if isinstance(x, KVCache):
             yield _Prefix(name, x.rows_of(x.k), x.rows_of(x.v), x)
             continue
         if isinstance(x, tuple) and x and isinstance(x[0], tuple | KVCache):
-            raise TypeError(f"{name} is a tuple of prefixes; give a list: [(k, v), ...]")
+            raise TypeError(f"{name} is a tuple of prefixes; pass a list: [(k, v), ...]")
         if not isinstance(x, tuple) or len(x) != 2:
             raise TypeError(
-                f"{name} is {described(x)}; give a cupyfa.KVCache, a tuple (k, v) of arrays "
+                f"{name} is {described(x)}; pass a cupyfa.KVCache, a tuple (k, v) of arrays "
                 "[1, kv_heads, keys, columns], or a list of such prefixes"
             )
         k, v = (seen(f"{name}.{half}", array) for half, array in zip("kv", x))
@@ -285,10 +285,10 @@ def _check(prefix: _Prefix, cache: KVCache, outer: int) -> None:
         if found != wanted:
             raise ValueError(
                 f"{name}.{what} has {found[0]} heads and {found[1]} columns, but cache.{what} has "
-                f"{wanted[0]} heads and {wanted[1]} columns; both must be equal"
+                f"{wanted[0]} heads and {wanted[1]} columns; these numbers must be equal"
             )
         if mine.dtype != its.dtype:
-            raise TypeError(f"{name} is {mine.dtype}, but the cache is {its.dtype}; convert one")
+            raise TypeError(f"{name} is {mine.dtype}, but the cache is {its.dtype}; convert {name}")
 
 
 # Expressions

@@ -195,7 +195,7 @@ def limit() -> int:
     """Returns CUPYFA_CACHE_MB, the limit of compiled kernels (default 1000 MB), in bytes."""
     given = os.environ.get("CUPYFA_CACHE_MB") or "1000"
     if not (given.isdecimal() and given.isascii()):
-        raise ValueError(f"CUPYFA_CACHE_MB is {given!r}; give a whole number of MB, or unset it")
+        raise ValueError(f"CUPYFA_CACHE_MB is {given!r}; set a whole number of MB, or unset it")
     return int(given) * 10**6
 
 

@@ -178,7 +178,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in found if names.count(name) > 1)
-        raise ValueError(f"{reprlib.repr(twice)} occurs twice")
+        raise ValueError(f"key {reprlib.repr(twice)} occurs twice")
     return found
 
 

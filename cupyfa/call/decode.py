@@ -204,7 +204,7 @@ def _read(
     new = given["append"]
     if new is not None and (not isinstance(new, tuple | list) or len(new) != 2):
         raise TypeError(
-            f"append is {described(new)}; give (k, v), the keys and values of the new tokens"
+            f"append is {described(new)}; pass (k, v), the keys and values of the new tokens"
         )
     if (return_max := read_flag("return_max", given["return_max"])) and cache.prefix is not None:
         raise ValueError(

@@ -85,6 +85,6 @@ def _read_numbers(devices: Devices, backend: Backend, *, on_host: bool) -> tuple
     if not on_host:
         raise TypeError(
             f"backend is Devices({described(devices.numbers)}), but the arrays are already on a "
-            "device; leave backend out, or give NumPy arrays"
+            "device; leave backend out, or pass NumPy arrays"
         )
     return devices_of(backend, devices.numbers)

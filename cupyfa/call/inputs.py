@@ -54,7 +54,7 @@ def add_inputs(
     by_name = dict(zip(call.array_names, arrays))
     captured = {} if (x := given.get("captured")) is None else x
     if not isinstance(captured, Mapping):
-        raise TypeError(f'captured is {described(captured)}; give {{"name": array}}')
+        raise TypeError(f'captured is {described(captured)}; pass a dict {{"name": array}}')
     names = _NAMES if _has_dropout(call) else _NAMES[: -len(optional_inputs.SEEDS)]
     found = {x: as_array(backend, x, given[x]) for x in names if given.get(x) is not None}
     q = by_name["q"]
@@ -77,7 +77,7 @@ def add_inputs(
     operands = [optional_inputs.of_value(name, x) for name, x in found.items()]
     if numbers := [x.name for x in operands if not x.is_array]:
         raise TypeError(
-            f"{numbers[0]} is {described(given[numbers[0]])}; give an array with at least one axis"
+            f"{numbers[0]} is {described(given[numbers[0]])}; pass an array with at least one axis"
         )
     operands += [optional_inputs.operand(name, x) for name, x in captured.items()]
     every = {**found, **captured}

@@ -75,10 +75,10 @@ OF_BOTH_PASSES = (*OF_SCORES, "backend", "layout", "check")
 
 def read_shape(what: str, shape: Sequence[Any]) -> tuple[int, ...]:
     if not isinstance(shape, Iterable):
-        raise TypeError(f"{what} is {described(shape)}; give integers of at least 0")
+        raise TypeError(f"{what} is {described(shape)}; pass non-negative integers")
     sizes = tuple(shape)
     if not all(isinstance(size, int | np.integer) and size >= 0 for size in sizes):
-        raise ValueError(f"{what} is {shape}; give integers of at least 0")
+        raise ValueError(f"{what} is {shape}; pass non-negative integers")
     return sizes
 
 
@@ -116,7 +116,7 @@ def read_devices(backend: Any) -> tuple[Any, Devices]:
     progress = backend.progress
     if progress is not None and not callable(progress):
         raise TypeError(
-            f"progress is {described(progress)}; give a function of (done, total, what), or None"
+            f"progress is {described(progress)}; pass a callable(done, total, what) or None"
         )
     return backend.backend, backend
 
@@ -185,7 +185,7 @@ def split_mask(mask: Any) -> dict[str, Any]:
 def _read_dropout(dropout: Any) -> dict[str, Any]:
     if not isinstance(dropout, Dropout):
         raise TypeError(
-            f"dropout is {described(dropout)}; give cupyfa.Dropout(rate, seed), with a different "
+            f"dropout is {described(dropout)}; pass cupyfa.Dropout(rate, seed), with a different "
             "seed for each layer and step"
         )
     values = dropout.rate, dropout.seed, dropout.offset
@@ -209,7 +209,7 @@ def read_tiles(tiles: Tiles | None) -> Tiles:
     if tiles is None:
         return {}
     if not isinstance(tiles, Mapping) or not all(isinstance(name, str) for name in tiles):
-        raise TypeError(f'tiles is {described(tiles)}; give tile sizes by name, as {{"Br": 64}}')
+        raise TypeError(f'tiles is {described(tiles)}; pass sizes by name, such as {{"Br": 64}}')
     return tiles
 
 
@@ -242,9 +242,9 @@ def list_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -
 _NEW_DROPOUT = "write dropout=Dropout(rate, seed, offset)"
 _OF_KERNELS = "write kernel=kernel.bind(name=array, returns=(…)) with the record of your kernel"
 _ON_PARTS = {
-    "layout": "arrays are [batch, heads, rows, d]: give q.swapaxes(1, 2)",
-    **dict.fromkeys(("out", "grads"), "results are new arrays: leave it out"),
-    "return_max": "parts are merged by lse alone: leave it out",
+    "layout": "arrays must be [batch, heads, rows, d]: pass q.swapaxes(1, 2)",
+    **dict.fromkeys(("out", "grads"), "results are always new arrays"),
+    "return_max": "row maxima are not computed for partitioned calls",
 }
 # Remedies for unknown arguments, by function or package. The entry "" covers names that other
 # libraries or earlier versions use.
@@ -252,14 +252,14 @@ _REMEDIES = {
     "": {
         "is_causal": "write causal=True",
         **dict.fromkeys(
-            ("attn_mask", "attention_mask"), "write mask= for an array of bool, bias= for floats"
+            ("attn_mask", "attention_mask"), "write mask= for a bool array, bias= for a float array"
         ),
         "key_padding_mask": "write mask=, of shape [batch, 1, 1, N], with True for visible keys",
         "attn_bias": "write bias=",
         "block_mask": "write mask=, with the result of cupyfa.block_mask",
         "mask_mod": 'write mask="key <= query", an expression or a Python function; a tuple '
         "combines it with an array",
-        **{f"max_seqlen_{x}": "leave it out: it is computed from the arrays" for x in "qk"},
+        **{f"max_seqlen_{x}": "the maximum length is computed from the arrays" for x in "qk"},
         "cu_seqlens_q": "write q as Packed(q, cu_seqlens_q)",
         "cu_seqlens_k": "write k and v as Packed(k, cu_seqlens_k) and Packed(v, cu_seqlens_k)",
         "seqused_q": "write q as Packed(q, offsets, used=seqused_q), or Padded(q, lengths)",
@@ -274,7 +274,7 @@ _REMEDIES = {
         "dropout_p": "write dropout=Dropout(rate, seed)",
         **dict.fromkeys(("dropout_seed", "dropout_offset"), _NEW_DROPOUT),
         **dict.fromkeys(("softmax_scale", "sm_scale", "attn_scale"), "write scale="),
-        "options": "give each by its name; **options takes them from a dictionary",
+        "options": "pass each option as a keyword, or a dict of options as **options",
         "out_dtype": 'write out="float32"',
         **dict.fromkeys(("own", "return_own"), _OF_KERNELS),
         "devices": 'write backend=Devices("all") or backend=Devices([0, 1])',
@@ -283,14 +283,14 @@ _REMEDIES = {
         "rotary": "write KVCache(…, rotary=(cos, sin))",
         "prefix": "write KVCache(…, prefix=(k, v))",
         "interleaved": "write KVCache(…, rotary=Rotary(cos, sin, interleaved=True))",
-        "enable_gqa": "leave it out: k and v may have fewer heads than q",
+        "enable_gqa": "k and v may always have fewer heads than q",
         "window_size": "write window=(left, right)",
         **dict.fromkeys(("return_softmax_lse", "return_attn_probs"), "write return_lse=True"),
         **dict.fromkeys(("max_scores", "return_row_max"), "write return_max=True"),
-        **dict.fromkeys(("axis", "dim"), "the softmax is over the last axis: move yours there"),
+        **dict.fromkeys(("axis", "dim"), "softmax runs over the last axis; use numpy.moveaxis"),
     },
-    "vjp": {"return_max": "call attention for it, and backward with its out and lse"},
-    "softmax": dict.fromkeys(OF_SCORES, "a softmax has no options: leave it out"),
+    "vjp": {"return_max": "call attention with return_max=True, and then backward"},
+    "softmax": dict.fromkeys(OF_SCORES, "softmax has no attention options"),
     "cupyfa.dask": {
         **_ON_PARTS,
         **dict.fromkeys(
@@ -325,5 +325,5 @@ def unknown_argument(
     elif close := closest(name, names):
         remedy = f"did you mean {close}?"
     else:
-        remedy = f'it has {", ".join(dict.fromkeys(names))}; tile sizes go into tiles={{"Br": 64}}'
+        remedy = f'it accepts {", ".join(dict.fromkeys(names))}; tile sizes: tiles={{"Br": 64}}'
     return TypeError(f"{function.__name__}() has no argument {name!r}; {remedy}")

@@ -63,7 +63,7 @@ def compile_call(
     by_name |= zip("qkv", qkv)
     if isinstance(how.get("backend"), Devices):
         raise TypeError(
-            "backend is Devices, but compile supports only one device; give one backend"
+            "backend is Devices, but compile supports only one device; pass a single backend"
         )
     call = Call(operation, how.pop("kernel", "auto"), how.pop("backend", "auto"), asked=asked)
     if operation == "backward":
@@ -79,8 +79,8 @@ def compile_call(
     required = tuple(by_name.values())
     if {isinstance(x, tuple | list) for x in required} != {of_shapes}:
         raise TypeError(
-            f"{', '.join(names[:-1])} and {names[-1]} must be arrays, or all must be shapes; with "
-            "shapes, give dtype="
+            f"{', '.join(names[:-1])} and {names[-1]} must be all arrays or all shapes; with "
+            "shapes, pass dtype="
         )
     call, _ = read_call(call, False)
     if STARTS[0] in structure:

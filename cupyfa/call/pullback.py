@@ -75,7 +75,7 @@ def make_unread_lse(
 def check_dlse(dlse: Any, lse: Any) -> Any:
     """Returns ``dlse``; raises TypeError or ValueError unless it has lse's shape and dtype."""
     if not hasattr(dlse, "shape"):
-        raise TypeError(f"dlse is {described(dlse)}; give an array with the shape and dtype of lse")
+        raise TypeError(f"dlse is {described(dlse)}; pass an array with the shape and dtype of lse")
     if tuple(dlse.shape) != tuple(lse.shape) or str(dlse.dtype) != str(lse.dtype):
         raise ValueError(
             f"dlse is {dlse.dtype} {tuple(dlse.shape)}; it must be {lse.dtype} "
@@ -88,7 +88,7 @@ def check_like_result(name: str, array: Any, shape: tuple[int, ...], dtype: np.d
     """Raises if the shape or dtype of dout, out or lse does not match q, k and v."""
     if tuple(array.shape) != tuple(shape):
         remedy = (
-            "give the gradient with respect to out"
+            "pass the gradient with respect to out"
             if name == "dout"
             else "pass the out and lse that attention returned"
         )
@@ -115,10 +115,10 @@ def read_wrt(wrt: str | Sequence[str]) -> tuple[str, ...]:
     if wrt is QKV:
         return QKV
     if not isinstance(wrt, str | Iterable) or not all(isinstance(x, str) for x in wrt):
-        raise TypeError(f"wrt is {described(wrt)}; give names such as ('q', 'k', 'v', 'sink')")
+        raise TypeError(f"wrt is {described(wrt)}; pass names such as ('q', 'k', 'v', 'sink')")
     names = names_of(wrt)
     if len(set(names)) < len(names) or not names:
-        raise ValueError(f"wrt is {names}; give at least one name, without duplicates")
+        raise ValueError(f"wrt is {names}; pass at least one name, without duplicates")
     return names
 
 

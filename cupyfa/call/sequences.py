@@ -23,7 +23,7 @@ def _pack_lists(q: Any, k: Any, v: Any, layout: str) -> tuple[list[Packed], list
     counts = {name: len(x) for name, x in zip("qkv", (q, k, v))}
     if len({*counts.values()}) > 1:
         sizes = ", ".join(f"{name} has {n} arrays" for name, n in counts.items())
-        raise ValueError(f"{sizes}; give lists of equal length")
+        raise ValueError(f"{sizes}; pass lists of equal length")
     arrays, offsets = zip(*(ragged.packed(*x, layout) for x in (("q", q), ("k", k), ("v", v))))
     if wrong := np.flatnonzero(np.diff(offsets[1]) != np.diff(offsets[2])).tolist():
         rows = [int(np.diff(x)[wrong[0]]) for x in offsets[1:]]
@@ -95,7 +95,7 @@ def _pull_lists(
 ) -> tuple[Any, ...]:
     if not ragged.are_lists(dout):
         raise TypeError(
-            f"dout is {described(dout)}; give a list of arrays, one for each array of out"
+            f"dout is {described(dout)}; pass a list of arrays, one for each array of out"
         )
     packed, _ = ragged.packed("dout", dout, layout)
     if dlse is not None:
@@ -107,7 +107,7 @@ def _pull_lists(
 def _pull_no_list(dout: Any, dlse: Any = None) -> tuple[Any, ...]:
     for name, x in (("dout", dout), ("dlse", dlse or [])):
         if not isinstance(x, list | tuple) or len(x):
-            raise TypeError(f"{name} is {described(x)}; give an empty list, because out is empty")
+            raise TypeError(f"{name} is {described(x)}; pass an empty list, because out is empty")
     return [], [], []
 
 

@@ -158,7 +158,7 @@ class _Call:
 
 def _require_array(name: str, array: Any, wanted: str) -> None:
     if not isinstance(array, da.Array):
-        raise TypeError(f"{name} is {described(array)}; give {wanted}")
+        raise TypeError(f"{name} is {described(array)}; pass {wanted}")
 
 
 def _check_array(name: str, array: Any) -> None:

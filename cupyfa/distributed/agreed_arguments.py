@@ -116,14 +116,16 @@ def _check_shards(shards: Mapping[str, Any]) -> None:
         if not isinstance(x, Sharded):
             other = next(y for y, z in shards.items() if isinstance(z, Sharded))
             raise TypeError(
-                f"{name} is {described(x)}, but {other} is Sharded; give q, k and v as Sharded"
+                f"{name} is {described(x)}, but {other} is Sharded; pass q, k and v as Sharded"
             )
     q, k, v = shards.values()
     for name in ("group", "order", "schedule"):
         if not getattr(q, name) == getattr(k, name) == getattr(v, name):
-            raise ValueError(f"q, k and v have different {name}; give all three the same {name}")
+            raise ValueError(
+                f"q, k and v have different {name}; pass the same {name} for all three"
+            )
     if k.rows != v.rows:
-        raise ValueError(f"k has rows={k.rows}, but v has rows={v.rows}; they must be equal")
+        raise ValueError(f"k has rows={k.rows}, but v has rows={v.rows}; rows must be equal")
 
 
 @dataclass(frozen=True)
@@ -244,7 +246,7 @@ def _read_shards(name: str, given: Sharded, array: Any) -> Shards:
     if have != own:
         raise ValueError(
             f"{name} has {have} rows, but rank {group.rank} of {group.ranks} must have {own} of "
-            f"the {n} rows; give the rows listed by rows({n}, group, order={given.order!r})"
+            f"the {n} rows; pass the rows listed by rows({n}, group, order={given.order!r})"
         )
     return shards
 

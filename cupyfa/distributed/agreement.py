@@ -74,7 +74,7 @@ def _first_difference(of_ranks: Sequence[Mapping[str, str]]) -> Exception:
         if name == "sizes":
             texts = _differing_sizes(texts)
             if {size.partition("=")[0] for x in texts for size in x.split(", ")} <= {"M", "N"}:
-                remedy = "give Sharded the total rows= on all ranks"
+                remedy = "pass rows=, the total number of rows, to Sharded on all ranks"
         ranks = defaultdict(list)
         for rank, text in enumerate(texts):
             ranks[text].append(rank)

@@ -170,6 +170,6 @@ def require_seconds(timeout: Any) -> None:
     """Raises ValueError unless ``timeout`` is a positive number of seconds."""
     if not isinstance(timeout, Real) or not 0 < float(timeout) <= TIMEOUT_MAX:
         raise ValueError(
-            f"timeout is {described(timeout)}; give a number of seconds above 0, at most "
+            f"timeout is {described(timeout)}; pass a number of seconds above 0, at most "
             f"{TIMEOUT_MAX:.0f}"
         )

@@ -115,7 +115,7 @@ def _nccl_group(place: Place, name: bytes | None, file: Path | None, timeout: fl
     if name is None:
         name = _id_by_mpi(place, timeout) if file is None else _id_in_file(place, file, timeout)
     if not isinstance(name, bytes) or len(name) != _ID_BYTES:
-        raise ValueError(f"unique_id is {described(name)}; give the bytes of unique_id()")
+        raise ValueError(f"unique_id is {described(name)}; pass the bytes that unique_id() returns")
 
     def make() -> nccl.Nccl:
         cuda.use(place.device)
@@ -141,7 +141,7 @@ def _use_device(place: Place) -> Backend:
     if place.device >= len(cuda.models):
         raise DeviceError(
             f"rank {place.rank} is assigned device {place.device}, but this host has only "
-            f"{len(cuda.models)} devices; start at most one rank per GPU, or give device="
+            f"{len(cuda.models)} devices; start at most one rank per GPU, or pass device="
         )
     cuda.use(place.device)
     return cuda
@@ -183,7 +183,7 @@ def _id_by_mpi(place: Place, timeout: float) -> bytes:
             with MpiGroup(world, timeout) as group:
                 return group.agree(unique_id() if place.rank == 0 else bytes(_ID_BYTES))[0]
     raise ValueError(
-        f"rank {place.rank} does not know the unique id of rank 0; give file=, a path that all "
+        f"rank {place.rank} does not know the unique id of rank 0; pass file=, a path that all "
         "ranks can read, or unique_id=, or import mpi4py.MPI in a program started by mpirun"
     )
 
@@ -193,7 +193,7 @@ def _place(
 ) -> Place:
     """Finds this process's rank in the arguments or in the launcher's environment variables."""
     if (rank is None) != (ranks is None):
-        raise ValueError(f"rank is {rank} and ranks is {ranks}; give both or neither")
+        raise ValueError(f"rank is {rank} and ranks is {ranks}; pass both or neither")
     launcher = next((x for x in _LAUNCHERS if {*x[:2]} <= environment.keys()), None)
     if rank is None or ranks is None:
         if launcher is None:
@@ -201,7 +201,7 @@ def _place(
         rank, ranks = (int(environment[x]) for x in launcher[:2])
     ranks = whole("ranks", ranks, 1)
     if not 0 <= whole("rank", rank, 0) < ranks:
-        raise ValueError(f"rank is {rank} and ranks is {ranks}; give a rank from 0 to {ranks - 1}")
+        raise ValueError(f"rank is {rank} and ranks is {ranks}; pass a rank from 0 to {ranks - 1}")
     if device is None:
         # Try all launchers' variables: with PMI-2, srun sets SLURM_LOCALID next to PMI_RANK.
         names = (launcher[2], *_RANKS_ON_HOST) if launcher else ()

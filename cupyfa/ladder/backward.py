@@ -293,7 +293,7 @@ MMA_COLUMNS = Kernel(
     candidates={"Br": (32, 64, 128), "Bc": (32, 64, 128), "warps": (4, 8), "stages": (1, 2)},
     rules={
         "Br and Bc are multiples of 16": lambda c: c.Br % 16 == c.Bc % 16 == 0,
-        "warps are a power of two, and share out S evenly": lambda c: (
+        "warps is a power of two that divides S evenly": lambda c: (
             c.warps & (c.warps - 1) == 0
             and c.Bc % (16 * (c.warps // parts_of_rows(c.Br, c.Bc, c.warps))) == 0
         ),
@@ -357,7 +357,7 @@ MMA_F64_COLUMNS = rung(
     candidates={"Br": (16, 32, 64), "Bc": (16, 32, 64, 128), "warps": (4, 8), "stages": (1, 2)},
     rules={
         "Br and Bc are multiples of 16": lambda c: c.Br % 16 == c.Bc % 16 == 0,
-        "warps are a power of two, at most 4 for each 16 x 16 of Br x Bc, with equal shares": (
+        "warps is a power of two, at most Br * Bc / 64, that divides S evenly": (
             lambda c: (
                 c.warps & (c.warps - 1) == 0
                 and 64 * c.warps <= c.Br * c.Bc
@@ -514,7 +514,7 @@ MMA_FP16X2_TWO_PASS = rung(
     },
     rules={
         "Br and Bc are multiples of 16": lambda c: c.Br % 16 == c.Bc % 16 == 0,
-        "warps divide the keys by 16, and those of the same keys the rows by 16": lambda c: (
+        "warps is a multiple of Bc / 16 and a divisor of Br * Bc / 256": lambda c: (
             has_wide_sums(c) or (16 * c.warps % c.Bc == 0 and c.Br * c.Bc % (256 * c.warps) == 0)
         ),
         "stages is 1 or 2": lambda c: c.stages in (1, 2),

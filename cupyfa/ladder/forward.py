@@ -104,7 +104,7 @@ SEEDS = (
         shared=lambda p, c: p.bytes(reals=c.Br * c.Bc, scalars=(c.Br + c.Bc) * p.d + c.Bc * p.dv),
         tiles=named("Br Bc", *((size, size) for size in (32, 16, 8, 4, 2, 1))),
         candidates={"Br": (8, 16, 32, 64), "Bc": (8, 16, 32, 64, 128, 256)},
-        rules={"Br <= Bc, for there are Bc threads": lambda c: c.Br <= c.Bc},
+        rules={"Br <= Bc, because there are Bc threads": lambda c: c.Br <= c.Bc},
     ),
     seed_kernel(
         "v1",
@@ -167,7 +167,7 @@ FA2 = Kernel(
         if Bc <= Br <= 16 * Bc
     ),
     candidates={"Br": (8, 16, 32, 64, 96, 128, 192, 256), "Bc": (4, 8, 16, 32, 64)},
-    rules={"Bc is below 16 or a multiple of it": lambda c: c.Bc < 16 or c.Bc % 16 == 0},
+    rules={"Bc is less than 16 or a multiple of 16": lambda c: c.Bc < 16 or c.Bc % 16 == 0},
     features=(*OF_SEQUENCES, "paged"),
     tflops={
         "float16": {64: 6.0, 128: 4.99, 256: 4.19, 1024: 1.12},

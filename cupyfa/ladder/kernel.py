@@ -408,7 +408,7 @@ class Kernel(_Record):
                 value, int | float | np.integer | np.floating
             ):
                 raise ValueError(
-                    f"{self.name}: the record's float {name} is {value!r} for {p}; give a number"
+                    f"{self.name}: the record's float {name} is {value!r} for {p}, not a number"
                 )
             found[name] = float(p.dtype.sums.type(value))
         return found
@@ -422,9 +422,9 @@ class Kernel(_Record):
             why = f" with {type(error).__name__}: {error}"
             if isinstance(error, AttributeError) and isinstance(error.obj, SimpleNamespace):
                 known = ", ".join(vars(error.obj))
-                why = f": c has no {error.name}, but {known}; tiles= of the record gives constants"
+                why = f": c has no {error.name}, only {known}; its tiles= defines constants"
             raise ValueError(
-                f"{self.name}: the record's {what} fails{why}; the formula was called with {shown}"
+                f"{self.name}: the record's {what} failed{why}; the formula was called with {shown}"
             ) from error
 
     def _expected(
@@ -524,7 +524,7 @@ class BoundKernel:
         record, returns = self.kernel, self.returns
         are_names = isinstance(returns, Iterable) and not isinstance(returns, str)
         if not are_names or not all(isinstance(x, str) for x in returns):
-            raise TypeError(f"returns is {described(returns)}; give names, such as ('rowmax',)")
+            raise TypeError(f"returns is {described(returns)}; pass names, such as ('rowmax',)")
         for names, known, kind in (
             (self.own, (*record.inputs, *record.floats), "argument"),
             (returns, tuple(record.outputs), "output"),
@@ -543,7 +543,7 @@ class BoundKernel:
         for name, value in given.items():
             is_number = isinstance(value, Real) and not isinstance(value, bool)
             if not (is_number and isfinite(value)):
-                raise ValueError(f"{name} is {described(value)}; give a finite number")
+                raise ValueError(f"{name} is {described(value)}; pass a finite number")
         if not given:
             return self.kernel
         fixed = {name: lambda p, c, value=float(x): value for name, x in given.items()}
@@ -556,113 +556,115 @@ def _are_own(names: Iterable[str]) -> bool:
 
 # Validation rules for the fields of records.
 _LAUNCH_RULES: Rules = {
-    "entry is the name of a C function": lambda x: x.entry.isidentifier(),
-    "args is one string of names separated by blanks": lambda x: isinstance(x.args, str),
-    f"args name arrays as {', '.join(f'Q.{x}' if x else 'Q' for x in _FORMS)}": lambda x: (
+    "entry must be the name of a C function": lambda x: x.entry.isidentifier(),
+    "args must be one string of names separated by blanks": lambda x: isinstance(x.args, str),
+    f"args must name arrays as {', '.join(f'Q.{x}' if x else 'Q' for x in _FORMS)}": lambda x: (
         {form for _, form in x.arrays} <= set(_FORMS)
     ),
-    "grid is a formula, lambda p, c: …": lambda x: callable(x.grid),
-    "threads is a formula, lambda p, c: …": lambda x: callable(x.threads),
-    "shared is a formula, lambda p, c: …": lambda x: callable(x.shared),
-    "when is a formula, lambda p: …": lambda x: callable(x.when),
-    f"walks are {{name: lambda p, c: (rows, keys)}}, of {', '.join(MAPS)}": lambda x: (
+    "grid must be a formula, lambda p, c: …": lambda x: callable(x.grid),
+    "threads must be a formula, lambda p, c: …": lambda x: callable(x.threads),
+    "shared must be a formula, lambda p, c: …": lambda x: callable(x.shared),
+    "when must be a formula, lambda p: …": lambda x: callable(x.when),
+    f"walks must be {{name: lambda p, c: (rows, keys)}} for {', '.join(MAPS)}": lambda x: (
         set(x.walks) <= set(MAPS) and all(map(callable, x.walks.values()))
     ),
-    "numbers are {name: lambda p, c: …}, of names in args": lambda x: (
+    "numbers must be {name: lambda p, c: …} for names in args": lambda x: (
         set(x.numbers) <= {name for name, form in x.arrays if not form}
         and all(map(callable, x.numbers.values()))
     ),
-    "unawaited are names in args, of a launch with begins_early=True": lambda x: (
+    "unawaited must be names in args of a launch with begins_early=True": lambda x: (
         set(x.unawaited.split()) <= {name for name, _ in x.arrays if x.begins_early}
     ),
-    "boxes are {array: rows, lambda p, c: …}, one for each Q.map in args": lambda x: (
+    "boxes must be {array: lambda p, c: rows} for each Q.map in args": lambda x: (
         set(x.boxes) == {name for name, form in x.arrays if form == "map"}
         and all(map(callable, x.boxes.values()))
     ),
 }
 _KERNEL_RULES: Rules = {
-    "after are names of kernels, in a tuple": lambda x: not isinstance(x.after, str),
-    "name is a word": lambda x: isinstance(x.name, str) and bool(x.name.strip()),
-    "launches are one or more Launch or Matmul, in a tuple": lambda x: (
+    "after must be a tuple of kernel names": lambda x: not isinstance(x.after, str),
+    "name must be a word": lambda x: isinstance(x.name, str) and bool(x.name.strip()),
+    "launches must be a tuple of at least one Launch or Matmul": lambda x: (
         bool(x.launches) and all(isinstance(step, Launch | Matmul) for step in x.launches)
     ),
     **{
         rule: lambda x, holds=holds: holds(x.choice)  # type: ignore[misc]
         for rule, holds in TILE_RULES.items()
     },
-    "candidates are some whole numbers for each constant of the tiles": lambda x: (
+    "candidates must be whole numbers for each tile size": lambda x: (
         not x.candidates
         or (
             set(x.candidates) == set(x.choice.names)
             and all(values and all(map(is_size, values)) for values in x.candidates.values())
         )
     ),
-    "rules are {in words: c -> bool}": lambda x: all(map(callable, x.rules.values())),
-    f"dtypes are {', '.join(INPUTS)}": lambda x: bool(x.dtypes) and set(x.dtypes) <= set(INPUTS),
-    f"features are {', '.join(FEATURES)}": lambda x: set(x.features) <= set(FEATURES),
-    f"scratch is {{name: (axes, one of {', '.join(KINDS)})}}": lambda x: all(
+    "rules must be {description: lambda c: …}": lambda x: all(map(callable, x.rules.values())),
+    f"dtypes must be among {', '.join(INPUTS)}": lambda x: (
+        bool(x.dtypes) and set(x.dtypes) <= set(INPUTS)
+    ),
+    f"features must be among {', '.join(FEATURES)}": lambda x: set(x.features) <= set(FEATURES),
+    f"scratch must be {{name: (axes, one of {', '.join(KINDS)})}}": lambda x: all(
         kind in KINDS for _, kind in x.scratch.values()
     ),
-    f"scratch has axes {', '.join(AXES)}, or a formula": lambda x: all(
+    f"scratch must have axes {', '.join(AXES)}, or a formula": lambda x: all(
         callable(axes) or set(axes.split()) <= set(AXES) for axes, _ in x.scratch.values()
     ),
-    "rounds is a formula, lambda p, c: …": lambda x: callable(x.rounds),
-    f"arch is one of {', '.join((*ARCHES, *ARCH_SPECIFIC))}": lambda x: (
+    "rounds must be a formula, lambda p, c: …": lambda x: callable(x.rounds),
+    f"arch must be one of {', '.join((*ARCHES, *ARCH_SPECIFIC))}": lambda x: (
         x.arch in (*ARCHES, *ARCH_SPECIFIC)
     ),
-    f"arch is at least {_BOXES_SINCE} if launches have boxes": lambda x: (
+    f"arch must be at least {_BOXES_SINCE} if launches have boxes": lambda x: (
         int(x.arch.removesuffix("a")) >= _BOXES_SINCE
         or not any(isinstance(step, Launch) and step.boxes for step in x.launches)
     ),
-    "dtype_arch are {dtype: compute capability}, if arch is a compute capability": lambda x: (
+    "dtype_arch must be {dtype: arch} and requires an arch without the suffix a": lambda x: (
         set(x.dtype_arch) <= set(x.dtypes)
         and set(x.dtype_arch.values()) <= set(ARCHES)
         and not (x.dtype_arch and x.target)
     ),
-    "largest_d is None or a whole number from 1": lambda x: (
+    "largest_d must be None or a whole number from 1": lambda x: (
         x.largest_d is None or is_size(x.largest_d)
     ),
-    f"rounding is None or one of {', '.join(ROUNDINGS)}": lambda x: (
+    f"rounding must be None or one of {', '.join(ROUNDINGS)}": lambda x: (
         x.rounding in (None, *ROUNDINGS)
     ),
-    f"parts is None or one of {', '.join(DTYPES)}": lambda x: x.parts in (None, *DTYPES),
-    f"precisions are {', '.join(PRECISIONS)}": lambda x: (
+    f"parts must be None or one of {', '.join(DTYPES)}": lambda x: x.parts in (None, *DTYPES),
+    f"precisions must be among {', '.join(PRECISIONS)}": lambda x: (
         not isinstance(x.precisions, str) and set(x.precisions) <= set(PRECISIONS)
     ),
-    "made_for is None or a formula, lambda p, c: …": lambda x: (
+    "made_for must be None or a formula, lambda p, c: …": lambda x: (
         x.made_for is None or callable(x.made_for)
     ),
-    "unordered are names of outputs, in a tuple": lambda x: not isinstance(x.unordered, str),
-    "inputs are {name: Input(axes, kind)}": lambda x: all(
+    "unordered must be a tuple of output names": lambda x: not isinstance(x.unordered, str),
+    "inputs must be {name: Input(axes, kind)}": lambda x: all(
         isinstance(of, Input) for of in x.inputs.values()
     ),
-    "inputs have names that no other argument has": lambda x: _are_own(x.inputs),
-    "floats differ from inputs, outputs, scratch and tile sizes by their names": lambda x: (
+    "inputs must have names that no other argument has": lambda x: _are_own(x.inputs),
+    "floats must not be named like inputs, outputs, scratch or tile sizes": lambda x: (
         len({*x.inputs, *x.outputs, *x.floats, *x.scratch, *x.choice.names})
         == sum(map(len, (x.inputs, x.outputs, x.floats, x.scratch, x.choice.names)))
     ),
-    f"inputs have axes {', '.join(AXES)}, or a formula": lambda x: all(
+    f"inputs must have axes {', '.join(AXES)}, or a formula": lambda x: all(
         callable(of.axes) or (of.axes.strip() and set(of.axes.split()) <= set(AXES))
         for of in x.inputs.values()
     ),
-    f"inputs are of kind {', '.join(INPUT_KINDS)}": lambda x: all(
+    f"inputs must be of kind {', '.join(INPUT_KINDS)}": lambda x: all(
         of.kind in INPUT_KINDS for of in x.inputs.values()
     ),
-    "outputs are {name: (axes, kind)}, and need a reference": lambda x: (
+    "outputs must be {name: (axes, kind)} and require a reference": lambda x: (
         all(
             axes.strip() and set(axes.split()) <= set(AXES) and kind in INPUT_KINDS
             for axes, kind in x.outputs.values()
         )
         and (not x.outputs or x.reference is not None)
     ),
-    "outputs have names that no other argument has": lambda x: _are_own(x.outputs),
-    "floats are {name: lambda p, c: …}": lambda x: all(map(callable, x.floats.values())),
-    "floats have names that no other argument has": lambda x: _are_own(x.floats),
-    "reference is None or a function of arrays, p and c": lambda x: (
+    "outputs must have names that no other argument has": lambda x: _are_own(x.outputs),
+    "floats must be {name: lambda p, c: …}": lambda x: all(map(callable, x.floats.values())),
+    "floats must have names that no other argument has": lambda x: _are_own(x.floats),
+    "reference must be None or a function of arrays, p and c": lambda x: (
         x.reference is None or callable(x.reference)
     ),
-    "forward is None or a function of arrays, p and c": lambda x: (
+    "forward must be None or a function of arrays, p and c": lambda x: (
         x.forward is None or callable(x.forward)
     ),
-    "folder is None or a path": lambda x: isinstance(x.folder, str | Path | None),
+    "folder must be None or a path": lambda x: isinstance(x.folder, str | Path | None),
 }

@@ -44,10 +44,10 @@ def unknown_kernel(name: str, others: Iterable[str] = ()) -> ValueError:
     if is_text and (not variable or variable.startswith(":")):
         like = f"{script}.py{variable}" if variable else "script.py:name"
         return ValueError(
-            f"{script}.cu is a kernel's source; name its record, {like} (cupyfa new writes one)"
+            f"{script}.cu is a kernel's source; pass its record as {like} (cupyfa new writes one)"
         )
     known = [*(record.name for record in kernels()), *others]
-    there_are = f"; there are {', '.join(known)}, and script.py:name"
+    there_are = f"; known kernels are {', '.join(known)}, and script.py:name"
     return ValueError(f"kernel {name!r} is unknown{nearest(name, known) or there_are}")
 
 
@@ -62,10 +62,9 @@ def tile_remedy(given: Mapping[str, Any], argument: str | None) -> str:
     names = {name for record in kernels() for name in record.choice.names}
     sizes = ", ".join(f'"{name}": {described(x)}' for name, x in given.items() if name in names)
     if not sizes or argument:
-        return sizes and f"give tile sizes as {argument}={{{sizes}}}"
+        return sizes and f"pass tile sizes as {argument}={{{sizes}}}"
     return (
-        "leave it out; tile sizes are arguments of attention, compile, plan and bench, as "
-        f"tiles={{{sizes}}}"
+        f"tile sizes are arguments of attention, compile, plan and bench, as in tiles={{{sizes}}}"
     )
 
 
@@ -79,7 +78,7 @@ def _from_script(name: str) -> Kernel:
     if not script:
         raise ValueError(f"{name!r} does not name a Kernel in the script; write {name}:name")
     if not Path(script).is_file():
-        raise ValueError(f"file {script!r} does not exist; give a script that defines a Kernel")
+        raise ValueError(f"file {script!r} does not exist; pass a script that defines a Kernel")
     found = _variables_of(Path(script).resolve())
     records = {key: value for key, value in found.items() if isinstance(value, Kernel)}
     if variable not in records:

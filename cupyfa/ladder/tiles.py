@@ -126,14 +126,14 @@ class TileChoice(Shown):
 # Validation rules for the field `tiles` of a Kernel.
 RULES: Rules = {
     "tiles must hold at least one mapping, which may be empty": lambda x: bool(x.usual),
-    "tiles give all the same names a whole number from 1 to 2**31 - 1": lambda x: all(
+    "tiles must all map the same names to whole numbers from 1 to 2**31 - 1": lambda x: all(
         set(tile) == set(x.names) and all(map(is_size, tile.values())) for tile in x.usual
     ),
-    f"tiles are not named {', '.join(RESERVED)}": lambda x: all(
+    f"tiles must not use the names {', '.join(RESERVED)}": lambda x: all(
         name.isidentifier() and name not in RESERVED for name in x.names
     ),
-    "tiles up_to are {head dimension: tiles}, like short, each of on and each of few_rows; "
-    "they name what the usual ones do": lambda x: (
+    "tiles for up_to, short, on and few_rows must be {head dimension: tiles}, with the names that "
+    "the usual tiles have": lambda x: (
         all(map(is_size, x.few_rows))
         and all(
             is_size(d) and set(tile) == set(x.names) and all(map(is_size, tile.values()))
@@ -142,7 +142,7 @@ RULES: Rules = {
             for tile in tiles
         )
     ),
-    "tiles have a whole number of blocks_per_sm, from 1": lambda x: is_size(x.blocks_per_sm),
+    "tiles need blocks_per_sm of at least 1": lambda x: is_size(x.blocks_per_sm),
 }
 
 

@@ -12,11 +12,11 @@ from cupyfa.problem.options import AttentionOptions
 from cupyfa.problem.problem import Problem
 
 _REMEDIES = {
-    "layout": "arrays are [batch, heads, rows, d]: give q.swapaxes(1, 2)",
-    "return_max": "they are merged by lse alone: leave it out",
-    "append": "a KVCache is not divided: leave it out",
-    "wrt": "they give the gradients of q, k and v: leave it out",
-    "grads": "results are new arrays: leave it out",
+    "layout": "arrays must be [batch, heads, rows, d]: pass q.swapaxes(1, 2)",
+    "return_max": "row maxima are not merged: leave return_max out",
+    "append": "a KVCache cannot be partitioned: leave append out",
+    "wrt": "gradients are always those of q, k and v: leave wrt out",
+    "grads": "results are new arrays: leave grads out",
 }
 
 
@@ -38,7 +38,7 @@ def read_problem(
             )
     if out is not None and not isinstance(out, DTYPES):
         raise Unsupported(
-            f"out is {described(out)}, but partitioned calls return new arrays; give a dtype"
+            f"out is {described(out)}, but partitioned calls return new arrays; pass a dtype as out"
         )
     given, asked = split_keywords(function, keywords)
     for name in optional_inputs.KEYWORDS:
@@ -68,13 +68,13 @@ def _captured_numbers(captured: Any) -> tuple[optional_inputs.Operand, ...]:
     if captured is None:
         return ()
     if not isinstance(captured, Mapping):
-        raise TypeError(f'captured is {described(captured)}; give {{"name": number}}')
+        raise TypeError(f'captured is {described(captured)}; pass a dict {{"name": number}}')
     found = [optional_inputs.operand(name, x) for name, x in captured.items()]
     for x in found:
         if x.is_array:
             raise Unsupported(
                 f"captured {x.name} is an array of shape {x.shape}, but partitioned calls support "
-                "no arrays except q, k and v; give numbers, or a formula in the expression"
+                "no arrays except q, k and v; pass numbers, or write a formula in the expression"
             )
     return tuple(sorted(found, key=lambda x: x.name))
 

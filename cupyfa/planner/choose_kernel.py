@@ -66,9 +66,7 @@ def _given(kernel: str | Kernel, operation: str) -> Kernel:
             raise ValueError(f"kernel {kernel.name} computes {kernel.operation}, not {operation}")
         return kernel
     if not isinstance(kernel, str):
-        raise TypeError(
-            f"kernel is {described(kernel)}; give a kernel's name, your own Kernel or 'auto'"
-        )
+        raise TypeError(f"kernel is {described(kernel)}; pass a kernel's name, a Kernel or 'auto'")
     known = LADDER[operation]
     if ".py:" in kernel:
         raise ValueError(f"kernel is {kernel!r}; load the Kernel: kernel=cupyfa.kernel({kernel!r})")
@@ -199,7 +197,7 @@ def _fastest(kernels: Sequence[Kernel], problem: Problem, limits: Limits) -> Ker
     none = _no_other(kernels[0], problem, limits) if kernels else "no kernel supports it"
     remedy = f"choose one that supports it: {', '.join(others)}" if others else none
     if not others and problem.arithmetic != problem.dtype.name:
-        another = ", or give another" if problem.dtype.name == "float32" else ""
+        another = ", or choose another precision" if problem.dtype.name == "float32" else ""
         remedy += f"; leave precision={problem.precision!r} out{another}"
     raise Unsupported(
         f"'auto' has no measured kernel to choose for {problem} on {limits.device}; {remedy}"
@@ -342,8 +340,8 @@ def _no_other(kernel: Kernel, problem: Problem, limits: Limits) -> str:
         why = _reasons(kernel, problem, limits)
         return f"no other kernel can either{f': {why}' * bool(why)}"
     able = [x.name for x in LADDER["backward"].values() if can(x, problem, limits)]
-    known = f"; of these {', '.join(able)} can" if able else ", and none of them can"
-    return f"kernels of the backward pass give gradients{known}"
+    known = f"; kernels that can: {', '.join(able)}" if able else ", and none of them can either"
+    return f"only backward kernels compute gradients{known}"
 
 
 def _reasons(kernel: Kernel, problem: Problem, limits: Limits) -> str:
@@ -362,7 +360,7 @@ def _converted(kernel: Kernel, problem: Problem, limits: Limits) -> str:
     """Returns the remedy for inputs of a dtype that few kernels support."""
     own = problem.dtype.name
     others = [x for x in LADDER[kernel.operation].values() if x.takes(own) and x is not kernel]
-    why = [f"{x.name} takes {own}, and {y}" for x in others if (y := _lack(x, problem, limits))]
+    why = [f"{x.name} supports {own}, but {y}" for x in others if (y := _lack(x, problem, limits))]
     return f"{'; '.join(why) or 'no other kernel can'}; convert q, k and v to float16 or bfloat16"
 
 
@@ -446,17 +444,17 @@ def _lack(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
     own = problem.dtype.name
     can_do = kernel.precisions_of(own)
     if not kernel.takes(own):
-        return f"its dtypes are {', '.join(kernel.dtypes)}"
+        return f"it supports only {', '.join(kernel.dtypes)}"
     if problem.precision and problem.precision not in can_do:
         return f"it computes {own} in {' or '.join(can_do or (own,))}"
     if problem.pages and own not in kernel.dtypes:  # rounding launches do not read pages
-        return f"it does not round {own} in pages"
+        return f"it does not support {own} in a paged cache"
     if lacking:
         return f"it does not support {', '.join(_MEANING.get(x, x) for x in lacking)}"
     if other := _other_device(kernel, own, limits):
         return other
     if kernel.largest_d is not None and max(problem.d, problem.dv) > kernel.largest_d:
-        return f"its head dimensions end at {kernel.largest_d}"
+        return f"it supports head dimensions up to {kernel.largest_d}"
     return limits.no_matmul if any(isinstance(x, Matmul) for x in kernel.launches) else None
 
 
@@ -465,9 +463,9 @@ def _other_device(kernel: Kernel, dtype: str, limits: Limits) -> str | None:
     arch = kernel.dtype_arch.get(dtype, kernel.arch)
     here = "this" if limits.device == f"sm_{limits.arch}" else limits.device
     if kernel.target and limits.arch not in (None, kernel.target.removesuffix("a")):
-        return f"it runs on sm_{kernel.target} alone, {here} is sm_{limits.arch}"
+        return f"it runs only on sm_{kernel.target}, but {here} is sm_{limits.arch}"
     if not kernel.target and limits.arch is not None and int(limits.arch) < int(arch):
-        return f"it needs sm_{arch} for {dtype}, {here} is sm_{limits.arch}"
+        return f"it requires sm_{arch} for {dtype}, but {here} is sm_{limits.arch}"
     return None
 
 

@@ -146,7 +146,7 @@ class _Planner:
         rounds = self.whole("rounds", self.kernel.rounds, self.on_device(), least=1)
         if rounds > _MOST_ROUNDS:
             raise self.unsupported(
-                f"this takes {rounds:,} rounds of launches; the limit is {_MOST_ROUNDS:,}"
+                f"the kernel would be launched in {rounds:,} rounds; the limit is {_MOST_ROUNDS:,}"
             )
         first = steps.index(repeated[0])
         others = [(step, 0) for step in steps if step not in repeated]
@@ -359,7 +359,7 @@ class _Planner:
                 return single
         raise ValueError(
             f"{self.kernel.name}: the record's constant {what} is {value!r} for {self.problem}; "
-            "give a bool, a 32-bit integer or a finite float"
+            "it must be a bool, a 32-bit integer or a finite float"
         )
 
     def check_formulas(
@@ -372,8 +372,8 @@ class _Planner:
             raise ValueError(
                 f"{self.kernel.name}: the record's formulas for {launch.entry} returned "
                 f"grid={grid}, threads={threads!r}, shared={shared_bytes!r} for {self.problem}; "
-                "they must return whole numbers, one to three for the grid, and at least one "
-                "block and thread"
+                "they must return whole numbers, a grid of one to three numbers, and at least "
+                "one block and thread"
             )
 
     def check_limits(self, grid: tuple[int, int, int], threads: int, shared_bytes: int) -> None:

@@ -16,7 +16,7 @@ from cupyfa.errors import described
 MOST_ROWS = 2**31 - 2**16  # limit on the total number of rows
 _SHOWN = 8  # lists of more sequences are abbreviated in output
 _OF_LENGTHS = (
-    "give whole numbers, such as 349,263,0,115; 7/9 for a sequence of 9 rows of which 7 are valid, "
+    "use whole numbers, such as 349,263,0,115; 7/9 for a sequence of 9 rows of which 7 are valid, "
     "_3 at an end for 3 rows outside of sequences, and 5,0:7,3 if queries and keys differ"
 )
 _LENGTHS = re.compile(r"(?:_(\d+),)?((?:\d+(?:/\d+)?,)+)(?:_(\d+),)?")
@@ -42,12 +42,14 @@ class Lengths:
         if not self.rows:
             raise ValueError(f"the list of lengths is empty; {_OF_LENGTHS}")
         if self.total > MOST_ROWS:
-            raise ValueError(f"the sequences have {self.total:,} rows; the limit is {MOST_ROWS:,}")
+            raise ValueError(
+                f"the total number of rows is {self.total:,}; the limit is {MOST_ROWS:,}"
+            )
         for i, (count, rows) in enumerate(zip(self.counts, self.rows)):
             if count > rows:
                 raise ValueError(
-                    f"sequence {i} has {rows} rows, but {count} are marked as valid; give at most "
-                    f"{rows}"
+                    f"sequence {i} has {rows} rows, but {count} are marked as valid; at most "
+                    f"{rows} can be valid"
                 )
 
     @classmethod

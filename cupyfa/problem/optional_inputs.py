@@ -107,7 +107,7 @@ _ROWS = (
         in_expressions=True,
         help="ALiBi slopes of each head, h, or of each batch element too, bh; with a dtype, as "
         "bf16[h].",
-        in_parts="give a score_mod with captured numbers",
+        in_parts="use a score_mod with captured numbers",
     ),
     OptionalInput(
         BIAS,
@@ -118,7 +118,7 @@ _ROWS = (
         axes_examples="1hmn, b1mn or 11mn",
         help="An array that is added to the scores, by its axes: 1hmn is [1, heads, M, N]; with a "
         "dtype, as f32[b1mn].",
-        in_parts="give a score_mod",
+        in_parts="use a score_mod",
     ),
     OptionalInput(
         MASK,
@@ -128,7 +128,7 @@ _ROWS = (
         usual_axes="11mn",
         axes_examples="11mn, b11n or bhmn",
         help="An array of bool that is True for the pairs that are seen, by its axes: 11mn, b11n.",
-        in_parts="give causal=, window= or an expression",
+        in_parts="use causal=, window= or a mask expression",
     ),
     OptionalInput(
         SINK,
@@ -137,7 +137,7 @@ _ROWS = (
         constant="has_sink",
         help="Sinks of each head, h, or of each batch element too, bh: one more score of every "
         "row.",
-        in_parts="leave it out",
+        in_parts="leave sink out",
     ),
     OptionalInput(  # the gradient of lse
         DLSE,
@@ -624,7 +624,7 @@ def of_value(name: str, given: Any) -> Operand:
         return Operand(name, "float64", (), float(given))
     what = "" if name in KEYWORDS else "a number, or "
     if not hasattr(given, "dtype") or not hasattr(given, "shape"):
-        raise TypeError(f"{written(name)} is {described(given)}; give {what}a NumPy or CuPy array")
+        raise TypeError(f"{written(name)} is {described(given)}; pass {what}a NumPy or CuPy array")
     dtype, floats = str(given.dtype), " or ".join((", ".join(_FLOATS[:-1]), _FLOATS[-1]))
     any_of = f"bool, whole numbers or {', '.join(_FLOATS)}"
     if dtype not in (*_DTYPES, *_FLOATS):
@@ -653,8 +653,8 @@ def of_record(
         return of_value(name, value)
     if dtype not in (*_DTYPES, *_FLOATS) or not shape:
         raise ValueError(
-            f"{name} is an array of dtype {dtype!r} and shape {tuple(shape)}; give a supported "
-            "dtype and at least one axis"
+            f"{name} is an array of dtype {dtype!r} and shape {tuple(shape)}; the dtype must be "
+            "supported and the array must have at least one axis"
         )
     return Operand(name, dtype, tuple(shape), None, gradient)
 
@@ -671,7 +671,7 @@ def of_list(name: str, given: Any) -> Any:
     except (ValueError, TypeError, OverflowError) as error:
         raise TypeError(
             f"{written(name)} is a {type(given).__name__} that NumPy cannot convert to an array "
-            f"({error}); give numbers, in rows of equal length"
+            f"({error}); pass numbers, in rows of equal length"
         ) from None
 
 

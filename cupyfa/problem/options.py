@@ -91,8 +91,8 @@ def _read_out_dtype(value: Any) -> str | None:
     if value is None or (isinstance(value, str) and value in DTYPES):
         return value
     raise ValueError(
-        f"out_dtype is {described(value)}; use 'float32', or leave it out for the dtype of q; with "
-        "inputs in float8_e4m3fn use 'bfloat16', 'float16' or 'float32'"
+        f"out_dtype is {described(value)}; use 'float32', or leave out_dtype out for the dtype "
+        "of q; for float8_e4m3fn inputs, use 'bfloat16', 'float16' or 'float32'"
     )
 
 
@@ -122,7 +122,7 @@ def _read_window(value: Any) -> Window:
         return NO_WINDOW
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise ValueError(
-            f"window is {described(value)}; give a pair (left, right): how many keys a query sees "
+            f"window is {described(value)}; pass a pair (left, right): how many keys a query sees "
             "on each side of its position, or None for no limit"
         )
     left, right = (_read_side(side) for side in value)
@@ -134,8 +134,8 @@ def _read_side(side: Any) -> int | None:
         return None
     if isinstance(side, int | np.integer) and side < 0:
         raise ValueError(
-            f"window has a negative limit, {side}; give a number of keys, at least 0, or None for "
-            "no limit (- on the command line)"
+            f"window has a negative limit, {side}; pass a number of keys that is at least 0, or "
+            "None for no limit (- on the command line)"
         )
     try:
         return read_size("a window's side", side, 2**31 - 1)
@@ -147,9 +147,9 @@ def _read_offset(value: Any) -> int | None:
     if (value := without_axes(value)) is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"offset is {described(value)}; give a whole number, or None for N - M")
+        raise TypeError(f"offset is {described(value)}; pass a whole number, or None for N - M")
     if not -FARTHEST <= (offset := int(value)) <= FARTHEST:
-        raise ValueError(f"offset is {value}; give a whole number from -2**30 to 2**30")
+        raise ValueError(f"offset is {value}; pass a whole number from -2**30 to 2**30")
     return offset
 
 
@@ -171,7 +171,7 @@ def _parse_window(text: str) -> Window:
         left, right = (None if x.strip() == "-" else int(x) for x in text.split(","))
     except ValueError:
         raise ValueError(
-            f"window {text!r} is not LEFT,RIGHT; give two numbers of keys, or - for no limit: 128,-"
+            f"window {text!r} is not LEFT,RIGHT; pass two numbers of keys, or - for no limit: 128,-"
         ) from None
     return _read_window((left, right))
 
@@ -185,7 +185,7 @@ def without_axes(value: Any) -> Any:
 def read_flag(name: str, value: Any) -> bool:
     """Returns a bool or NumPy bool as bool. Raises TypeError for anything else."""
     if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"{name} is {described(value)}; give True or False")
+        raise TypeError(f"{name} is {described(value)}; pass True or False")
     return bool(value)
 
 
@@ -194,7 +194,7 @@ def read_number(name: str, value: Any, default: str) -> float | None:
         return None
     value = without_axes(value)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} is {described(value)}; give a number, or None for {default}")
+        raise TypeError(f"{name} is {described(value)}; pass a number, or None for {default}")
     try:
         return float(value)
     except OverflowError:  # an int of more than 308 digits
@@ -213,7 +213,7 @@ def parse_number(name: str, text: str, read: type[int] | type[float] = float) ->
 def _read_softcap(value: Any) -> float | None:
     number = read_number("softcap", value, "none")
     if number is not None and not 0 < number < math.inf:
-        raise ValueError(f"softcap is {value}; give a finite number above 0, or leave it out")
+        raise ValueError(f"softcap is {value}; use a finite number above 0, or leave softcap out")
     return number
 
 
@@ -221,8 +221,8 @@ def _read_dropout(value: Any) -> float:
     number = read_number("dropout", value, "none") or 0.0
     if not 0 <= number < 1 or round(number * 16384) == 16384:
         raise ValueError(
-            f"dropout is {value}; give the probability of dropping a weight, from 0 to below 1, "
-            "which is rounded to multiples of 1/16384"
+            f"dropout is {value}; pass the probability of dropping a weight, which must be at "
+            "least 0 and, rounded to a multiple of 1/16384, below 1"
         )
     return number if round(number * 16384) else 0.0
 
@@ -235,10 +235,10 @@ def _read_bits(name: str, bits: int) -> Callable[[Any], int | None]:
             return None
         if isinstance(value, bool) or not isinstance(value, int | np.integer):
             raise TypeError(
-                f"{name} is {described(value)}; give a whole number or a one-element array"
+                f"{name} is {described(value)}; pass a whole number or a one-element array"
             )
         if not 0 <= value < 2**bits:
-            raise ValueError(f"{name} is {value}; give a whole number from 0 to 2**{bits} - 1")
+            raise ValueError(f"{name} is {value}; pass a whole number from 0 to 2**{bits} - 1")
         return int(value)
 
     return read
@@ -252,7 +252,7 @@ def _parse_bits(name: str) -> Callable[[str], int | str]:
             return int(text)
         except ValueError:
             raise ValueError(
-                f"{name}={text!r} is neither a whole number nor an array form; give u64[1] or "
+                f"{name}={text!r} is neither a whole number nor an array form; pass u64[1] or "
                 "i32[1] for an array"
             ) from None
 
@@ -414,15 +414,15 @@ class AttentionOptions:
             object.__setattr__(self, "dropout_offset", 0)
         elif self.dropout_seed is None:
             raise ValueError(
-                f"dropout is {self.dropout} without a seed; give a whole number from 0 to "
-                "2**64 - 1, and a different seed for each layer and step, because calls keep no "
-                "state"
+                f"dropout is {self.dropout} without a seed; pass a whole number from 0 to "
+                "2**64 - 1 as the seed, and a different one for each layer and step, because calls "
+                "keep no state"
             )
         if self.causal:
             object.__setattr__(self, "window", (self.window[0], None))
         if self.offset is not None and self.causal == "top-left":
             raise ValueError(
-                f"offset is {self.offset} under a 'top-left' mask, which implies offset=0; give "
+                f"offset is {self.offset} under a 'top-left' mask, which implies offset=0; pass "
                 "causal=True with the offset, or leave the offset out"
             )
 

@@ -115,7 +115,7 @@ class Problem:
             finite = np.isfinite(self.dtype.sums.type(self.scale * math.log2(math.e)))
         if not finite:
             raise ValueError(
-                f"scale is {self.scale}; give a finite {self.dtype.sums} number whose product with "
+                f"scale is {self.scale}; pass a finite {self.dtype.sums} number whose product with "
                 "log2(e) is finite"
             )
 
@@ -232,7 +232,7 @@ class Problem:
         Raises ValueError if ``asked`` is true and the problem has no mask.
         """
         if asked and not self.has_mask:
-            raise ValueError("block_mask needs a mask; give mask_mod= or mask=")
+            raise ValueError("block_mask requires a mask; pass mask_mod= or mask=")
         return replace(self, block_mask=bool(asked))
 
     def without(self, *names: str) -> Problem:
@@ -371,7 +371,7 @@ class Problem:
         if self.offset is None or self.is_masked or self.reads_position:
             return
         raise ValueError(
-            f"offset is {self.offset}, but no option of this call depends on query positions; give "
+            f"offset is {self.offset}, but no option of this call depends on query positions; pass "
             "causal=True or a window, or leave offset out"
         )
 
@@ -379,13 +379,13 @@ class Problem:
         by_pair = (BIAS, MASK) if self.modifiers.is_packed else ()
         asked = [x.name for x in self.operands if x.name in by_pair]
         for what, given, remedy in (
-            (" and ".join(asked), asked, "give an expression that reads captured arrays"),
-            ("a block mask", self.block_mask, "give its expression as mask="),
-            (f"wrt={', '.join(self.wrt)}", self.wrt, "ask for the gradients of q, k and v alone"),
+            (" and ".join(asked), asked, "pass an expression that reads captured arrays"),
+            ("a block mask", self.block_mask, "pass its expression as mask="),
+            (f"wrt={', '.join(self.wrt)}", self.wrt, "request only the gradients of q, k and v"),
             (
                 f"offset={self.offset}",
                 self.offset is not None,
-                "each sequence has positions of its own: leave it out",
+                "each sequence has its own offset: leave offset out",
             ),
         ):
             if given:
@@ -565,7 +565,7 @@ def _sizes_of_rows(
     """Returns batch, M and N; for packed lengths, the number of sequences and total rows."""
     if packed is None:
         if M is None:
-            raise TypeError("M is missing; give M, or the lengths of a ragged batch")
+            raise TypeError("M is missing; pass M, or the lengths of a ragged batch")
         N = M if N is None else N
         return (1 if batch is None else batch), M, N
     if given := [x for x, y in (("batch", batch), ("M", M), ("N", N)) if y is not None]:
@@ -588,7 +588,7 @@ def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
     is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not (is_whole and value >= least and (most is None or value <= most)):
         to = "" if most is None else f" to {most:,}"
-        raise ValueError(f"{name} is {described(value)}; give a whole number from {least}{to}")
+        raise ValueError(f"{name} is {described(value)}; pass a whole number from {least}{to}")
     return int(value)
 
 
@@ -646,9 +646,9 @@ def _common_dtype(known: Mapping[str, DType], **arrays: Any) -> DType:
 def _check_precision(precision: str | None, dtype: DType) -> None:
     narrower = dtype.itemsize == 2 and precision == FLOAT8
     if precision is not None and dtype.name != "float32" and not narrower:
-        remedy = f"leave it out or give {FLOAT8!r}" if dtype.itemsize == 2 else "leave it out"
+        remedy = f"leave precision out{f', or use {FLOAT8!r}' * (dtype.itemsize == 2)}"
         if dtype.result:
-            remedy = "such inputs are not rounded, so leave it out"
+            remedy = "such inputs are not rounded, so leave precision out"
         raise ValueError(
             f"precision={precision!r} is only for float32 inputs, but the dtype is {dtype.name}; "
             f"{remedy}"
@@ -668,7 +668,7 @@ def _check_out_dtype(name: str | None, dtype: DType) -> None:
     able = [repr(x) for x in DTYPES if can_give(x, dtype)]
     which = " or ".join(filter(None, (", ".join(able[:-1]), able[-1])))
     raise ValueError(
-        f"out_dtype is {name!r}, but the dtype is {dtype.name}; give {which}, or leave it out"
+        f"out_dtype is {name!r}, but the dtype is {dtype.name}; use {which}, or leave out_dtype out"
     )
 
 

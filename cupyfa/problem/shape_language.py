@@ -113,7 +113,7 @@ def operands(given: Mapping[str, Any], sizes: Sequence[int], dtype: str) -> tupl
         found = [replace(x, shape=(1, *x.shape[1:])) if x.name in of_rows else x for x in found]
     captured = given.get(CAPTURED) or {}
     if not isinstance(captured, Mapping):
-        raise TypeError(f'captured is {described(captured)}; give {{"name": form}}')
+        raise TypeError(f'captured is {described(captured)}; pass a dict {{"name": form}}')
     more = [_captured(name, form, named) for name, form in captured.items()]
     every = (*found, *sorted(more, key=lambda x: not x.is_array))  # arrays first, as in calls
     return differentiated(every, given.get(WRT) or ())
@@ -156,7 +156,7 @@ def _read_seed(record: OptionalInput, form: Any, named: Mapping[str, int], dtype
     short, size = _parts(form) or ("", "")
     if short not in DTYPES or short[0] not in "iu" or size != "1":
         raise ValueError(
-            f"{record.name} is {form!r}; give a whole number, or an array form: u64[1] or i32[1]"
+            f"{record.name} is {form!r}; pass a whole number, or an array form: u64[1] or i32[1]"
         )
     return Operand(record.name, DTYPES[short], (1,))
 
@@ -174,7 +174,7 @@ def _read_lengths(
     short, axis = _parts(form) or ("", "")
     size = _size(axis, named)
     if short not in DTYPES or size is None:
-        raise ValueError(f"{name} is {form!r}; give its dtype and size, as in i32[batch]")
+        raise ValueError(f"{name} is {form!r}; pass its dtype and size, as in i32[batch]")
     return Operand(name, DTYPES[short], (size,))
 
 
@@ -203,7 +203,7 @@ def _captured(name: str, form: Any, named: Mapping[str, int]) -> Operand:
         sizes = [_size(x.strip(), named) for x in axes.split(",")]
         if short not in DTYPES or None in sizes:
             raise ValueError(
-                f"captured {name} is {form!r}; give a number, or a dtype ({', '.join(DTYPES)}) and "
+                f"captured {name} is {form!r}; pass a number, or a dtype ({', '.join(DTYPES)}) and "
                 "sizes by name or number, as in f32[heads], i32[M] or bool[batch,N]; M|N is the "
                 "larger of M and N"
             )

@@ -133,12 +133,12 @@ def _require_one_form(found: Mapping[str, Mapping[type, Structured]]) -> None:
         one = next(name for name, packed in are_packed.items() if packed)
         other = next(name for name, packed in are_packed.items() if not packed)
         raise TypeError(
-            f"{one} is Packed, but {other} is not; give q, k and v as Packed(array, offsets)"
+            f"{one} is Packed, but {other} is not; pass q, k and v as Packed(array, offsets)"
         )
     for name, layers in found.items():
         if Packed in layers and Padded in layers:
             raise TypeError(
-                f"{name} is Packed and Padded; give {name} as Packed(array, offsets, used), where "
+                f"{name} is Packed and Padded; pass {name} as Packed(array, offsets, used), where "
                 "used holds the number of valid rows of each sequence"
             )
     for kind in (Packed, Padded):
@@ -149,13 +149,13 @@ def _require_one_form(found: Mapping[str, Mapping[type, Structured]]) -> None:
             one, other = ("k", "v") if v is None else ("v", "k")
             raise TypeError(
                 f"{one} is {kind.__name__}, but {other} is not; k and v must have the same "
-                f"structure: give both as {kind.__name__}"
+                f"structure: pass both as {kind.__name__}"
             )
         for field in fields(kind)[1:]:
             if not _are_same(getattr(k, field.name), getattr(v, field.name)):
                 raise ValueError(
-                    f"k and v have different {field.name}; give the same {field.name} for both, "
-                    "because each key has one value"
+                    f"k and v have different {field.name}; keys and values must have the same "
+                    f"{field.name}"
                 )
 
 

@@ -97,7 +97,7 @@ def target(
     if not (isinstance(given, np.ndarray) if on_host else backend.owns(given)):
         kind = "NumPy" if on_host else "CuPy"
         raise TypeError(
-            f"{name} is {described(given)}, but the inputs are {kind} arrays; give a {kind} array"
+            f"{name} is {described(given)}, but the inputs are {kind} arrays; pass a {kind} array"
         )
     if is_masked(given):
         raise TypeError(f"{name} is a MaskedArray, but kernels ignore masks; pass {name}.data")
@@ -106,15 +106,15 @@ def target(
     if _overlaps_itself(given):
         raise ValueError(
             f"{name} has shape {given.shape} and strides {given.strides}, so its elements share "
-            "memory; give an array whose elements do not overlap"
+            "memory; pass an array whose elements do not overlap"
         )
     if on_host and not given.flags.writeable:
-        raise ValueError(f"{name} is read-only; give a writable array")
+        raise ValueError(f"{name} is read-only; pass a writable array")
     for other, array in inputs.items():
         if overlap(given, array):
             raise ValueError(
                 f"{name} overlaps the input {name_of(other)}, which must not be written; "
-                "give an array with its own memory, or leave it out"
+                f"pass an array with separate memory, or leave {name} out"
             )
     in_place = not backend.owns(first) or (backend.writes_in_place and columns_contiguous(given))
     return given if in_place and address_of(view(given)) == address_of(given) else None
@@ -125,7 +125,7 @@ def require_form(name: str, given: Any, shape: Sequence[int], dtype: Any) -> Non
     if tuple(given.shape) != tuple(shape) or given.dtype != dtype:
         raise ValueError(
             f"{name} is {given.dtype} {tuple(given.shape)}, but the result is {dtype} "
-            f"{tuple(shape)}; give an array of that dtype and shape"
+            f"{tuple(shape)}; pass an array of that dtype and shape"
         )
 
 
@@ -136,7 +136,7 @@ def require_one_device(backend: Backend, arrays: Arrays) -> None:
         *names, last = arrays
         where = ", ".join(str(number) for (number,) in devices)
         raise ValueError(
-            f"{', '.join(names)} and {last} are on devices {where}; copy all to one device"
+            f"{', '.join(names)} and {last} are on devices {where}; copy all arrays to one device"
         )
 
 

@@ -42,7 +42,7 @@ def backend_to_measure(backend: str | Backend) -> Backend:
     """
     if backend == "auto" and chosen_backend() == "auto" and (reason := _no_cuda()) is not None:
         raise DeviceError(
-            f"{reason}, and simulator times do not predict GPU times; to measure them anyway, give "
+            f"{reason}, and simulator times do not predict GPU times; to measure them anyway, pass "
             'backend="simulator"'
         )
     return backend_named(backend)
@@ -136,17 +136,17 @@ def devices_of(backend: Backend, devices: Any) -> tuple[int, ...]:
     numbers = _numbers(devices)
     if unknown := [i for i in numbers if not 0 <= i < len(models)]:
         raise ValueError(
-            f'device {unknown[0]} does not exist; {_known(backend)}: give device numbers, or "all"'
+            f'device {unknown[0]} does not exist; {_known(backend)}: pass device numbers, or "all"'
         )
     if not numbers or len(set(numbers)) < len(numbers):
         raise ValueError(
-            f"devices is {list(numbers)}; give one or more distinct device numbers; "
+            f"devices is {list(numbers)}; pass one or more distinct device numbers; "
             f"{_known(backend)}"
         )
     if len({models[i] for i in numbers}) > 1:
         named = ", ".join(f"{i} is {models[i]}" for i in numbers)
         raise ValueError(
-            f"the devices are different models ({named}); give devices of the same model"
+            f"the devices are different models ({named}); pass devices of the same model"
         )
     return numbers
 
@@ -161,7 +161,7 @@ def _numbers(devices: Any) -> tuple[int, ...]:
         given = tuple(devices)
         if all(isinstance(x, int | np.integer) and not isinstance(x, bool) for x in given):
             return tuple(map(int, given))
-    raise TypeError(f'devices is {described(devices)}; give "all", or numbers such as [0, 1]')
+    raise TypeError(f'devices is {described(devices)}; pass "all", or numbers such as [0, 1]')
 
 
 def writable_view(backend: Backend, name: str, array: Any) -> Any:

@@ -212,7 +212,7 @@ class _Parts:
         if type(mine) is not type(self.outs[0]):
             kind = "NumPy" if isinstance(self.outs[0], np.ndarray) else "CuPy"
             raise TypeError(
-                f"{name} is {described(given)}, but parts[0] contains {kind} arrays; give a {kind} "
+                f"{name} is {described(given)}, but parts[0] contains {kind} arrays; pass a {kind} "
                 "array"
             )
         return mine
@@ -267,14 +267,14 @@ class _Parts:
 def _named(parts: Any) -> Arrays:
     """Checks the pairs, and returns their arrays by names such as "parts[0][1]"."""
     if not isinstance(parts, list | tuple):
-        raise TypeError(f"parts is {described(parts)}; give a list of pairs (out, lse)")
+        raise TypeError(f"parts is {described(parts)}; pass a list of pairs (out, lse)")
     if not parts:
-        raise ValueError("parts is empty; give at least one pair (out, lse)")
+        raise ValueError("parts is empty; pass at least one pair (out, lse)")
     named: Arrays = {}
     for i, pair in enumerate(parts):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise TypeError(
-                f"parts[{i}] is {described(pair)}; give a pair (out, lse), such as "
+                f"parts[{i}] is {described(pair)}; pass a pair (out, lse), such as "
                 "attention(…, return_lse=True) returns"
             )
         named |= {f"parts[{i}][{j}]": x for j, x in enumerate(pair)}

@@ -320,8 +320,8 @@ class Prepared(OfThisProcess):
             what = f"has {len(grads)} elements" if many else f"is {described(grads)}"
             names = [str(x.label).removesuffix(" of grads") for x in self._results if x.label]
             raise TypeError(
-                f"grads {what}; give {len(names)} arrays, for {', '.join(names)}, or None in place "
-                "of an array to allocate a new one"
+                f"grads {what}; pass {len(names)} arrays, for {', '.join(names)}; to allocate a "
+                "gradient, pass None in place of its array"
             )
         return (*grads, *self._all_new[len(grads) :])
 

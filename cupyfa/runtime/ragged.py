@@ -104,7 +104,7 @@ def _whole(name: str, given: Any) -> Any:
     if isinstance(given, list | tuple):
         given = np.array(given, None if len(given) else np.int32)
     if not hasattr(given, "dtype") or not hasattr(given, "shape"):
-        raise TypeError(f"{written(name)} is {described(given)}; give an int32 NumPy or CuPy array")
+        raise TypeError(f"{written(name)} is {described(given)}; pass an int32 NumPy or CuPy array")
     if isinstance(given, np.ndarray) and given.dtype.kind not in "iu":
         raise TypeError(
             f"{written(name)} is {given.dtype}; it must have an integer dtype: convert it"
@@ -142,7 +142,7 @@ def _check_counts(name: str, counts: np.ndarray, most: np.ndarray, what: str = "
     if wrong.size:
         i = int(wrong[0])
         raise ValueError(
-            f"{written(name)}[{i}] is {counts[i]}, but {what} {i} has {most[i]} rows; give a "
+            f"{written(name)}[{i}] is {counts[i]}, but {what} {i} has {most[i]} rows; pass a "
             f"number from 0 to {most[i]}"
         )
 
@@ -172,7 +172,7 @@ def packed(name: str, arrays: Sequence[Any], layout: str) -> tuple[Any, np.ndarr
         if type(x) is not type(first) or x.dtype != first.dtype:
             raise TypeError(
                 f"{name}[{i}] is a {x.dtype} {type(x).__name__}, but {name}[0] is a {first.dtype} "
-                f"{type(first).__name__}; give arrays of the same type and dtype"
+                f"{type(first).__name__}; pass arrays of the same type and dtype"
             )
         if _others(x, axis) != _others(first, axis):
             raise ValueError(
@@ -182,7 +182,7 @@ def packed(name: str, arrays: Sequence[Any], layout: str) -> tuple[Any, np.ndarr
     offsets = np.array([0, *accumulate(int(x.shape[axis]) for x in arrays)], np.int32)
     heads, columns = _others(first, axis)
     if not hasattr(first, "__array_function__"):
-        raise TypeError(f"{name} is a list of {type(first).__name__}; give NumPy or CuPy arrays")
+        raise TypeError(f"{name} is a list of {type(first).__name__}; pass NumPy or CuPy arrays")
     made = np.empty_like(first, order="C", shape=(int(offsets[-1]), heads, columns))
     rows = arrays if layout == "bshd" else [x.swapaxes(0, 1) for x in arrays]
     _copy_all((made[a:b], x) for x, (a, b) in zip(rows, pairwise(offsets.tolist())))
@@ -225,7 +225,7 @@ def parts(array: Any, offsets: Iterable[int], layout: str, out: Any = None) -> l
     if out is None:
         return found
     if not isinstance(out, list | tuple) or len(out) != len(found):
-        raise TypeError(f"out is {described(out)}; give a list of {len(found)} arrays")
+        raise TypeError(f"out is {described(out)}; pass a list of {len(found)} arrays")
     for i, (x, y) in enumerate(zip(out, found)):
         require_form(f"out[{i}]", x, y.shape, y.dtype)
     _copy_all(zip(out, found))

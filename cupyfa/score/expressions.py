@@ -118,7 +118,7 @@ def _suggested(name: str, names: Iterator[str] | list[str]) -> str:
     near = difflib.get_close_matches(name, known, 1, cutoff=0.7)
     other = _OTHER_NAMES.get(name)
     found = other if other in known else next(iter(near), None)
-    return f"; is it {found!r}?" if found else ""
+    return f"; did you mean {found!r}?" if found else ""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -266,11 +266,9 @@ class _Rules:
                 raise _Wrong(node, f"{what}; rename it and pass it in captured")
             near = _suggested(name, list(self.kinds) if indices else [*names, *self.kinds])
             if near and not indices and name in _OTHER_NAMES:
-                near += (
-                    f" In expressions, and as parameters of functions, there are {', '.join(names)}"
-                )
+                near += f" Expressions and parameters of functions may use {', '.join(names)}"
             if not near and self.kinds:
-                near = f"; captured are {', '.join(self.kinds)}"
+                near = f"; the captured names are {', '.join(self.kinds)}"
             raise _Wrong(node, what + (near or f'; pass it in captured={{"{name}": ...}}'))
         found = self.kinds[name]
         if found.rank != indices:
@@ -279,7 +277,7 @@ class _Rules:
                 raise _Wrong(node, f"{name} is a number, not an array, and cannot be indexed")
             if not indices:
                 example = ", ".join(("batch", "head", "query", "key")[-found.rank :])
-                raise _Wrong(node, f"{has}; give an index for each axis, such as {name}[{example}]")
+                raise _Wrong(node, f"{has}; write one index per axis, such as {name}[{example}]")
             raise _Wrong(node, f"{has}, but {_count(indices, 'index is', 'indices are')} given")
         kinds: dict[str, Kind] = {"bool": "bool", "int": "whole", "float": "number"}
         return kinds[found.kind]
@@ -292,7 +290,7 @@ class _Rules:
         self._check_name(node.value)
         indices = indices_at(node)
         if not indices:
-            raise _Wrong(node, "give an index for each axis")
+            raise _Wrong(node, "write one index per axis")
         for index in indices:
             self._index(index)
         return self._captured(node.value, len(indices))
@@ -302,7 +300,7 @@ class _Rules:
             places = (x for x in (node, *ast.iter_child_nodes(node)) if hasattr(x, "col_offset"))
             raise _Wrong(next(places, node), "an index must be a whole number, not a slice")
         if (kind := self.kind(node)) not in ("whole", None):
-            remedy = "; // of whole numbers gives one" if kind == "number" else ""
+            remedy = "; write // to divide whole numbers" if kind == "number" else ""
             raise _Wrong(node, f"an index must be a whole number, not {_a(kind)}{remedy}")
         if isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.Constant):
             raise _Wrong(node, "indices count from 0 and cannot be negative")
@@ -332,7 +330,7 @@ class _Rules:
         if isinstance(op, ast.FloorDiv | ast.Mod):
             for side, kind in zip((left, right), kinds):
                 if kind == "number":
-                    raise _Wrong(side, f"{sign} takes whole numbers; write {_with_floor(node)}")
+                    raise _Wrong(side, f"{sign} requires whole numbers; write {_with_floor(node)}")
             return None if None in kinds else "whole"
         return "number" if isinstance(op, ast.Div) else _joined(kinds)
 
@@ -397,7 +395,9 @@ class _Rules:
         return _joined(kinds) if FUNCTIONS[name].keeps_whole else "number"
 
 
-_NO_INFINITY = "hide pairs with mask_mod, or subtract a large number such as 1e4; exp then gives 0"
+_NO_INFINITY = (
+    "hide pairs with mask_mod, or subtract a large number such as 1e4; exp then returns 0"
+)
 _SIGNS: dict[type[ast.AST], str] = {
     ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%",
     ast.BitAnd: "&", ast.BitOr: "|", ast.And: "and", ast.Or: "or", ast.Not: "not",
@@ -437,8 +437,8 @@ def _digits(value: object) -> str:
 
 def _not_available(node: ast.expr) -> str:
     return (
-        f"{_short(node)!r} is not available; an expression has numbers, names, indices, operators "
-        f"and the functions {_FUNCTION_NAMES}"
+        f"{_short(node)!r} is not available; an expression may contain numbers, names, indices, "
+        f"operators and the functions {_FUNCTION_NAMES}"
     )
 
 
@@ -450,7 +450,7 @@ def _no_function(called: ast.expr, name: str | None) -> str:
     if not name or not isinstance(called, ast.Name):
         return _not_available(called)
     near = _suggested(name, list(FUNCTIONS))
-    others = f"; there are {_FUNCTION_NAMES}, and an element of an array is {name}[...]"
+    others = f"; functions are {_FUNCTION_NAMES}; an array element is {name}[...]"
     return f"there is no function {name!r}{near or others}"
 
 
@@ -513,7 +513,7 @@ class Expression:
             given = _traced(option, given)
         if not isinstance(given, str):
             raise TypeError(
-                f"{option} is {described(given)}; give an expression as a string, or a Python "
+                f"{option} is {described(given)}; pass an expression as a string, or a Python "
                 "function"
             )
         source = re.sub(r"\s*\n\s*", " ", given.strip()).replace("\t", " ")
@@ -847,7 +847,7 @@ def _refuse_long(tree: ast.expr, rules: _Rules) -> None:
             raise _Wrong(
                 node,
                 "this may need more than 127 bits; multiply a factor by 1.0 to compute in "
-                "floating point, or give int64 in place of uint64",
+                "floating point, or pass int64 instead of uint64",
             )
 
 
@@ -872,8 +872,8 @@ def _compared(op: type[ast.cmpop]) -> Any:
 
 
 _NO_ARRAY = (
-    "an array is used in a traced function; make it a parameter, index it, and give it in "
-    "captured={name: array}"
+    "a traced function cannot read an array directly; add a parameter for the array, index the "
+    "parameter, and pass captured={name: array}"
 )
 
 
@@ -958,7 +958,7 @@ class Tracer:
         raise TypeError(
             "Python's if, and, or, not, min, max and chained comparisons cannot be traced; write "
             "where(condition, a, b) of cupyfa.score.expressions or NumPy, & | ~, minimum, maximum "
-            "and (0 <= x) & (x < 5), or give the expression as a string, which may use them"
+            "and (0 <= x) & (x < 5), or pass the expression as a string, which may use them"
         )
 
     def _no_number(self) -> Any:

@@ -222,10 +222,10 @@ def test_auto_takes_the_kernel_that_can(monkeypatch):
     assert [x.entry for x in plan.launches] == ["transpose_e4m3", "wgmma_fp8"]
     assert planning.can(record, transforms.resize(p, N=0), limits_of("90"))
     for arch, d, words in (
-        ("80", 64, "it runs on sm_90a alone, this is sm_80; convert q, k and v to float16"),
-        ("90", 300, "its head dimensions end at 256; convert q, k and v to float16"),
+        ("80", 64, "it runs only on sm_90a, but this is sm_80; convert q, k and v to float16"),
+        ("90", 300, "it supports head dimensions up to 256; convert q, k and v to float16"),
     ):
-        with pytest.raises(Unsupported, match=f"wgmma_fp8 takes float8_e4m3fn, and {words}"):
+        with pytest.raises(Unsupported, match=f"wgmma_fp8 supports float8_e4m3fn, but {words}"):
             planning.select("auto", "forward", transforms.resize(p, d=d, dv=d), limits_of(arch))
     with pytest.raises(Unsupported, match="kernels that can: wgmma_fp8"):
         planning.plan(cupyfa.kernel("fa2"), p, limits_of("90"))
@@ -241,7 +241,7 @@ def test_calls_on_parts_are_refused():
         Unsupported, match="but partitioned calls do not support this dtype; convert"
     ):
         cupyfa.attention(q, k, v)
-    with pytest.raises(TypeError, match="v is of type Scaled; give a Dask array"):
+    with pytest.raises(TypeError, match="v is of type Scaled; pass a Dask array"):
         cupyfa.attention(q, k, Scaled(v, ONE))
 
 

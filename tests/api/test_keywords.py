@@ -143,7 +143,7 @@ FLAGS["deterministic"] += ("dask vjp", "ranks vjp")
 @pytest.mark.parametrize("value", ["no", 1, 0.0, [True], np.array([1])], ids=repr)
 @pytest.mark.parametrize("name, function", [(x, y) for x, every in FLAGS.items() for y in every])
 def test_flags_are_true_or_false(name, function, value):
-    with pytest.raises(TypeError, match=rf"{name} is .*; give True or False"):
+    with pytest.raises(TypeError, match=rf"{name} is .*; pass True or False"):
         FUNCTIONS[function](**{name: value})
 
 

@@ -66,11 +66,11 @@ def test_lists_of_no_array():
         made, pull = cupyfa.vjp([], [], [], return_lse=return_lse, **SIM)
         assert made == wanted and pull([]) == ([], [], [])
     assert pull([], []) == ([], [], [])
-    with pytest.raises(TypeError, match="dout is .*; give an empty list"):
+    with pytest.raises(TypeError, match="dout is .*; pass an empty list"):
         pull(np.ones(3))
     x = np.ones((2, 3, 16), F)
     for lists in (([], [x], [x]), ([x], [], [x]), ([x], [x], [])):
-        with pytest.raises(ValueError, match="has 0 arrays.*; give lists of equal length"):
+        with pytest.raises(ValueError, match="has 0 arrays.*; pass lists of equal length"):
             cupyfa.attention(*lists, **SIM)
 
 

@@ -289,9 +289,9 @@ WRONG = {
     "numpy": (
         {"q": X},
         TypeError,
-        r"q is of type ndarray; give a Dask array such as dask.array.from",
+        r"q is of type ndarray; pass a Dask array such as dask.array.from",
     ),
-    "numpy v": ({"v": X}, TypeError, r"v is of type ndarray; give a Dask array such as"),
+    "numpy v": ({"v": X}, TypeError, r"v is of type ndarray; pass a Dask array such as"),
     "axes": (
         {"k": A[0]},
         ValueError,
@@ -303,11 +303,11 @@ WRONG = {
     "rows": ({"v": A[:, :, :5]}, ValueError, "the number of keys, must be equal"),
     "dtype": ({"q": A.astype(int)}, TypeError, "q has dtype int64, which is not supported"),
     "dtypes": ({"q": A.astype("f2")}, TypeError, "dtypes differ: q float16, k float32"),
-    "fan_in": ({"k": MergedKeys(A, 1)}, ValueError, "fan_in is 1; give a whole number from 2"),
+    "fan_in": ({"k": MergedKeys(A, 1)}, ValueError, "fan_in is 1; pass a whole number from 2"),
     "no such keyword": ({"fan_in": 2}, TypeError, "no argument 'fan_in'"),
     "kernel": ({"kernel": "fa3"}, ValueError, "kernel 'fa3' is unknown"),
     "tiles": ({"tiles": {"Bx": 3}}, ValueError, "has no tile size 'Bx'"),
-    "no tiles": ({"tiles": 16}, TypeError, "tiles is 16; give tile sizes by name"),
+    "no tiles": ({"tiles": 16}, TypeError, "tiles is 16; pass sizes by name"),
     "causal": ({"causal": 1}, ValueError, "causal is 1; use False, True"),
     "offset": ({"offset": 3}, ValueError, "no option of this call depends on query positions"),
     "bias": (
@@ -315,20 +315,20 @@ WRONG = {
         Unsupported,
         "bias is of type ndarray, but partitioned calls support no arrays",
     ),
-    "mask": ({"mask": A}, Unsupported, "give causal=, window= or an expression"),
+    "mask": ({"mask": A}, Unsupported, "use causal=, window= or a mask expression"),
     "sink": (
         {"sink": [1.0]},
         Unsupported,
-        r"sink is \[1.0\], but partitioned calls .*; leave it out",
+        r"sink is \[1.0\], but partitioned calls .*; leave sink out",
     ),
-    "lengths": ({"q": Padded(A, [3])}, TypeError, "q is of type Padded; give a Dask array"),
-    "packed": ({"q": Packed(A, [3])}, TypeError, "q is of type Packed; give a Dask array"),
+    "lengths": ({"q": Padded(A, [3])}, TypeError, "q is of type Padded; pass a Dask array"),
+    "packed": ({"q": Packed(A, [3])}, TypeError, "q is of type Packed; pass a Dask array"),
     "captured": (
         {"captured": {"x": X[0, 0]}, "score_mod": "score + x[query, 0]"},
         Unsupported,
-        r"captured x is an array of shape \(8, 4\), .*; give numbers",
+        r"captured x is an array of shape \(8, 4\), .*; pass numbers",
     ),
-    "no mapping": ({"captured": 3}, TypeError, 'captured is 3; give {"name": number}'),
+    "no mapping": ({"captured": 3}, TypeError, 'captured is 3; pass a dict {"name": number}'),
     "dropout": ({"dropout": Dropout(0.5, 1)}, Unsupported, "dropout is 0.5, .*; leave dropout"),
     "head": (
         {"score_mod": "score + head"},
@@ -364,7 +364,7 @@ def test_wrong_arguments(function, what):
 @pytest.mark.parametrize(
     "wrong, error, message",
     [
-        ((X,), TypeError, "dout is of type ndarray; give a Dask array like out"),
+        ((X,), TypeError, "dout is of type ndarray; pass a Dask array like out"),
         ((A[..., :3],), ValueError, r"dout has shape \(1, 2, 8, 3\); it must be \(1, 2, 8, 4\)"),
         (
             (A.astype("f2"),),

@@ -379,9 +379,9 @@ WRONG = {
     "rows": (
         {"q": X[:, :, :5], "M": 16},
         ValueError,
-        r"q has 5 rows, but rank 1 of 2 must have 8 of the 16 rows; give the rows listed",
+        r"q has 5 rows, but rank 1 of 2 must have 8 of the 16 rows; pass the rows listed",
     ),
-    "M": ({"M": -1}, ValueError, "rows is -1; give a whole number from 0"),
+    "M": ({"M": -1}, ValueError, "rows is -1; pass a whole number from 0"),
     "order": ({"order": "blocks"}, ValueError, "order is 'blocks'; use 'zigzag' or 'contiguous'"),
     "no text": ({"order": NoText()}, TypeError, "has no text"),
     "schedule": (
@@ -452,7 +452,7 @@ def test_a_wrong_argument_of_one_rank_is_the_error_of_all(what):
         ),
         (
             {"M": 25, "q": X[:, :, :8]},
-            "sizes .*: M=24 on ranks 0, 2; M=25 on rank 1; give Sharded the total rows=",
+            "sizes .*: M=24 on ranks 0, 2; M=25 on rank 1; pass rows=, the total number",
         ),
         (
             {x: X.astype("f2") for x in "qkv"},
@@ -558,9 +558,9 @@ def test_the_first_error_of_threads_is_raised():
 
     with pytest.raises(KeyError, match="mine"):
         ranks.threads(2, of_rank)
-    with pytest.raises(ValueError, match="ranks is 0; give a whole number from 1"):
+    with pytest.raises(ValueError, match="ranks is 0; pass a whole number from 1"):
         ranks.threads(0, of_rank)
-    with pytest.raises(ValueError, match="timeout is None; give a number of seconds above 0"):
+    with pytest.raises(ValueError, match="timeout is None; pass a number of seconds above 0"):
         ranks.threads(1, of_rank, timeout=None)
 
 
@@ -667,16 +667,16 @@ def test_what_is_no_group():
 @pytest.mark.parametrize(
     "change, error, message",
     [
-        (lambda group: X, TypeError, "v is of type ndarray, but q is Sharded; give q, k and v"),
+        (lambda group: X, TypeError, "v is of type ndarray, but q is Sharded; pass q, k and v"),
         (
             lambda group: ranks.Sharded(X, group, order="contiguous"),
             ValueError,
-            "q, k and v have different order; give all three the same order",
+            "q, k and v have different order; pass the same order for all three",
         ),
         (
             lambda group: ranks.Sharded(X, group, 8),
             ValueError,
-            "k has rows=None, but v has rows=8; they must be equal",
+            "k has rows=None, but v has rows=8; rows must be equal",
         ),
     ],
     ids=["array", "order", "rows"],

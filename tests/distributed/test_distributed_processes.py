@@ -106,9 +106,9 @@ def test_a_file_of_another_run(tmp_path, connected):
 
 
 def test_ranks_that_do_not_know_the_unique_id(connected):
-    with pytest.raises(ValueError, match="rank 1 does not know the unique id .*; give file="):
+    with pytest.raises(ValueError, match="rank 1 does not know the unique id .*; pass file="):
         ranks.group(1, 2)
-    with pytest.raises(ValueError, match="unique_id is of type bytes; give the bytes of"):
+    with pytest.raises(ValueError, match="unique_id is of type bytes; pass the bytes that"):
         ranks.group(1, 2, b"short")
 
 
@@ -138,12 +138,12 @@ def test_places_that_are_given():
 @pytest.mark.parametrize(
     "given, message",
     [
-        ({"rank": 3, "ranks": 3}, "rank is 3 and ranks is 3; give a rank from 0 to 2"),
-        ({"rank": 0}, "rank is 0 and ranks is None; give both"),
-        ({"rank": 0, "ranks": 0}, "ranks is 0; give a whole number from 1"),
-        ({"timeout": 0}, "timeout is 0; give a number of seconds above 0"),
-        ({"timeout": "3"}, "timeout is '3'; give a number of seconds above 0"),
-        ({"timeout": float("inf")}, "timeout is inf; give a number of seconds above 0, at most"),
+        ({"rank": 3, "ranks": 3}, "rank is 3 and ranks is 3; pass a rank from 0 to 2"),
+        ({"rank": 0}, "rank is 0 and ranks is None; pass both"),
+        ({"rank": 0, "ranks": 0}, "ranks is 0; pass a whole number from 1"),
+        ({"timeout": 0}, "timeout is 0; pass a number of seconds above 0"),
+        ({"timeout": "3"}, "timeout is '3'; pass a number of seconds above 0"),
+        ({"timeout": float("inf")}, "timeout is inf; pass a number of seconds above 0, at most"),
         ({"over": "mpi", "device": 0}, "device is 0, but with over='mpi' .*; leave device out"),
         ({"over": "tcp"}, "over is 'tcp'; use 'nccl' or 'mpi'"),
     ],

@@ -95,19 +95,19 @@ def test_numbers_are_not_compiled_in(kernel):
 @pytest.mark.parametrize(
     "given, error, message",
     [
-        ({"rate": 1.0}, ValueError, "dropout is 1.0; give the probability .* below 1"),
-        ({"rate": 0.99999}, ValueError, "dropout is 0.99999; .* multiples of 1/16384"),
-        ({"rate": -0.1}, ValueError, "dropout is -0.1; give the probability"),
-        ({"rate": np.nan}, ValueError, "dropout is nan; give the probability"),
-        ({"rate": "0.1"}, TypeError, "dropout is '0.1'; give a number, or None for none"),
-        ({"rate": True}, TypeError, "dropout is True; give a number"),
-        ({"seed": None}, ValueError, "dropout is 0.5 without a seed; give"),
+        ({"rate": 1.0}, ValueError, "dropout is 1.0; pass the probability .* below 1"),
+        ({"rate": 0.99999}, ValueError, "dropout is 0.99999; .* a multiple of 1/16384"),
+        ({"rate": -0.1}, ValueError, "dropout is -0.1; pass the probability"),
+        ({"rate": np.nan}, ValueError, "dropout is nan; pass the probability"),
+        ({"rate": "0.1"}, TypeError, "dropout is '0.1'; pass a number, or None for none"),
+        ({"rate": True}, TypeError, "dropout is True; pass a number"),
+        ({"seed": None}, ValueError, "dropout is 0.5 without a seed; pass"),
         ({"seed": -1}, ValueError, r"dropout_seed is -1; .* number from 0 to 2\*\*64 - 1"),
         ({"seed": 2**64}, ValueError, "dropout_seed is 18446744073709551616; "),
         (
             {"seed": 1.5},
             TypeError,
-            "dropout_seed is 1.5; give a whole number or a one-element array",
+            "dropout_seed is 1.5; pass a whole number or a one-element array",
         ),
         ({"offset": 2**32}, ValueError, "dropout_offset is 4294967296; "),
     ],
@@ -124,7 +124,7 @@ def test_wrong_numbers_are_refused(given, error, message):
 @pytest.mark.parametrize("given", [0.1, True, (0.1, 3), {"rate": 0.1}], ids=str)
 def test_a_number_alone_is_no_dropout(given):
     x = np.zeros((1, 2, 3), F)
-    with pytest.raises(TypeError, match=r"dropout is .*; give cupyfa.Dropout\(rate, seed\), with"):
+    with pytest.raises(TypeError, match=r"dropout is .*; pass cupyfa.Dropout\(rate, seed\), with"):
         cupyfa.attention(x, x, x, dropout=given, backend="simulator")
 
 

@@ -97,9 +97,9 @@ def test_offsets_of_minus_m_hide_everything(backend):
     "wrong, error, message",
     [
         ({"offset": 3}, ValueError, "no option of this call depends on query positions"),
-        ({"offset": 3, "causal": "top-left"}, ValueError, "give causal=True with the offset"),
-        ({"offset": 2.0, "causal": True}, TypeError, "give a whole number, or None for N - M"),
-        ({"offset": True, "causal": True}, TypeError, "give a whole number"),
+        ({"offset": 3, "causal": "top-left"}, ValueError, "pass causal=True with the offset"),
+        ({"offset": 2.0, "causal": True}, TypeError, "pass a whole number, or None for N - M"),
+        ({"offset": True, "causal": True}, TypeError, "pass a whole number"),
         ({"offset": 2**30 + 1, "causal": True}, ValueError, "from -2\\*\\*30 to 2\\*\\*30"),
     ],
 )
@@ -112,7 +112,7 @@ def test_wrong_offsets(wrong, error, message):
 def test_padded_arrays_have_no_offset():
     q, k, v = arrays(10, 12)
     padded = q, cupyfa.Padded(k, [4, 5]), cupyfa.Padded(v, [4, 5])
-    with pytest.raises(Unsupported, match="leave it out"):
+    with pytest.raises(Unsupported, match="leave offset out"):
         cupyfa.attention(*padded, causal=True, offset=1, backend="simulator")
 
 

@@ -124,14 +124,14 @@ def test_the_dtype_of_the_inputs_is_the_usual_one():
 @pytest.mark.parametrize(
     "dtype, out_dtype, error",
     [
-        ("float16", "float64", "out_dtype is 'float64', but the dtype is float16; give 'float16' "),
-        ("float16", "bfloat16", "give 'float16' or 'float32', or leave it out"),
-        ("float32", "float16", "but the dtype is float32; give 'float32', or leave it out"),
-        ("float64", "float32", "but the dtype is float64; give 'float64', or leave it out"),
+        ("float16", "float64", "out_dtype is 'float64', but the dtype is float16; use 'float16' "),
+        ("float16", "bfloat16", "use 'float16' or 'float32', or leave out_dtype out"),
+        ("float32", "float16", "but the dtype is float32; use 'float32', or leave out_dtype out"),
+        ("float64", "float32", "but the dtype is float64; use 'float64', or leave out_dtype out"),
         (
             "float16",
             np.int32,
-            "out_dtype is 'int32'; use 'float32', or leave it out for the dtype of q",
+            "out_dtype is 'int32'; use 'float32', or leave out_dtype out",
         ),
         ("float16", "single", "out_dtype is 'single'; use 'float32'"),
     ],
@@ -149,7 +149,7 @@ def test_arrays_of_another_dtype_are_refused():
     with pytest.raises(ValueError, match="out is float64 .*, but the result is float16"):
         cupyfa.attention(q, k, v, out=out.astype(np.float64), **how)
     prepared = cupyfa.compile(q, k, v, out="float32", **how)
-    with pytest.raises(ValueError, match=r"out is float16 .*, but the result is float32 .*; give"):
+    with pytest.raises(ValueError, match=r"out is float16 .*, but the result is float32 .*; pass"):
         prepared(q, k, v, out=narrow)
     of_narrow = cupyfa.backward(narrow, q, k, v, narrow, lse, **how)
     of_wide = cupyfa.backward(narrow, q, k, v, out, lse, **how)

@@ -67,7 +67,7 @@ def test_rounding_depends_on_the_dtype():
         ("fa2", "tf32", "it computes float32 in float32; kernels that can: mma_tf32$"),
         ("fa2", "float16", "kernels that can: v3, mma_pipelined, mma_split_kv, mma_slices$"),
         ("fa2", "bfloat16", "no other kernel can either"),
-        ("mma_split_q", None, "its dtypes are float16, bfloat16"),
+        ("mma_split_q", None, "it supports only float16, bfloat16"),
     ],
 )
 def test_other_precisions_are_refused(kernel, precision, message):
@@ -76,7 +76,9 @@ def test_other_precisions_are_refused(kernel, precision, message):
 
 
 def test_tf32_needs_tensor_cores_that_have_it():
-    with pytest.raises(Unsupported, match="needs sm_80 for float32, a T4 is sm_75; no other"):
+    with pytest.raises(
+        Unsupported, match="requires sm_80 for float32, but a T4 is sm_75; no other"
+    ):
         plan("mma_tf32", "tf32", limits=TURING)
     with pytest.raises(Unsupported, match="precision=tf32.*no other kernel can"):
         planning.select("auto", "forward", problem("tf32", d=257), H100)

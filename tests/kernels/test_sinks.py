@@ -52,7 +52,7 @@ def test_wrong_sinks_are_refused(backend):
     for wrong, error, message in (
         (SINKS[:3], ValueError, r"sink has shape \(3,\); it must be \[heads\]"),
         (np.ones(4, int), TypeError, "sink is int64; it must be a floating-point dtype"),
-        (1.0, TypeError, r"sink is 1\.0; give an array"),
+        (1.0, TypeError, r"sink is 1\.0; pass an array"),
     ):
         for call, arrays in (
             (cupyfa.attention, (q, k, v)),

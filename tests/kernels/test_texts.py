@@ -64,7 +64,7 @@ def test_the_cap_is_not_compiled_in(backend):
 
 @pytest.mark.parametrize("cap", [0, -1.0, np.inf, np.nan])
 def test_a_cap_is_a_finite_number_above_0(cap):
-    with pytest.raises(ValueError, match="softcap is .*; give a finite number above 0"):
+    with pytest.raises(ValueError, match="softcap is .*; use a finite number above 0"):
         cupyfa.attention(*[np.ones((2, 2), np.float32)] * 3, softcap=cap, backend="simulator")
 
 

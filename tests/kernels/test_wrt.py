@@ -191,10 +191,10 @@ def test_every_run_gives_the_same_bits(cuda):
         (("q", "bucket"), "wrt contains bucket, whose dtype is int.*; only floating-point arrays"),
         (("q", "table2"), "wrt contains table2; in this call it may contain q, k, v, alibi_slopes"),
         ("size", r"wrt contains size; .* a one-element array and write size\[0\]"),
-        (("q", "q"), "give at least one name, without duplicates"),
-        ((), "give at least one name"),
+        (("q", "q"), "pass at least one name, without duplicates"),
+        ((), "pass at least one name"),
         ("bias,nias", "wrt contains nias; in this call"),
-        (3, "wrt is 3; give names"),
+        (3, "wrt is 3; pass names"),
     ],
 )
 def test_wrong_names_are_refused(wrt, message):

@@ -156,10 +156,10 @@ SLOPES = np.ones(2, "f4")
         ({"slope": SLOPES}, r"no additional argument 'slope' \(did you mean 'slopes'\?\)"),
         ({"slopes": SLOPES[:1], "is_shown": SHOWN}, r"slopes has shape \(1,\); it must be"),
         ({"slopes": SLOPES.astype("f8"), "is_shown": SHOWN}, "slopes is float64.*convert it"),
-        ({"slopes": SLOPES, "is_shown": SHOWN, "cap": True}, "cap is True; give a finite"),
-        ({"slopes": SLOPES, "is_shown": SHOWN, "cap": np.inf}, "cap is inf; give a finite"),
+        ({"slopes": SLOPES, "is_shown": SHOWN, "cap": True}, "cap is True; pass a finite"),
+        ({"slopes": SLOPES, "is_shown": SHOWN, "cap": np.inf}, "cap is inf; pass a finite"),
         ({"slopes": 0.5, "is_shown": SHOWN}, "slopes is 0.5; pass a NumPy or CuPy array"),
-        ({"returns": "top"}, "returns is 'top'; give names"),
+        ({"returns": "top"}, "returns is 'top'; pass names"),
         ({"returns": ["tip"]}, "sloped has no additional output 'tip'.*additional outputs: top"),
     ],
 )
@@ -179,15 +179,15 @@ def test_a_rung_has_no_arrays_of_its_own():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"inputs": {"Q": Input("heads")}}, "inputs have names that no other argument has"),
-        ({"inputs": {"x.y": Input("heads")}}, "inputs have names that no other"),
-        ({"inputs": {"slopes": ("heads", "real")}}, "inputs are {name: Input"),
-        ({"inputs": {"slopes": Input("head")}}, "inputs have axes batch"),
-        ({"inputs": {"slopes": Input("heads", "half")}}, "inputs are of kind scalar"),
-        ({"floats": {"cap": 30.0}}, "floats are {name: lambda p, c"),
-        ({"floats": {"top": lambda p, c: 1.0}}, "floats differ from inputs, outputs"),
-        ({"reference": None}, "outputs are {name: .axes, kind.}, and need a reference"),
-        ({"reference": "numpy"}, "reference is None or a function"),
+        ({"inputs": {"Q": Input("heads")}}, "inputs must have names that no other argument has"),
+        ({"inputs": {"x.y": Input("heads")}}, "inputs must have names that no other"),
+        ({"inputs": {"slopes": ("heads", "real")}}, "inputs must be {name: Input"),
+        ({"inputs": {"slopes": Input("head")}}, "inputs must have axes batch"),
+        ({"inputs": {"slopes": Input("heads", "half")}}, "inputs must be of kind scalar"),
+        ({"floats": {"cap": 30.0}}, "floats must be {name: lambda p, c"),
+        ({"floats": {"top": lambda p, c: 1.0}}, "floats must not be named like inputs, outputs"),
+        ({"reference": None}, "outputs must be {name: .axes, kind.} and require a reference"),
+        ({"reference": "numpy"}, "reference must be None or a function"),
     ],
 )
 def test_wrong_fields_of_a_record_are_refused(changes, message):

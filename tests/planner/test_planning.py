@@ -107,7 +107,7 @@ def test_tiles_depend_on_the_head_dimension():
     for d, dv, Br in ((64, 64, 16), (65, 64, 8), (64, 96, 8), (97, 8, 128)):
         problem = Problem.of_sizes(M=9, d=d, dv=dv)
         assert planning.plan(kernel, problem, H100).constants["Br"] == Br
-    with pytest.raises(ValueError, match="tiles up_to are .*; got"):
+    with pytest.raises(ValueError, match="tiles for up_to, short, .*; got"):
         replace(kernel, tiles=TileChoice(kernel.choice.usual, up_to={64: ({"Br": 16},)}))
 
 
@@ -125,10 +125,12 @@ def test_few_blocks_use_smaller_tiles(Br, Bc, sizes):
 
 def test_refusals_name_dtypes_and_head_dimensions():
     kernel = FORWARD["mma_pipelined"]
-    with pytest.raises(Unsupported, match="needs sm_80 for bfloat16, a T4 is sm_75"):
+    with pytest.raises(Unsupported, match="requires sm_80 for bfloat16, but a T4 is sm_75"):
         planning.plan(kernel, Problem.of_sizes(M=9, d=64, dtype="bfloat16"), TURING)
     planning.plan(kernel, Problem.of_sizes(M=9, d=64, dtype="float16"), TURING)
-    with pytest.raises(Unsupported, match="its head dimensions end at 256; kernels that can: "):
+    with pytest.raises(
+        Unsupported, match="it supports head dimensions up to 256; kernels that can: "
+    ):
         planning.plan(kernel, Problem.of_sizes(M=9, d=64, dv=257, dtype="float16"), H100)
 
 
@@ -149,7 +151,7 @@ def test_features_that_a_kernel_lacks_are_refused():
     ):
         with pytest.raises(Unsupported, match=lacking):
             planning.plan(plain, Problem.of_sizes(**{**sizes, **change}), H100)
-    with pytest.raises(Unsupported, match="needs sm_80 for float32, a T4 is sm_75"):
+    with pytest.raises(Unsupported, match="requires sm_80 for float32, but a T4 is sm_75"):
         planning.plan(plain, problem, TURING)
 
 

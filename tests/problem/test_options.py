@@ -207,7 +207,7 @@ def test_attention_takes_every_option(monkeypatch):
 
 
 def test_options_as_one_value_are_refused():
-    with pytest.raises(TypeError, match="no argument 'options'; give each by its name"):
+    with pytest.raises(TypeError, match="no argument 'options'; pass each option as a keyword"):
         cupyfa.attention(1, 2, 3, options=AttentionOptions(causal=True))
 
 

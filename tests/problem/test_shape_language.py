@@ -107,7 +107,7 @@ def test_drawn_arrays_can_be_read(values):
         ({"bias": "1mn"}, "broadcastable to"),
         ({"mask": "f32[11mn]"}, "mask is float32; it must be bool"),
         ({"alibi_slopes": "hb"}, "alibi_slopes has shape"),
-        ({"captured": {"x": "f32[d]"}}, "captured x is 'f32\\[d\\]'; give a number, or a dtype"),
+        ({"captured": {"x": "f32[d]"}}, "captured x is 'f32\\[d\\]'; pass a number, or a dtype"),
         ({"captured": {"x": "heads"}}, "captured x is 'heads'"),
         ({"captured": {"x": 1.0}}, "no expression reads x"),
         ({"captured": {"score": 1.0}}, "a name that is reserved in expressions"),
@@ -193,7 +193,7 @@ def test_forms_of_a_seed_replace_those_of_a_grid():
         Problem.of_sizes(**SIZES), {"dropout": 0.0, "dropout_seed": "u64[1]"}, {}
     )
     assert not without.operands
-    with pytest.raises(ValueError, match=r"dropout_seed is 'f32\[1\]'; give a whole number, or a"):
+    with pytest.raises(ValueError, match=r"dropout_seed is 'f32\[1\]'; pass a whole number, or a"):
         Problem.of_sizes(**SIZES, dropout=0.1, dropout_seed="f32[1]")
 
 

@@ -180,6 +180,6 @@ def test_prepared_calls_of_device_arrays_refuse_those_of_the_host(like_a_gpu, dt
     with pytest.raises(TypeError, match="mixed|is of type GpuArray"):
         prepared(host[0], k, v)
     with pytest.raises(
-        TypeError, match="out is .*but the inputs are CuPy arrays; give a CuPy array"
+        TypeError, match="out is .*but the inputs are CuPy arrays; pass a CuPy array"
     ):
         prepared(q, k, v, out=np.empty_like(host[0]))

@@ -387,7 +387,7 @@ def test_results_are_written_to_tensors_like_those_of_torch():
     for out, error, words in (
         (CpuTensor(q.copy(), requires_grad=True), TypeError, r"out, .*use tensor\.detach\(\)"),
         (CpuTensor(q[:, :1].copy()), ValueError, r"out is float32 \(1, 1, 20, 16\), but the"),
-        (CpuTensor(q.astype("f8")), ValueError, "out is float64 .* give an array of that dtype"),
+        (CpuTensor(q.astype("f8")), ValueError, "out is float64 .* pass an array of that dtype"),
         (CpuTensor(q), ValueError, "out overlaps the input Q"),
     ):
         with pytest.raises(error, match=words):

@@ -71,7 +71,7 @@ def test_sm_90a_kernels_run_only_on_sm_90(kernel):
     assert planning.can(kernel, problem, backend_named("simulator").limits)
     for device in ("89", "100", "120"):
         limits = Limits("a device", 2**16, arch=device)
-        words = f"it runs on sm_90a alone, a device is sm_{device}; kernels that can: "
+        words = f"it runs only on sm_90a, but a device is sm_{device}; kernels that can: "
         with pytest.raises(Unsupported, match=words) as refused:
             planning.plan(kernel, problem, limits)
         assert "\n" not in str(refused.value)

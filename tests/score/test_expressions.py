@@ -204,7 +204,7 @@ FACTOR, OWN = 0.5, np.int64(3)
 )  # fmt: skip
 def test_a_function_is_traced_once(function, text):
     if text is None:
-        with pytest.raises(ValueError, match="// takes whole numbers; write floor"):
+        with pytest.raises(ValueError, match="// requires whole numbers; write floor"):
             Expression.of("score_mod", function)
     else:
         made = Expression.of("score_mod", function)
@@ -232,7 +232,7 @@ def test_a_function_is_traced_once(function, text):
         (lambda score: None, "returns None"),
         (lambda *scores: scores[0], "named parameters"),
         (np.tanh, "np.tanh|parameters|'x'"),
-        (3, "is 3; give an expression as a string, or a Python function"),
+        (3, "is 3; pass an expression as a string, or a Python function"),
     ],
 )
 def test_what_cannot_be_traced_is_refused(function, words):

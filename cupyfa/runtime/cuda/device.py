@@ -94,7 +94,7 @@ def _device_error(error: BaseException) -> DeviceError | None:
         free, total = runtime.memGetInfo()
         return OutOfMemory(
             f"out of memory: {error}; the device has {free:,} of {total:,} bytes free: "
-            "free arrays, or give smaller sizes"
+            "free arrays, or use smaller sizes"
         )
     if isinstance(error, runtime.CUDARuntimeError | driver.CUDADriverError):
         no_memory = any(x in str(error) for x in ("MemoryAllocation", "OUT_OF_MEMORY"))
@@ -372,7 +372,7 @@ class Cuda(Backend):
         if (stream := get_current_stream().ptr) and runtime.streamIsCapturing(stream):
             raise Unsupported(
                 "this call copies numbers between the host and the GPU, but a CUDA graph is being "
-                "captured, and replays of the graph would not repeat these copies; give arrays in "
+                "captured, and replays of the graph would not repeat these copies; pass arrays in "
                 "GPU memory, leave out check=True, and make the call once before the capture",
                 "copies between host and GPU cannot be captured",
             )

@@ -664,6 +664,6 @@ def _whole_or_made(name: str, make: _Make) -> Path:
         made = Path(scratch).resolve() / name
         make(made)
         if not made.is_file():
-            raise _useless("writes no object file", "without an error message")
+            raise _useless("wrote no object file", "and reported no error")
         cache_folder.keep_compiled(path, made.read_bytes())
     return cache_folder.place_of(path)

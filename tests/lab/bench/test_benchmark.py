@@ -463,14 +463,16 @@ def test_all_constants_of_a_kernel_are_measured_in_the_same_rounds():
 def test_unsupported_problems_are_rows_with_a_note():
     rows = quick("v3", alone=True, dtype=["float64", "float16"])
     assert [row.time is None for row in rows] == [True, False]
-    assert rows[0].note == "its dtypes are float16, bfloat16, float32"
+    assert rows[0].note == "it supports only float16, bfloat16, float32"
     assert rows[0].passed is None
 
 
 def test_constants_that_break_a_rule_are_rows_with_a_note():
     tiles = {"Br": [32, 8], "Bc": 24}
     rows = quick(["v1", "fa2"], tiles=tiles)
-    rule = "constants Br={}, Bc=24 violate a constraint of fa2: Bc is below 16 or a multiple of it"
+    rule = (
+        "constants Br={}, Bc=24 violate a constraint of fa2: Bc is less than 16 or a multiple of 16"
+    )
     assert [(row.time is not None, row.note.partition(";")[0]) for row in rows] == [
         (True, ""),
         (False, rule.format(32)),

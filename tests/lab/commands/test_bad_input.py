@@ -306,8 +306,8 @@ FILES = (
     ),
     ("mine.cu", b"\xff\xfe", "mine.cu is not valid UTF-8", "byte 0xff", "save it"),
     ("mine.cu", b"", "mine.cu has no kernel mine", "write"),
-    ("script.py", None, "does not exist", "give a script"),
-    ("script.py", "a folder", "does not exist", "give a script"),
+    ("script.py", None, "does not exist", "pass a script"),
+    ("script.py", "a folder", "does not exist", "pass a script"),
     ("script.py", b'x = "\xff"\n', r"script\.py: SyntaxError: .*0xff", "correct the script"),
     ("script.py", b"x = 1\0\n", r"script\.py: .*Error: .*null bytes", "correct the script"),
 )

@@ -169,7 +169,7 @@ def test_options_of_other_commands_say_what_to_write(command, option):
 
 @pytest.mark.parametrize("measure", [cupyfa.bench, cupyfa.lab.tune])
 def test_functions_measure_in_the_simulator_only_if_it_is_named(no_device, measure):
-    with pytest.raises(cupyfa.DeviceError, match='give backend="simulator"$'):
+    with pytest.raises(cupyfa.DeviceError, match='pass backend="simulator"$'):
         measure("v1", M=8, d=8)
     assert measure("v1", M=8, d=8, batch=1, heads=1, budget=0, backend="simulator")
 

@@ -1012,7 +1012,7 @@ def test_invalid_outs_on_the_gpu(cuda):
         (cupy.broadcast_to(x[0], (4, 3)).copy()[:, :2], ValueError, "result is float32"),
         (cupy.broadcast_to(x[0], (4, 3)), ValueError, "share memory"),
         (x, ValueError, "out overlaps the input Q"),
-        (np.zeros((4, 3), np.float32), TypeError, "give a CuPy array"),
+        (np.zeros((4, 3), np.float32), TypeError, "pass a CuPy array"),
         (x.astype(np.float16), ValueError, "out is float16"),
     ):
         with pytest.raises(error, match=words):

@@ -251,8 +251,8 @@ def test_unsupported_cases_are_counted_by_reason(tmp_path):
         mine, v3 = done.tallies
         assert all(x.startswith("it does not support causal") for x in mine.not_run)
         assert sum(mine.not_run.values()) == 5 and not done.runs
-        assert v3.not_run == {"its dtypes are float16, bfloat16, float32": 5}
-        assert "5: its dtypes are float16, bfloat16, float32" in str(done)
+        assert v3.not_run == {"it supports only float16, bfloat16, float32": 5}
+        assert "5: it supports only float16, bfloat16, float32" in str(done)
 
 
 def test_the_simulator_skips_cases_that_are_too_large():
