@@ -118,13 +118,13 @@ class BlockMask:
         """Replaces the elements of captured arrays and recomputes the tile states.
 
         captured: new arrays by name, with the shapes and dtypes of the current ones; a mask that
-        was given as an array is called ``array``. The arrays are copied. All later calls use them,
+        was passed as an array is called ``array``. The arrays are copied. All later calls use them,
         including prepared calls and captured CUDA graphs. On a GPU two launches recompute each
         cached map in CuPy's current stream, which may be capturing; with CuPy arrays the host does
         not wait for them. Work in other streams must wait for this stream. Block masks that were
         derived from this one earlier do not change.
 
-        Raises ValueError or TypeError for arrays of other names, shapes or dtypes.
+        Raises ValueError or TypeError for unknown names, and for other shapes or dtypes.
         """
         if not isinstance(captured, Mapping):
             raise TypeError(f'captured is {described(captured)}; pass a dict {{"name": array}}')
@@ -151,7 +151,7 @@ class BlockMask:
     def __str__(self) -> str:
         """Draws the mask, one character per tile of at least 128 queries (lines) and 128 keys.
 
-        █ is full and ░ partial, also where the state differs between batch elements or heads.
+        █ marks full tiles. ░ marks partial tiles, and tiles whose state differs between heads.
         """
         states = self.drawn()
         return "\n".join(
@@ -196,7 +196,7 @@ class BlockMask:
         return replace(p, options=options, operands=(*p.operands, *mine))
 
     def arrays(self, backend: Backend, on_host: bool) -> dict[str, Any]:
-        """Maps the names of the mask's arrays in a call to copies on the host or a device."""
+        """Returns copies of the mask's arrays on the host or a device, by their names in a call."""
         return {
             f"mods.{_PREFIX}{x.name}": self._array(backend, on_host, x.name)
             for x in self._operands
@@ -398,7 +398,7 @@ def block_mask(
     mask: a bool array, broadcastable to [batch, heads, M, N]; True means visible.
     mask_mod, captured: instead of an array, an expression and the arrays and numbers that it reads,
         as for ``attention``. Its ``position`` follows the causal mask and offset of each call.
-    batch, heads, M, N: the sizes. M and N must equal M and N in the calls. batch=1 and heads=1
+    batch, heads, M, N: the mask's sizes. M and N must match the calls. batch=1 and heads=1
         match any number, unless the expression uses ``batch`` or ``head``. For an array, the sizes
         follow from its axes that are not 1.
     backend: the backend that computes ``density`` and ``str(mask)``, by name or as a Simulator.

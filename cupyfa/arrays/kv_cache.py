@@ -95,8 +95,8 @@ class KVCache(Structured):
     converted to new arrays in the memory of k. If new tokens are appended, k and v must not share
     memory. Calls never change lengths.
 
-    Raises ValueError or TypeError for arrays whose shapes or dtypes do not match, Unsupported for
-    other page sizes.
+    Raises ValueError or TypeError for arrays whose shapes or dtypes do not match, and
+    Unsupported for other page sizes.
 
     Pages: Kwon et al., 2023, arXiv:2309.06180.
     """
@@ -358,7 +358,7 @@ class Step:
             np.add(cache.lengths, count, out=self.lengths)
 
     def write(self) -> None:
-        """Launches the kernel that rotates q and k and appends new tokens, if the step needs it."""
+        """Launches the kernel that rotates q and k and appends new tokens, if there is one."""
         if self._new is not None:
             self._new.write()
 
@@ -452,7 +452,8 @@ def step(
 
 
 def _may_keep(given: Mapping[str, Any], arrays: Iterable[Any]) -> bool:
-    """Whether a cache may keep a step: q, k and v must be small, and no array a copy or a view.
+    """Returns whether a cache may keep a step: q, k and v must be small, and no array may be a
+    copy or a view.
 
     A copy would not reflect later changes to the caller's array. A view of another library's array
     would keep the old address if that library reallocates the array.

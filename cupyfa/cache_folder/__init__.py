@@ -89,7 +89,7 @@ def refusal(path: Path | None) -> str | None:
 
 
 def is_kept() -> bool:
-    """Whether stored files outlive this process."""
+    """Returns whether stored files outlive this process."""
     return refusal(chosen_folder()) is None
 
 
@@ -113,7 +113,7 @@ def give_cupy_a_folder() -> None:
 
 
 def can_write(path: Path) -> bool:
-    """Whether files can be created in a directory; creates the directory if it does not exist."""
+    """Returns whether files can be created in a directory; creates a missing directory."""
     import tempfile
 
     try:
@@ -137,7 +137,7 @@ def _make_folder(path: Path) -> None:
 
 
 def facts_file(kind: str, about: str) -> Path:
-    """Returns the path of a JSON file. kind: what it stores. about: a device or other subject."""
+    """Returns the path of the JSON file with facts of a kind about a subject, such as a device."""
     return folder() / kind / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', about)}.json"
 
 
@@ -169,7 +169,7 @@ def remember(path: Path, facts: dict[str, Any]) -> None:
 
 
 def can_write_to(path: Path) -> bool:
-    """Whether ``write_whole`` could write a file now, without creating a directory."""
+    """Returns whether ``write_whole`` could write a file now, without creating a directory."""
     try:
         if is_stream(path):
             return os.access(path, os.W_OK)
@@ -261,7 +261,7 @@ def trim(folder: Path) -> None:
 
 
 def sealed(content: bytes) -> bytes:
-    """Appends a digest to the content, because loading a truncated binary would end the process."""
+    """Appends a digest to the content, because loading a truncated binary would crash."""
     from hashlib import sha256
 
     return content + sha256(content).digest()
@@ -277,7 +277,7 @@ def unsealed(path: Path) -> bytes | None:
 
 
 def is_stream(path: Path) -> bool:
-    """Whether a path must not be replaced: an open file (/dev/stdout), or not a regular file."""
+    """Returns whether a path must not be replaced, such as an open file, a pipe or /dev/stdout."""
     is_open = os.path.abspath(path).startswith(("/dev/fd/", "/dev/std", "/proc/"))
     return path.exists() and (is_open or not path.is_file())
 

@@ -45,7 +45,7 @@ def refusing(what: str) -> Iterator[None]:
     """Turns errors about a file's content into a one-line ValueError: ``what`` and the reason.
 
     Converts all exceptions except OSError, which reading the file may raise: values of the right
-    types may still be inconsistent and fail anywhere.
+    types may still be inconsistent and cause any exception.
     """
     try:
         yield

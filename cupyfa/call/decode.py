@@ -72,7 +72,7 @@ class DecodeCall(NamedTuple):
     check: bool
 
     def write(self, step: Step) -> Callable[[], None] | None:
-        """Returns the function that rotates and appends new tokens, or None if none is needed."""
+        """Returns the function that rotates and appends new tokens, or None if there is none."""
         if not step.writes:
             return None
         return step.write_and_check if self.check else step.write
@@ -135,7 +135,7 @@ class LastStep(NamedTuple):
     arrays: Sequence[Any]
 
     def is_repeated(self, fixed: tuple[Any, ...], given: list[Any], cache: KVCache) -> bool:
-        """Whether the call has the same arguments and stream as the last call.
+        """Returns whether the call has the same arguments and stream as the last call.
 
         Reads lengths and pages in host memory again, because the caller may have changed them.
         """
@@ -162,7 +162,7 @@ class LastStep(NamedTuple):
 
 
 def _is_usual(out: Any, q: Any) -> bool:
-    """Whether ``out`` is None, a dtype, or an array with the dtype of q."""
+    """Returns whether ``out`` is None, a dtype, or an array with the dtype of q."""
     return out is None or isinstance(out, DTYPES) or getattr(out, "dtype", None) == q.dtype
 
 
@@ -184,7 +184,7 @@ def append_tokens(
 def _read(
     attention: Callable[..., Any], q: Any, cache: KVCache, given: Mapping[str, Any]
 ) -> DecodeCall:
-    """Checks a call's arguments; raises ValueError or TypeError if decoding rejects one of them."""
+    """Checks a call's arguments; raises ValueError or TypeError for unsupported arguments."""
     scores = {x: given[x] for x in OF_SCORES if given[x] is not None}
     arrays, asked = split_keywords(attention, scores)
     out, asked = read_out(given["out"], q, asked)
@@ -357,7 +357,7 @@ def _make_prefix_calls(
 def _run_together(
     calls: Sequence[tuple[Call, Sequence[Any]]], begin: Callable[[], None], check: bool
 ) -> list[Any]:
-    """Plans all calls, then runs ``begin`` and the calls: errors in planning precede all writes."""
+    """Plans all calls, then runs ``begin`` and the calls, so that no write precedes an error."""
     (call, arrays), *others = calls
     found: list[Any] = []
 

@@ -81,7 +81,7 @@ def run_call(
 
 
 def _read_numbers(devices: Devices, backend: Backend, *, on_host: bool) -> tuple[int, ...]:
-    """Returns the devices that share a call; the first one also runs a call that is not split."""
+    """Returns the devices that share a call; the first device also runs undivided calls."""
     if not on_host:
         raise TypeError(
             f"backend is Devices({described(devices.numbers)}), but the arrays are already on a "

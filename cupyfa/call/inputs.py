@@ -126,7 +126,7 @@ def split_block_mask(given: Mapping[str, Any]) -> tuple[BlockMask | None, dict[s
 
 
 def _has_dropout(call: Call) -> bool:
-    """Whether a call uses dropout; its options may not have been checked yet."""
+    """Returns whether a call uses dropout; its options may not have been checked yet."""
     return bool(getattr(call.options, "dropout", None) or call.asked.get("dropout"))
 
 

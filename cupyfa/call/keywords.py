@@ -151,7 +151,7 @@ def split_keywords(
 def read_out(out: Any, q: Any, asked: OptionKeywords) -> tuple[Any, OptionKeywords]:
     """Returns the caller's output array, or None, and ``asked`` extended by the output's dtype.
 
-    out: the array, the dtype of a new one, or None.
+    out: an array, the dtype of a new array, or None.
     """
     if out is None:
         return None, asked

@@ -28,7 +28,7 @@ def read_pullback(
 ) -> tuple[bool, dict[str, Any]]:
     """Checks ``return_lse`` and the arguments that a pullback will pass to ``backward``.
 
-    Wrong arguments thus raise in ``vjp`` and not only when the pullback is called.
+    Wrong arguments thus raise in ``vjp``, before the pullback is called.
     """
     record = kernel.kernel if isinstance(kernel, BoundKernel) else kernel
     planning.check_named(record, "backward", read_tiles(tiles))
@@ -41,13 +41,13 @@ def read_pullback(
 
 
 def ignores_lse(kernel: str | Kernel | BoundKernel) -> bool:
-    """Whether a kernel computes gradients without reading lse."""
+    """Returns whether a kernel computes gradients without reading lse."""
     record = _find_record(kernel)
     return record is not None and record.operation == "backward" and not record.reads_lse
 
 
 def computes_lse(kernel: str | Kernel | BoundKernel) -> bool:
-    """Whether a kernel computes lse; True if it has not been chosen yet."""
+    """Returns whether a kernel computes lse; True if no kernel has been chosen yet."""
     record = _find_record(kernel)
     return record is None or "lse" in record.features
 

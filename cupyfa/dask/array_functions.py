@@ -107,7 +107,7 @@ class _Call:
         arguments: Mapping[str, Any],
         given: Mapping[str, Any],
     ) -> _Call:
-        """Checks a call. given: the function's keyword arguments, without kernels and tiles."""
+        """Checks a call and returns it. given: the keyword arguments without kernels and tiles."""
         options = dict(given)
         backend, devices = read_devices(options.pop("backend", "auto"))
         if devices.numbers is not None or devices.progress is not None:

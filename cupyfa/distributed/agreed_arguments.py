@@ -238,7 +238,7 @@ def _find_schedule(name: Any) -> Schedule:
 
 
 def _read_shards(name: str, given: Sharded, array: Any) -> Shards:
-    """Returns how rows are divided; raises ValueError if this rank's array has a wrong length."""
+    """Returns the division of rows; raises ValueError if this rank's array has a wrong length."""
     have, group = array.shape[2], given.group
     n = have * group.ranks if given.rows is None else whole("rows", given.rows, 0)
     shards = Shards.of(n, group.ranks, given.order)
@@ -273,10 +273,7 @@ def _describe_call(p: Problem, how: Mapping[str, Any], limits: Limits) -> dict[s
 
 
 def _refuse_places(p: Problem, schedule: str) -> None:
-    """Raises Unsupported if an expression uses an index that a rank counts differently.
-
-    The value of such an index in a rank's call differs from its value in the whole problem.
-    """
+    """Raises Unsupported if an index in an expression has other values in a rank's call."""
     for place, name in places(p.options).items():
         if place not in _SCHEDULES[schedule].known:
             others = [repr(x) for x, s in _SCHEDULES.items() if place in s.known]

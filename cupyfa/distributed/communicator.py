@@ -66,7 +66,7 @@ class Group(OfThisProcess, ABC):
         return
 
     def agree(self, message: bytes) -> list[bytes]:
-        """Exchanges messages of equal size with all ranks; blocks, and returns them by rank."""
+        """Exchanges equal-sized messages with all ranks, waits, and returns them by rank."""
         return [x.tobytes() for x in self.gather(np.frombuffer(message, np.uint8))()]
 
     def gather(self, array: Any) -> Pending:
@@ -139,7 +139,7 @@ class Group(OfThisProcess, ABC):
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """Like ``agreeing``, and waits for all messages at the end of the block."""
+        """Like ``agreeing``, but also waits for all messages at the end of the block."""
         with self.agreeing():
             yield
             self.settle()

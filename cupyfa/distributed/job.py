@@ -1,4 +1,4 @@
-"""The ``Job`` that both schedules run: how rows are divided, and the calls on parts of them."""
+"""The ``Job`` that both schedules run: how rows are divided, and the calls on parts of rows."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Job:
         return merge(parts, backend=self.backend)
 
     def sees(self, rows: range, keys: range) -> bool:
-        """Whether any of these queries sees any of these keys."""
+        """Returns whether any of these queries sees any of these keys."""
         return overlap(keys, visible_keys(self.problem, rows))
 
     def seen(self, rows: range) -> range:

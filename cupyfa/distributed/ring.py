@@ -102,7 +102,7 @@ def _passed_on(job: Job, *arrays: tuple[Any, int]) -> Callable[[], list[Any]]:
     """Starts to send arrays to the next rank and to receive arrays from the previous rank.
 
     arrays: pairs of an array and the rank that owns its keys. The returned function waits for the
-    received arrays, whose keys are owned by the rank before each of these owners.
+    received arrays: for an array of keys of rank r, an array of keys of rank r - 1.
     """
     group, sizes = job.group, job.k_shards.sizes
     sends = [(x, (group.rank + 1) % group.ranks) for x, _ in arrays]

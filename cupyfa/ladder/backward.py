@@ -314,7 +314,7 @@ MMA_COLUMNS = Kernel(
 
 
 def mma_f64_sharing(c: SimpleNamespace) -> int:
-    """Returns the warps per 16 x 16 square of scores: > 1 if warps outnumber squares."""
+    """Returns the number of warps that share a 16 x 16 square of scores."""
     return max(1, 256 * c.warps // (c.Br * c.Bc))
 
 

@@ -376,7 +376,7 @@ def pays_to_split(p: Problem, c: SimpleNamespace) -> bool:
 
 
 def rounded_first(kernel: Kernel) -> Kernel:
-    """Adds support for float32 inputs to a kernel by a first launch that rounds them to float16."""
+    """Adds support for float32 inputs by a first launch that rounds the inputs to float16."""
     launches = [x for x in kernel.launches if isinstance(x, Launch)]
     rounding = Launch(
         "round_operands",

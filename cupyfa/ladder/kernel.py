@@ -195,7 +195,7 @@ class Kernel(_Record):
         head dimension, architecture and number of rows.
     candidates: values of each constant that ``cupyfa tune`` combines, as ``{"Br": (16, 32)}``; if
         empty, it tries the tiles.
-    rules: conditions on constants, as ``{"in words": c -> bool}``; c also has d and dv.
+    rules: conditions on constants, as ``{"Br <= Bc": lambda c: …}``; c also has d and dv.
     dtypes: supported dtypes of arrays.
     features: what the kernel supports beyond the plain case: "causal" (a right limit on keys, also
         of a window), "window" (a left limit), "gqa", "strides" (otherwise inputs are made

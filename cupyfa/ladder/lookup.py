@@ -26,7 +26,7 @@ def kernels(operation: str | None = None) -> tuple[Kernel, ...]:
 def kernel(name: str) -> Kernel:
     """Returns a kernel's record, by its name in the ladder or as ``script.py:name``.
 
-    The latter runs the script each time. Raises ValueError, with the known names, for other names.
+    Each call runs the script again. Raises ValueError, which lists known names, for unknown names.
     """
     if not isinstance(name, str):
         raise TypeError(f"a kernel's name must be a string, not {name!r}; see cupyfa.kernels()")

@@ -45,7 +45,7 @@ def _elements(p: Problem) -> int:
 def _slabs(p: Problem, c: SimpleNamespace) -> int:
     """Returns the number of slabs into which a head's keys are divided.
 
-    Only few values are used, because the kernel is compiled for each of them.
+    Only a few different numbers are used, because the kernel is compiled for each of them.
     """
     return 32 if p.N > 512 else 4
 

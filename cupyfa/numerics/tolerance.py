@@ -904,7 +904,7 @@ def add_rounding_of_results(value: Array, bound: Array, kernel: Arithmetic, name
 
 
 def _vanished_infinities(tile: reference.Tile, P: Array, smallest: float) -> Array:
-    """Returns where the weight of an infinite value may be 0, so that 0 * infinity gives NaN."""
+    """Returns where the weight of an infinite value may be 0, so that 0 * infinity is NaN."""
     infinite = np.isinf(tile.v)
     if not infinite.any():
         return np.zeros((*P.shape[:-1], tile.v.shape[-1]), bool)
@@ -1020,7 +1020,7 @@ def _errors(actual: Array, value: Array, bound: Array) -> tuple[Array, Array, in
 
 
 def _finfo(precision: str) -> Any:
-    """Returns the finfo of a precision; tf32 uses that of float16, with equal mantissa bits."""
+    """Returns the finfo of a precision; for tf32, of float16, which has equal mantissa bits."""
     names = {"tf32": "float16", "float8_e4m3": "float8_e4m3fn"}
     return ml_dtypes.finfo(names.get(precision, precision))
 

@@ -48,7 +48,7 @@ def options_of_parts(p: Problem) -> AttentionOptions:
 
 
 def unrounded(options: AttentionOptions, p: Problem, kernel: str | Kernel) -> AttentionOptions:
-    """Requests float32 results of 16-bit inputs, if the kernel supports that.
+    """Requests float32 results of 16-bit inputs, if the kernel supports them.
 
     The parts' results are then rounded only once, after they are merged or added.
     """
@@ -90,7 +90,7 @@ def planned(
     tiles: Tiles | None,
     **which: bool,
 ) -> dict[str, Any]:
-    """Selects the kernel and its constants for the whole problem, as arguments for every part.
+    """Chooses kernel and constants for the whole problem; returns them as arguments of all parts.
 
     which: the arguments ``deterministic`` and ``persistent`` of ``select``.
     """

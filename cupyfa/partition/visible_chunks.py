@@ -1,4 +1,4 @@
-"""Finds which keys given rows attend to and which rows attend to given keys, and their chunks."""
+"""Finds the keys that given rows see, the rows that see given keys, and the chunks of both."""
 
 from __future__ import annotations
 

@@ -441,7 +441,7 @@ class AttentionOptions:
         return {name: x for name, x in values.items() if x != OPTIONS[name].default}
 
     def keywords(self) -> dict[str, Any]:
-        """Returns keyword arguments of ``attention`` for all non-default options but out_dtype."""
+        """Returns non-default options except out_dtype, as keyword arguments of ``attention``."""
         found = {x: y for x, y in self.changed.items() if x not in ("out_dtype", *DROPOUT)}
         if "mask_mod" in found:
             found["mask"] = found.pop("mask_mod")

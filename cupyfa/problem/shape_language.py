@@ -1,7 +1,7 @@
 """Array forms, which describe an array's dtype and shape as text: "1hmn", "f16[1hmn]", "i32[M]".
 
-Command lines and plans contain forms in place of arrays. A form gives the shape in terms of problem
-sizes, so that the same form describes arrays for other sizes.
+Command lines and plans contain forms in place of arrays. A form states the shape in terms of
+problem sizes, so that the same form describes arrays for other sizes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _SHORT = {long: short for short, long in DTYPES.items()}
 
 
 def is_array_form(text: str) -> bool:
-    """Returns whether a text is an array form such as "1hmn" or "bool[11mn]", not an expression."""
+    """Returns whether a string is an array form, such as "bool[11mn]", not an expression."""
     dtype, bracket, _ = text.partition("[")
     return dtype in DTYPES if bracket else len(text) > 1 and {*text} <= {*_LETTERS, "1"}
 
@@ -88,7 +88,7 @@ class Keywords(FormKeywords, total=False):
 def operands(given: Mapping[str, Any], sizes: Sequence[int], dtype: str) -> tuple[Operand, ...]:
     """Makes the operands that array forms describe, for the given problem sizes and dtype.
 
-    given: maps names from NAMES to forms. A form is a text, a shape, an array, or True for the
+    given: maps names from NAMES to forms. A form is a string, a shape, an array, or True for the
         default shape. Exceptions: ``captured`` is a mapping of forms or numbers, a seed is an array
         or "u64[1]", lengths of padded batches are written "i32[batch]", descales are a shape or an
         array, and offsets of packed sequences are a shape. ``dlse`` and ``return_max`` are flags:
@@ -232,7 +232,7 @@ def _with_four(name: str, shape: Iterable[int]) -> tuple[int, ...]:
 
 
 def _parts(form: str) -> tuple[str, str] | None:
-    """Splits a form such as "f32[1h]" into dtype and bracketed text; None for other texts."""
+    """Splits a form such as "f32[1h]" into dtype and bracketed text; None for other strings."""
     found = re.fullmatch(r"(\w+)\[(.*)\]", form.replace(" ", ""))
     return (found[1], found[2]) if found else None
 

@@ -211,7 +211,7 @@ def _zeros_like(array: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _as_bytes(array: Any) -> Any:
-    """Views an e4m3 array as bytes, since CuPy cannot copy e4m3; returns others unchanged."""
+    """Views an e4m3 array as bytes, since CuPy cannot copy e4m3; returns other arrays unchanged."""
     return array.view(np.uint8) if array.dtype == E4M3 else array
 
 

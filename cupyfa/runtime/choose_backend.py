@@ -114,7 +114,7 @@ def adopt_foreign(backend: str | Backend, arrays: Mapping[str, Any]) -> tuple[Ba
 
 
 def as_array(backend: str | Backend, name: str, given: Any) -> Any:
-    """Converts lists and other libraries' arrays to NumPy or CuPy arrays; returns others as is."""
+    """Converts lists and other libraries' arrays to NumPy or CuPy arrays; keeps other values."""
     given = of_list(name, given)
     _refuse_masked(name, given)
     is_foreign = hasattr(given, "__dlpack__") or hasattr(given, "__cuda_array_interface__")

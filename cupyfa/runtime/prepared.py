@@ -72,7 +72,7 @@ def viewed(problem: Problem, layout: str | None, axes: str, array: Any) -> Any:
 
 
 def _reshaped(shape: tuple[int, ...], array: Any) -> Any:
-    """Reshapes an array; returns an array with zero columns, planned as one column, unchanged."""
+    """Reshapes an array; returns arrays with zero columns, which are planned as one, unchanged."""
     return array.reshape(shape) if array.size == prod(shape) else array
 
 
@@ -174,7 +174,7 @@ class Prepared(OfThisProcess):
         return other
 
     def __call__(self, *arrays: Any, out: Any = None, grads: Any = None, **named: Any) -> Any:
-        """Computes the prepared function of these arrays.
+        """Runs the prepared function on these arrays.
 
         Raises ValueError if arrays differ from the prepared ones in shape, strides, dtype or
         device, or if NumPy lengths or offsets are out of range. For ``out``, ``grads`` and device
@@ -494,7 +494,7 @@ class Prepared(OfThisProcess):
         progress: Progress | None,
         devices: tuple[int, ...] = (),
     ) -> Any:
-        """Runs the call with output arrays (``targets``) of any kind, also of other libraries."""
+        """Runs the call with output arrays (``targets``) of any layout and any library."""
         views = [
             mine
             if mine is None or isinstance(mine, np.ndarray) or self._backend.owns(mine)

@@ -455,7 +455,7 @@ def _no_function(called: ast.expr, name: str | None) -> str:
 
 
 def _with_floor(node: ast.BinOp) -> str:
-    """Rewrites a // b or a % b by means of floor(a / b), for operands that are not integers."""
+    """Rewrites a // b or a % b in terms of floor(a / b), for operands that are not integers."""
     left, right = node.left, node.right
     floored: ast.expr = ast.Call(ast.Name("floor"), [ast.BinOp(left, ast.Div(), right)], [])
     if isinstance(node.op, ast.Mod):

@@ -486,7 +486,7 @@ def _dotted(version: int) -> str:
 
 @cache
 def _somewhere(device: int) -> Any:
-    """Allocates memory for tensor maps of empty arrays, which need a valid address as well."""
+    """Allocates memory for tensor maps of empty arrays, because the driver requires an address."""
     return cupy.empty(BOX_ROW_BYTES, np.uint8)
 
 
@@ -524,13 +524,13 @@ def _encoded(mapped: Mapped) -> np.ndarray:
 
 
 class _LaunchAttribute(ctypes.Structure):
-    """CUlaunchAttribute, with a value that is an int."""
+    """The driver's struct CUlaunchAttribute, with an int as the value."""
 
     _fields_ = (("id", ctypes.c_int), ("value", ctypes.c_int * 17))  # value[1] is the int
 
 
 class _LaunchConfig(ctypes.Structure):
-    """CUlaunchConfig."""
+    """The driver's struct CUlaunchConfig."""
 
     _fields_ = (
         ("grid", ctypes.c_uint * 3),

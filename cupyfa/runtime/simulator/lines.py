@@ -23,7 +23,7 @@ def can_read() -> bool:
 
 
 def frames(path: Path, addresses: Sequence[int]) -> list[str]:
-    """Returns ``file:line`` of each address, followed by those of enclosing inlined calls."""
+    """Returns the ``file:line`` of each address, and of the inlined calls around the address."""
     if tool := shutil.which("addr2line"):
         command = [tool, "-i", "-e", str(path), *map(hex, addresses)]
         done = subprocess.run(command, capture_output=True, check=False)

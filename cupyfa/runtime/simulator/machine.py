@@ -297,7 +297,7 @@ def _in_option(kernel: CompiledKernel, places: Sequence[re.Match[str]]) -> str:
 def _line(kernel: CompiledKernel, places: Sequence[re.Match[str]]) -> str:
     """Returns the innermost source line of a location outside the simulator's headers.
 
-    If that is not a line of the kernel, the kernel's calling line follows.
+    If that line is in a header, the line of the .cu file that calls the header is appended.
     """
     addresses = [int(place[1], 16) for place in places]
     frames = lines.frames(kernel.path, [x for x in addresses if x])

@@ -55,7 +55,7 @@ class Transfer:
 
     @property
     def most_held(self) -> int:
-        """The most bytes of page-locked memory that a device's buffers use, in both directions."""
+        """Maximum bytes of page-locked memory for a device's buffers, in both directions."""
         return 2 * self.buffers * self.chunk_bytes
 
 
@@ -238,7 +238,7 @@ class Copies:
     """The copies of a piece in one direction, most of which are made by threads.
 
     ``tasks`` are copies that are not yet submitted to threads. ``end`` is a mark after the
-    last copy, or None if threads make copies.
+    last copy, or None if threads copy.
     """
 
     def __init__(self, lane: Lane, buffers: Buffers, chunks: Sequence[tuple[Any, ...]]) -> None:

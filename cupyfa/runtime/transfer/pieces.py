@@ -282,10 +282,7 @@ class _Cutting:
         return max(h, min(cdiv(p.kv_heads, enough), _largest(p.kv_heads, is_moderate)))
 
     def shared_by(self, axis: str) -> int:
-        """Returns the bytes of arrays that all pieces along ``axis`` share.
-
-        ``axis`` is "batch" or "heads". The arrays have the other one of these axes.
-        """
+        """Returns the bytes of arrays that lack ``axis``, "batch" or "heads", but not the other."""
         (other,) = {"batch", "heads"} - {axis}
         found = (x for x, axes in self.axes.items() if other in axes and axis not in axes)
         return sum(map(self.plan.stored_bytes, found))
@@ -306,10 +303,7 @@ class _Cutting:
         return m, n
 
     def _by_keys(self) -> bool:
-        """Returns whether the keys can be cut.
-
-        They cannot with a sink, since every partial result would add the sink.
-        """
+        """Returns whether the keys can be cut; each partial result would include a sink."""
         p, plan = self.plan.problem, self.plan
         gives_lse = "O" in plan.operation.outputs and "lse" in plan.outputs
         is_able = "causal" in plan.kernel.features or not p.is_masked

@@ -81,7 +81,7 @@ def divided(
 
 
 def _rows_of(piece: Piece) -> tuple[range, range, range]:
-    """Returns a piece's batch, key heads and rows; pieces that are merged have equal ones."""
+    """Returns a piece's batch, key heads and rows, which are equal for pieces to be merged."""
     return piece.batch, piece.kv_heads, piece.rows
 
 
@@ -89,7 +89,7 @@ class _Work:
     """The work of pieces: FLOPs, or bytes to send if the bus takes longer than the kernels.
 
     Arrays without a row axis, such as K, count in proportion to a piece's rows, so that the work of
-    all pieces adds up to that of the whole. Packed sequences have their own keys, counted in full.
+    all pieces adds up to the total work. The keys of packed sequences are counted in full.
     """
 
     def __init__(self, plan: Plan, pieces: Sequence[Piece], starts: Starts) -> None:
