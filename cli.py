@@ -50,7 +50,7 @@ EXIT_CODES = {
     "OSError": BAD_ARGUMENTS,
 }
 
-# Error numbers of a full disk, which exit with another code than wrong arguments.
+# Error numbers of a full disk; their exit code differs from that of wrong arguments.
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 

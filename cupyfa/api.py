@@ -185,8 +185,8 @@ def attention(
             return function(attention, locals())
         (q, k, v), structure = unwrap(q, k, v)
     dtype = out if isinstance(out, DTYPES) else None
-    # The key of a repeated call: all non-array arguments, which arrays are None, and whether out
-    # is an array, which then determines the dtype of the result.
+    # Identifies a repeated call: all non-array arguments, which arrays are None, and whether out
+    # is an array, since an array determines the dtype of the result.
     # fmt: off
     fixed: tuple[Any, ...] = (
         causal, window, offset, scale, softcap, score_mod, precision, dtype,
@@ -212,7 +212,7 @@ def attention(
         raise TypeError("append requires a KVCache, but k is an array; leave append out")
     inputs: dict[str, Any] = {}
     asked: OptionKeywords = {}
-    # Skip reading the options if all of them have their defaults.
+    # Skip reading the options if all of them have default values.
     if causal is not False or not (
         window is offset is scale is softcap is score_mod is precision is None
         and alibi_slopes is bias is mask is captured is sink is dropout is None

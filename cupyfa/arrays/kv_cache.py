@@ -38,7 +38,7 @@ SCALES = optional_inputs.SCALES
 E4M3_SINCE = 89
 _IDENTIFIED = ("q", "lengths", "pages", "k", "v", "cos", "sin")  # arrays compared by identity
 THREADS = 128  # threads per block; each warp writes one row
-_MOST_KEPT = 1 << 20  # largest size in bytes of the q, k and v that a cache keeps for a repeat
+_MOST_KEPT = 1 << 20  # maximum bytes of q, k and v that a cache keeps to repeat a call
 APPEND = Launch(
     "append_keys",
     args="Q turned_Q new_K new_V K V cosines sines positions lengths.data used.data pages.data "

@@ -1,6 +1,6 @@
 """Shared prefixes in decoding: keys that several sequences share are read once (cascade attention).
 
-Each prefix gets a call of its own, whose rows are the queries of all sequences that share the
+Each prefix gets a separate call, whose rows are the queries of all sequences that share the
 prefix. The result is merged with the attention over each sequence's own keys. In such a call the
 row index does not determine a query's position, so expressions read positions from arrays.
 

@@ -187,7 +187,7 @@ def write_whole(path: Path, content: bytes) -> None:
                 stream.write(content)
         else:
             _replace(Path(os.path.realpath(path)), content)
-    except OSError as error:  # its path may be that of a temporary file
+    except OSError as error:  # the error may contain the path of a temporary file
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 

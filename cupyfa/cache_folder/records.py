@@ -1,6 +1,6 @@
 """Readers of untrusted JSON files, which check the type and range of each field.
 
-A reader takes a value and returns it in normal form. For an invalid value it raises ValueError,
+A reader checks a value and returns it in normal form. For an invalid value it raises ValueError,
 with the name of the field, the value and the rule.
 """
 

@@ -171,7 +171,7 @@ def split_mask(mask: Any) -> dict[str, Any]:
         is_expression = isinstance(x, str | Expression) or (
             callable(x) and not isinstance(x, BlockMask)
         )
-        if isinstance(x, str) and is_array_form(x):  # ``plan`` takes shapes like "1hmn"
+        if isinstance(x, str) and is_array_form(x):  # ``plan`` accepts shapes like "1hmn"
             is_expression = False
         kind = "mask_mod" if is_expression else "mask"
         if kind in found:

@@ -25,7 +25,7 @@ from cupyfa.runtime.choose_backend import adopt
 
 Pullback = Callable[..., tuple[da.Array, ...]]
 
-# The axis that each index name in an expression refers to.
+# Maps each index name in expressions to the axis that it indexes.
 _AXES = {
     **{"batch": "batch", "head": "heads"},
     **dict.fromkeys(("query", "queries"), "queries"),

@@ -105,7 +105,7 @@ def agree_on_call(
     try:
         if different is not None:
             raise different
-    finally:  # break the reference cycle of exception and frame, which would keep the arrays
+    finally:  # break the reference cycle of exception and frame, which keeps the arrays alive
         del different, error
     return call, arrays
 

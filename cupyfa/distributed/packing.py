@@ -10,7 +10,7 @@ import numpy as np
 
 from cupyfa.runtime.arrays import address_of
 
-_WORDS = {2: "u2", 4: "u4", 8: "u8", 16: "c16"}  # a GPU moves up to 16 bytes at a time
+_WORDS = {2: "u2", 4: "u4", 8: "u8", 16: "c16"}  # a GPU thread copies up to 16 bytes at a time
 
 
 def new(like: Any, shape: tuple[int, ...], dtype: Any = None) -> Any:

@@ -25,9 +25,9 @@ def row_tiles(p: Problem, c: SimpleNamespace) -> int:
     return tiles_of(p, p.M, c.Br) * p.heads * p.batch
 
 
-# Field `walks` of launches whose blocks loop over K/V tiles and skip those a block mask hides.
+# Field `walks` of launches whose blocks loop over K/V tiles and skip tiles that are masked.
 ALONG_KEYS: dict[str, Walk] = {KEY_TILES: lambda p, c: (c.Br, c.Bc)}
-# Field `walks` of launches whose blocks loop over Q tiles and skip those a block mask hides.
+# Field `walks` of launches whose blocks loop over Q tiles and skip tiles that are masked.
 DOWN_ROWS: dict[str, Walk] = {ROW_TILES: lambda p, c: (c.Br, c.Bc)}
 
 

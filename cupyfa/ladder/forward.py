@@ -1112,7 +1112,7 @@ def _in_splits(name: str, splits: int | None, is_e4m3: bool) -> Kernel:
         return with_cleared_rest(rounded_first(made), *REST)
     return replace(
         with_cleared_rest(made, *REST),
-        # A name of its own, because constants that were tuned for 16-bit keys do not suit e4m3.
+        # A separate name, because constants that were tuned for 16-bit keys do not suit e4m3 keys.
         name="mma_split_kv_e4m3",
         tiles=SPLIT_E4M3_TILES,
         features=(*made.features, "e4m3"),

@@ -16,7 +16,7 @@ _THREADS = 256
 _ROWS = _THREADS // 32  # rows per block, one per warp
 _MOST_BLOCKS = 4096  # maximum number of blocks of a launch that loops over all elements
 _ROW_SUMS = "row_sums"  # scratch of Hopper kernels: lse and delta of row tiles
-_WORD = 61  # bits per word of a fixed-point sum, including those for carries
+_WORD = 61  # bits per word of a fixed-point sum, including carry bits
 _SUMS = "expression_exponents.data expression_sums.data expression_flags.data"
 _SCRATCH = {
     "expression_exponents": (lambda p, c: 4 * p.modifiers.elements, "byte"),

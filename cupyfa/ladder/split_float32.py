@@ -16,7 +16,7 @@ _THREADS = 256
 _ROWS = 128  # rows per block of split_operands
 _REPAIRED = 32  # rows per block of repair_split_output
 _REPAIRED_GRADIENTS = 256  # rows or keys per block of repair_split_gradients
-# Threads per block of repair_split_gradients, which split the keys of a row or the rows of a key.
+# Threads per block of repair_split_gradients. They split the keys of a row or the rows of a key.
 _REPAIRING = 512
 
 

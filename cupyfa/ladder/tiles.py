@@ -26,7 +26,7 @@ RESERVED = (
 )
 # Names of the constants that hold the number of rows, or of keys, per tile.
 TILE_ROWS, TILE_KEYS = ("Br", "Qr"), ("Bc", "Qc", "Bk")
-_MOSTLY_EMPTY = 0.05  # fraction of empty key slots that makes a tile a last resort
+_MOSTLY_EMPTY = 0.05  # tiles with a larger fraction of empty key slots are tried last
 _MORE, _FAR_MORE = 1.15, 1.5  # tiles that compute this many times as many scores are avoided
 _FEW = 4  # if tiles hold at most N / _FEW keys, a mask wastes little work
 

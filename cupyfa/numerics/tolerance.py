@@ -1,6 +1,6 @@
 """Error bounds for each element of a result, computed from the inputs.
 
-docs/checking.md gives the reasons, and compares correct and faulty kernels with these bounds.
+docs/checking.md explains the bounds, and compares correct and faulty kernels with these bounds.
 
 **Accumulation.** Let eps be the spacing at 1 of the accumulation format, n the number of keys that
 a query sees, and size the largest |scale| * sum(|q| * |k|) over these keys. Rounding errors of a
@@ -141,7 +141,7 @@ _SPREAD = 10.0  # six standard deviations of the error of truncating 32 products
 _LARGEST_E4M3 = 448.0
 _FEWEST_BETWEEN = 16  # minimum number of elements for require_unrounded
 _SMALL = 0.01  # up to this score error, the error of exp(score) is about proportional to it
-_ANY_WEIGHT = 600.0  # with such an error of a score, even a vanishing weight may become the largest
+_ANY_WEIGHT = 600.0  # a score error that may turn even a vanishing weight into the largest
 _DOUBLE_EPS = float(np.finfo(np.float64).eps)
 _BLOCK = 1 << 18  # elements per step, which fit in a core's cache
 
@@ -311,8 +311,8 @@ def expected_gradients(
     wrt: Mapping[str, Array] | None = None,
     **score: Any,
 ) -> ExpectedOfEach:
-    """Computes the gradients "dQ", "dK" and "dV" with bounds, "dsink" with a sink, and those of
-    the captured arrays in ``wrt``, by name.
+    """Computes the gradients "dQ", "dK" and "dV" with bounds, "dsink" with a sink, and the
+    gradients of the captured arrays in ``wrt``, by name.
 
     out [batch, heads, M, dv] and lse [batch, heads, M] are the results of a forward pass, dout and
     dlse their gradients. out_dtype is the dtype of out, dQ, dK and dV; for the other arguments see
@@ -1012,7 +1012,7 @@ def _errors(actual: Array, value: Array, bound: Array) -> tuple[Array, Array, in
     """Returns each element's error and error / bound, and the number of wrong NaNs."""
     error = np.abs(actual - value)
     if np.isfinite(error.max()) and bound.min() > 0 and bound.max() < np.inf:
-        return error, error / bound, 0  # fast path; the code below gives the same result
+        return error, error / bound, 0  # fast path; the code below returns the same result
     error[(actual == value) | (np.isnan(actual) & np.isnan(value)) | np.isposinf(bound)] = 0.0
     error[np.isnan(error)] = np.inf
     ratio = np.where(error == 0.0, 0.0, np.where(np.isfinite(error), error / bound, np.inf))

@@ -22,7 +22,7 @@ from cupyfa.problem.optional_inputs import DLSE
 from cupyfa.problem.problem import Problem
 from cupyfa.score.expressions import Expression
 
-_ALIKE = 0.98  # speeds with a ratio above this count as equal, within the noise of measurements
+_ALIKE = 0.98  # speeds with a larger ratio count as equal, because measurements are noisy
 # "auto" selects a baseline only if it needs at most _MOST_SCRATCH bytes, and if the problem has at
 # least _LEAST_SCORES scores, because launch overhead dominates for smaller problems.
 _MOST_SCRATCH, _LEAST_SCORES = 1 << 30, 1 << 23

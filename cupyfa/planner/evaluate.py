@@ -31,7 +31,7 @@ from cupyfa.problem.problem import MOST_ELEMENTS, Problem
 _LARGEST_GRID = (2**31 - 1, 65535, 65535)
 # NumPy dtype of struct Sizes in extent.cuh.
 SIZES = np.dtype([(name, "i4") for name in ("M", "N", "causal_offset", "window_offset")])
-# Bytes of an array argument that is passed as a descriptor, a data pointer or a tensor map.
+# NumPy void dtypes of the size of an array argument: a struct Tensor, a pointer or a TensorMap.
 _BYTES = {"": "V32", "data": "V8", "map": "V128"}
 _FIRST_WITH_EARLY_LAUNCHES = 90  # first compute capability with programmatic dependent launch
 _MOST_ROUNDS = 65536  # every launch of every round is planned separately

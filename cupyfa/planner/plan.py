@@ -89,7 +89,9 @@ class PlannedLaunch(Shown):
     boxes: Mapping[str, int] = field(default_factory=dict)  # rows per TMA box, by array name
     arguments: tuple[Argument, ...] = ()
     mods: str = NO_MODS  # C++ source of struct Mods and of the expressions
-    target: str | None = None  # architecture to compile for, such as "90a"; None for the device's
+    target: str | None = (
+        None  # target architecture, such as "90a"; None for the architecture of the device
+    )
     recording: Recording | None = None
     begins_early: bool = False  # whether the launch uses programmatic dependent launch
     keeps: frozenset[str] = frozenset()  # arrays that the next launch may read without waiting
@@ -177,7 +179,7 @@ class Plan:
     def tflops(self) -> tuple[int, float] | None:
         """The nearest measured d, and the kernel's TFLOP/s for it on an H100; None if unmeasured.
 
-        "auto" compares these speeds on devices without measurements of their own.
+        "auto" compares these speeds on devices without measurements.
         """
         measured = self.kernel.tflops.get(self.problem.arithmetic)
         if not measured:

@@ -144,7 +144,7 @@ def is_writable(plan: Plan, name: str, array: Any) -> bool:
     """Returns whether a kernel can write an output directly.
 
     The kernel writes the planned shape, which has one column if the caller's array has zero
-    columns. It supports strides only if its record says so. TMA stores groups of 16 bytes, so
+    columns. It supports strides only with the feature "strides". TMA stores groups of 16 bytes, so
     an array written by TMA needs rows whose size is a multiple of 16 bytes.
     """
     shape, _ = plan.outputs[name]

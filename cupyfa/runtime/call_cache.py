@@ -155,7 +155,7 @@ class Repeat:
         if spare.allocator is allocator and spare.is_free():
             self.misses = 0
             return spare
-        if self.spares:  # several spares, and the oldest is in use: drop it
+        if self.spares:  # drop the oldest of several spares, which is in use
             self.misses += 1
         else:
             self.spares.append(spare)

@@ -110,8 +110,8 @@ def _guarded(backend: Backend, like: Any) -> _Guarded:
 
 def _check_memory(plan: Plan, name: str, g: _Guarded, original: Any | None) -> None:
     """Raises WrongResult if the kernel wrote anything but elements of outputs and scratch."""
-    # Set all bits of elements that may be written or are unchanged. Unless something is wrong, all
-    # bytes then equal those of the margins.
+    # Set all bits of elements that may be written or are unchanged. In a correct run, all bytes
+    # then equal the bytes of the margins.
     g.bits[...] = ~(g.bits ^ (g.bits if original is None else original))
     if int(g.memory.min()) == _ONES:
         return

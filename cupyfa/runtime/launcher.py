@@ -343,7 +343,7 @@ class _Arguments:
     def _forget(self) -> None:
         for *_, known in self._maps:
             known.clear()
-        self._dropped, self._encoded = self._encoded, []  # this call may still use dropped maps
+        self._dropped, self._encoded = self._encoded, []  # this call may still use the dropped maps
 
 
 class _Operands:

@@ -136,7 +136,7 @@ class _Parts:
         self._is_moved = not self._backend.owns(first)
 
     def merged(self, out: Any, check: bool) -> tuple[Any, Any]:
-        """Computes lse and the merged out, the latter in the caller's array if one is given."""
+        """Computes lse and the merged out; writes out to the caller's array if one is passed."""
         backend = self._backend
         with backend.working_on(self.outs[0]):
             mine, into = None, None

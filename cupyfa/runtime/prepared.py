@@ -448,7 +448,7 @@ class Prepared(OfThisProcess):
                     if start < other + high and other + low < start + size:
                         return False
             return self._labelled == 1 or self._are_apart(targets)
-        except (AttributeError, ValueError):  # host arrays, or another library's
+        except (AttributeError, ValueError):  # host arrays, or arrays of another library
             return False
 
     def _are_apart(self, targets: Sequence[Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Dropout masks in NumPy, equal to those of the kernels (attention/dropout.cuh).
+"""Dropout masks in NumPy, equal to the kernels' masks (attention/dropout.cuh).
 
 Philox 4x32-7 (Salmon et al., 2011, doi:10.1145/2063384.2063405), keyed by the seed, maps the
 counter (key & ~9, query & ~8, batch * heads + head, offset) to four 32-bit words, enough for eight

@@ -1,7 +1,7 @@
 """Expressions that modify or mask scores, written by users in a subset of Python.
 
 ``Expression.of`` parses a string or traces a Python function, and rejects anything outside the
-subset. All operands are evaluated, even those of ``and`` and ``if``, because kernels select values
+subset. All operands are evaluated, even in ``and`` and ``if``, because kernels select values
 without branches.
 """
 

@@ -38,7 +38,7 @@ Array = np.ndarray[Any, Any]
 
 _STEP = 1e-30  # h of the complex step
 _EXACT_WHOLE = 2.0**24  # float32 represents all integers up to this magnitude
-_LARGE = 1e-3  # larger errors are propagated by f itself, not only by its derivative
+_LARGE = 1e-3  # larger errors are propagated by evaluating f, not only by its derivative
 _EPS = float(np.finfo(np.float32).eps)
 
 Place = Mapping[str, Array]  # batch, head, query and key indices of pairs, broadcastable

@@ -526,7 +526,7 @@ def _encoded(mapped: Mapped) -> np.ndarray:
 class _LaunchAttribute(ctypes.Structure):
     """The driver's struct CUlaunchAttribute, with an int as the value."""
 
-    _fields_ = (("id", ctypes.c_int), ("value", ctypes.c_int * 17))  # value[1] is the int
+    _fields_ = (("id", ctypes.c_int), ("value", ctypes.c_int * 17))  # value[0] is padding
 
 
 class _LaunchConfig(ctypes.Structure):

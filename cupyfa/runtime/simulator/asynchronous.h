@@ -26,7 +26,7 @@ constexpr int chunk_bytes = 16;
 constexpr std::uintptr_t pattern_bytes = 1024;  // period of the swizzle
 constexpr int warpgroup_size = 128;
 constexpr int product_rows = 64;
-constexpr int product_bytes = 32;  // along k: 16 numbers of 16 bits, or 32 of e4m3
+constexpr int product_bytes = 32;  // bytes along k: 16 numbers of 16 bits, or 32 e4m3 numbers
 constexpr int product_depth = 16;  // in 16-bit numbers
 constexpr int max_depth = 32;
 constexpr int max_columns = 256;
@@ -80,7 +80,7 @@ struct PhaseBarrier {
   unsigned waiting[max_warps];
   Load* loads;                  // loads in flight, oldest first
   Box landed;                   // the last box loaded
-  Clock past[max_components];   // clocks of the threads that arrived so far
+  Clock past[max_components];   // clocks of the threads that have arrived
   Clock known[max_components];  // `past` at the end of the previous phase
 };
 
@@ -307,7 +307,7 @@ void check_copy(Worker& worker, const void* shared, const void* global, int byte
       0) {
     fault(worker, place, format("calls cp_async with an address that is not a multiple of 16"));
   }
-  // The source address of an empty copy may be that of a row far outside its tensor.
+  // An empty copy may have a source address far outside the tensor.
   if (arena_of(worker, shared, 1) == nullptr ||
       (bytes > 0 && arena_of(worker, global, 1) != nullptr)) {
     fault(worker, place,
@@ -1101,7 +1101,7 @@ void enclose_awaited(Worker& worker, const Warpgroup& group) {
   worker.awaited_end = worker.fiber->awaited_end = end;
 }
 
-// Reports an access of local memory that overlaps a D for which this thread has not yet waited.
+// Reports a local-memory access that overlaps the D of a product in flight.
 void check_awaited(Worker& worker, const Touch& touch) {
   if (touch.address + touch.bytes <= worker.awaited_low) return;
   const Warpgroup& group = worker.asynchronous->warpgroups[worker.fiber->index / warpgroup_size];
@@ -1194,8 +1194,8 @@ void mark_product(Worker& worker, const Warpgroup& group, const Product& product
   });
 }
 
-// Limits a product's clocks to what this thread has seen. The product reads for all four warps, so
-// it has seen only what all threads have seen, and each warp's earlier accesses.
+// Limits a product's clocks to the clocks that this thread has seen. The product reads operands for
+// all four warps, so an access precedes the product only if all four warps have seen the access.
 void know_less(Worker& worker, Product& product) {
   const Fiber& fiber = *worker.fiber;
   for (int i = max_warps; i < worker.components; ++i) {
@@ -1725,7 +1725,7 @@ EXPORTED void simulator_set_registers(int count, bool increases, const char* fil
   set_registers(*self, count, increases, {file, line, CALLER});
 }
 
-// Returns the lane that elect.sync selects, always the same in a launch.
+// Returns the lane that elect.sync selects, which is the same throughout a launch.
 EXPORTED int simulator_elected_lane() {
   unsigned lane = self->shuffled ? self->launch->request->seed % warp_size : 0;
   return (self->warp->lanes >> lane & 1) != 0 ? static_cast<int>(lane) : 0;

@@ -61,7 +61,7 @@ def _placed_token(token: re.Match[str]) -> str:
     statement = token["statement"]
     if not statement or not all(word in statement for word in ("extern", "__shared__")):
         return token[0]
-    # Alignment can be dropped, since the memory has the strictest alignment of any type.
+    # Alignment specifiers can be dropped, since the memory has the strictest alignment of any type.
     bare = _ALIGNMENT.sub(" ", re.sub(r"\b(?:extern|__shared__)\b", " ", statement))
     if not re.search(r"\w\s*\[\s*\]", bare):
         return token[0]

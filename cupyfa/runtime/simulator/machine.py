@@ -187,7 +187,7 @@ def _interruptible(call: Callable[[], int], stop: Callable[[], Any]) -> int:
     if threading.current_thread() is not threading.main_thread():
         return call()
     results: list[int | None] = []
-    begun, done = threading.Lock(), threading.Lock()  # atomic, even if a signal interrupts
+    begun, done = threading.Lock(), threading.Lock()  # atomic even if a signal arrives
     done.acquire()
 
     def work() -> None:
@@ -414,7 +414,7 @@ def _compiled(file: Path, text: str, flags: Sequence[str]) -> Path:
 
 
 def _link(path: Path, objects: Sequence[Path], options: Sequence[str]) -> None:
-    # Without this, zig spends most of a minute building a C++ library that is not needed.
+    # Without this option, zig spends most of a minute building an unused C++ library.
     library = ["-nostdlib++"] if "clang" in compiler_version() else []
     command = [*compiler(), "-O2", "-shared", *library, *map(str, objects), *options]
     _run([*command, "-o", str(path)], folder=path.parent)
@@ -545,7 +545,7 @@ def compiler_choice() -> str:
     return f"{compiler_version().splitlines()[0]}: {shlex.join(compiler())} ({by})"
 
 
-_libc = cache(platform.libc_ver)  # reads the interpreter's file
+_libc = cache(platform.libc_ver)  # cached, because it reads the interpreter's file
 
 
 def compiler_version() -> str:

@@ -292,7 +292,7 @@ constexpr std::size_t page = 4096;
 constexpr std::size_t stack_bytes = 65 * page;
 constexpr std::size_t slab_bytes = stack_bytes * warp_size;
 
-// Free list: a free slab's second page holds the pointer to the next one; the first is a guard.
+// Free list: a free slab's second page points to the next free slab; the first page is a guard.
 char* free_slabs = nullptr;
 pthread_mutex_t slab_mutex = PTHREAD_MUTEX_INITIALIZER;
 
@@ -332,8 +332,8 @@ void give_slab(char* slab) {
 // The shadow of shared memory
 
 // The shadow of two bytes of shared memory: the last write, the last atomic, and the last reads by
-// two different threads. A write clears all other records, because an access that races with those
-// also races with the write. An atomic clears nothing, because it does not race with other atomics.
+// two different threads. A write clears all other records, because an access that races with
+// them also races with the write. An atomic clears nothing, because atomics do not race.
 struct Cell {
   Epoch writer;
   Epoch updater;
@@ -464,7 +464,7 @@ struct Launch {
   std::uint64_t blocks;
   int threads;
   std::atomic<std::uint64_t> next_block{0};
-  // The lowest block with a fault. Blocks above it are abandoned, those below continue, so that the
+  // The lowest block with a fault. Later blocks are abandoned; earlier blocks continue, so that the
   // reported fault does not depend on the speed of workers, unless two blocks race.
   std::atomic<std::uint64_t> faulty_block{UINT64_MAX};
   pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
@@ -708,7 +708,7 @@ inline Fiber* next_fiber(Worker& worker) {
   }
   if (worker.shuffled) {
     unsigned ready = worker.ready_warps & ~worker.late_warps;
-    if (ready == 0 && worker.idle_polls == 0) {  // some condition may have become true
+    if (ready == 0 && worker.idle_polls == 0) {  // a polled condition may have become true
       wake_polling(worker);
       ready = worker.ready_warps & ~worker.late_warps;
     }
@@ -1337,7 +1337,7 @@ inline void check_early(Worker& worker, const Touch& touch) {
 }
 
 // Reports a block in which no thread waited for the previous launch. If one block's wait is enough,
-// reports a launch in which no thread waited. Such a launch could end before earlier ones.
+// reports a launch in which no thread waited. Such a launch could end before an earlier launch.
 void check_waited(Worker& worker) {
   Launch& launch = *worker.launch;
   if (!launch.request->early || worker.abandoned) return;

@@ -169,7 +169,7 @@ class Buffers:
         self._busy: deque[_Buffer] = deque()  # each with a copy in progress
         self._all = [_Buffer() for _ in range(chosen.buffers)]
         self._free = list(self._all)
-        self._lock = threading.Lock()  # Ctrl-C cannot leave it held, unlike a Condition
+        self._lock = threading.Lock()  # unlike a Condition, never left locked by Ctrl-C
         self._given = threading.Condition(self._lock)
 
     @property
@@ -300,7 +300,7 @@ class Host:
                         target=_serve, args=(move, tasks), name=name, daemon=True
                     ).start()
                 self._tasks[move] = tasks
-        # A single step of the interpreter, so that Ctrl-C finds all tasks submitted, or none.
+        # Runs in one step of the interpreter, so that Ctrl-C finds all tasks submitted or none.
         deque(map(self._tasks[move].put, copies.tasks), maxlen=0)
 
     def __del__(self) -> None:

@@ -26,7 +26,7 @@ from cupyfa.runtime.transfer.pieces import (
 )
 
 _LEAST_PIECES = 4  # minimum number of pieces of sequences per device
-_ENDS = 4  # a share begins and ends with a small piece, 1/_ENDS of a piece
+_ENDS = 4  # a share begins and ends with pieces of 1/_ENDS of the usual size
 _FEWEST_TILES = 128  # minimum row tiles of such a small piece: one wave of a large GPU
 _UNEVEN = 0.02  # imbalance, as a fraction of a share, that does not justify another cut
 Unit = list[Piece]  # one piece, or several pieces whose results are merged

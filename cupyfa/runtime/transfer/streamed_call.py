@@ -18,10 +18,10 @@ _BITS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 _BYTE = np.dtype(np.uint8)
 Merged = tuple[np.ndarray, ...]  # O, lse and optionally the row maxima over some of the keys
 _STARTS = [f"mods.{name}" for name in STARTS]
-_INLINE = 1 << 18  # bytes; the calling thread copies smaller calls faster than others wake up
+_INLINE = 1 << 18  # bytes; smaller calls are copied before another thread would wake up
 _CHUNK_COST = 1 << 20  # bytes that a thread could copy while a chunk waits for the GIL
 _SPARE = 0.9  # fraction of the free memory that a call may use
-_CATCH_UP = 2  # maximum number of pieces sent after a kernel, while the device has room for more
+_CATCH_UP = 2  # maximum number of pieces sent after each kernel, until the device is full
 
 
 class Call:
@@ -71,8 +71,8 @@ class Call:
         self.count = self.cut.count(chosen.pieces, free)
         moved = sum(x.nbytes for x in there.values())
         self.threaded = moved > _INLINE
-        # The bus idles until the first chunk is copied, and every chunk makes threads, also those
-        # of calls on other devices, wait for the GIL several times. The best size minimises
+        # The bus idles until the first chunk is copied, and every chunk makes threads wait for the
+        # GIL several times, also in calls on other devices. The best size minimises
         # grain + moved / grain * _CHUNK_COST.
         self.grain = min(chosen.chunk_bytes, math.isqrt(moved * _CHUNK_COST))
         self.started: list[Copies] = []
@@ -97,7 +97,7 @@ class Call:
         When the generator ends or is closed, no copy or kernel is in flight.
         """
         pieces, count = self.cut.pieces, self.count
-        later = int(count > 1)  # sends wait for the last kernel but one, so the bus rarely idles
+        later = int(count > 1)  # sends wait for the second-to-last kernel, so the bus rarely idles
         memory = self.memory()
         places: list[dict[str, Place]] = []
         sent: list[Copies] = []

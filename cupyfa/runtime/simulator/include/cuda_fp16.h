@@ -34,8 +34,8 @@ inline float half_value(unsigned short bits) {
   return bit_cast<float>(sign | bit_cast<unsigned>(value));
 }
 
-// Rounds to float, inexact values to the neighbour whose last bit is odd. A second rounding, to
-// half or bfloat16, then equals a single one.
+// Rounds to float; an inexact value becomes the neighbour whose last bit is odd. A second rounding,
+// to half or bfloat16, then returns the correctly rounded value.
 inline float round_to_odd(double value) {
   float rounded = static_cast<float>(value);
   double back = rounded;
