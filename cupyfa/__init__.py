@@ -100,7 +100,7 @@ _SUBPACKAGES = {"dask", "distributed"}  # imported explicitly by users
 _RAGGED = "Packed(q, cu_seqlens_q), Packed(k, cu_seqlens_k), Packed(v, cu_seqlens_k)"
 # Replacements for removed names, for error messages.
 _FORMER = {
-    "AttentionOptions": "the options as keyword arguments, **options of a dictionary",
+    "AttentionOptions": "the options as keyword arguments, or a dict of options as **options",
     "attention_backward": "cupyfa.backward(dout, q, k, v, out, lse, …)",
     "attention_ragged": f"cupyfa.attention({_RAGGED}, …)",
     "attention_ragged_backward": f"cupyfa.backward(dout, {_RAGGED}, out, lse, …)",
@@ -135,5 +135,5 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(_MODULES[name])
     if name in _FORMER:  # a TypeError, as `from cupyfa import name` hides an AttributeError
-        raise TypeError(f"cupyfa.{name} was replaced; write {_FORMER[name]}")
+        raise TypeError(f"cupyfa.{name} was removed; use {_FORMER[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

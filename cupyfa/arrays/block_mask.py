@@ -413,7 +413,7 @@ def block_mask(
     if not isinstance(given, Mapping):
         raise TypeError(f'captured is {described(captured)}; pass a dict {{"name": array}}')
     if (mask is None) == (mask_mod is None):
-        raise TypeError("pass either mask (a bool array) or mask_mod (an expression)")
+        raise TypeError("pass exactly one of mask (a bool array) and mask_mod (an expression)")
     sizes = [options.read_size("batch", batch, 2**31), options.read_size("heads", heads, 2**31)]
     if mask is not None:
         if given:

@@ -273,7 +273,7 @@ def _describe_call(p: Problem, how: Mapping[str, Any], limits: Limits) -> dict[s
 
 
 def _refuse_places(p: Problem, schedule: str) -> None:
-    """Raises Unsupported if an index in an expression has other values in a rank's call."""
+    """Raises Unsupported for indices that have other values on a rank than in the whole problem."""
     for place, name in places(p.options).items():
         if place not in _SCHEDULES[schedule].known:
             others = [repr(x) for x, s in _SCHEDULES.items() if place in s.known]

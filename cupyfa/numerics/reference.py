@@ -238,7 +238,7 @@ def masked_scores(
 def largest_scores(tile: Tile, **how: Any) -> Array:
     """Computes a tile's row maxima [n, rows]; the arguments are those of `attend`.
 
-    A row whose keys are all masked has -inf, with or without a sink. A maximum is NaN where lse is.
+    The maximum of a row whose keys are all masked is -inf. Where lse is NaN, so is the maximum.
     """
     largest = masked_scores(tile, **how).max(-1, initial=-np.inf)
     _, lse, _ = attend(tile, **how)

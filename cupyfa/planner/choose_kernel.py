@@ -473,7 +473,9 @@ def _check_arrays(kernel: Kernel) -> None:
     """Raises ValueError if array names of a record are unknown or used twice."""
     if kernel.operation not in OPERATIONS:
         known = ", ".join(OPERATIONS)
-        raise ValueError(f"{kernel.name} computes {kernel.operation!r}; operations are {known}")
+        raise ValueError(
+            f"{kernel.name} has an unknown operation, {kernel.operation!r}; use one of {known}"
+        )
     base, own = OPERATIONS[kernel.operation], {**kernel.inputs, **kernel.outputs}
     given = {**base.inputs, **base.outputs, **own}
     if taken := given.keys() & kernel.scratch.keys():

@@ -121,7 +121,7 @@ def target(
 
 
 def require_form(name: str, given: Any, shape: Sequence[int], dtype: Any) -> None:
-    """Raises ValueError if a caller's array for a result has another shape or dtype."""
+    """Raises ValueError unless a caller's array has the shape and dtype of the result."""
     if tuple(given.shape) != tuple(shape) or given.dtype != dtype:
         raise ValueError(
             f"{name} is {given.dtype} {tuple(given.shape)}, but the result is {dtype} "

@@ -188,7 +188,7 @@ class Repeats:
         results: list[Any],
         make: Callable[[], tuple[Any, Any]],
     ) -> None:
-        """Keeps the launches of a call if an earlier call had the same arrays.
+        """Keeps the launches of a call if an earlier call used the same arrays.
 
         ``make`` prepares launches that write to ``results``; it returns them with their memory.
         """
@@ -216,7 +216,7 @@ class Repeats:
             self.known[key] = repeat
 
     def _came_before(self, arrays: Sequence[Any]) -> bool:
-        """Returns whether an earlier call had these arrays; remembers this call."""
+        """Returns whether an earlier call used these arrays; remembers this call."""
         before = self._before.get(id(arrays[0]), ())
         if len(before) == len(arrays) and all(x() is y for x, y in zip(before, arrays)):
             return True

@@ -72,7 +72,7 @@ def viewed(problem: Problem, layout: str | None, axes: str, array: Any) -> Any:
 
 
 def _reshaped(shape: tuple[int, ...], array: Any) -> Any:
-    """Reshapes an array; returns arrays with zero columns, which are planned as one, unchanged."""
+    """Reshapes an array unless it has zero columns, for which the plan has one column."""
     return array.reshape(shape) if array.size == prod(shape) else array
 
 

@@ -135,8 +135,8 @@ def _check_offsets(name: str, offsets: np.ndarray, rows: str, total: int) -> Non
 def _check_counts(name: str, counts: np.ndarray, most: np.ndarray, what: str = "sequence") -> None:
     if counts.shape != most.shape:
         raise ValueError(
-            f"{written(name)} has shape {counts.shape}; it must have one number per {what}, "
-            f"here {most.shape}"
+            f"{written(name)} has shape {counts.shape}; it must be {most.shape}, with one "
+            f"number per {what}"
         )
     wrong = np.flatnonzero((counts < 0) | (counts > most))
     if wrong.size:

@@ -846,8 +846,8 @@ def _refuse_long(tree: ast.expr, rules: _Rules) -> None:
         if _Printer(rules)._whole(node).most >= 2**127:
             raise _Wrong(
                 node,
-                "this may need more than 127 bits; multiply a factor by 1.0 to compute in "
-                "floating point, or pass int64 instead of uint64",
+                "the result may need more than 127 bits; multiply a factor by 1.0 to compute "
+                "in floating point, or pass int64 instead of uint64",
             )
 
 

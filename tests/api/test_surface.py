@@ -33,7 +33,7 @@ def test_functions_have_few_keywords():
 
 @pytest.mark.parametrize("name", cupyfa._FORMER)
 def test_a_former_name_says_what_took_its_place(name):
-    with pytest.raises(TypeError, match=f"cupyfa.{name} was replaced; write ."):
+    with pytest.raises(TypeError, match=f"cupyfa.{name} was removed; use ."):
         getattr(cupyfa, name)
     assert name not in dir(cupyfa)
 

@@ -108,7 +108,7 @@ def test_the_lowest_number_by_minus_1_does_not_stop_the_program():
 def test_a_product_that_128_bits_may_not_hold_is_refused(text):
     captured = {"a": np.ones(3, np.uint64), "b": np.ones(3, np.uint64), "n": 2}
     captured = {x: y for x, y in captured.items() if f"{x}[" in text or x == "n" in text}
-    with pytest.raises(ValueError, match="^score_mod: this may need more than 127 bits"):
+    with pytest.raises(ValueError, match="^score_mod: the result may need more than 127 bits"):
         scores(f"score + {text}", captured, 3, "simulator")
 
 

@@ -781,8 +781,8 @@ void end_stores(Worker& worker, const Place& place) {
 // Operands of products
 
 // Calls `visit` for each 16-byte chunk of an operand, with the chunk's address and position along
-// the outer and the inner (k) dimension. by_rows: two chunks of `each` columns per row. by_columns:
-// one chunk of 8 columns in each of 16 rows.
+// the outer and the inner (k) dimension. Operands by_rows have two chunks of `each` columns per
+// row; operands by_columns have one chunk of 8 columns in each of 16 rows.
 template <class Visit>
 inline void for_chunks(const Operand& operand, int others, int each, Visit visit) {
   if (operand.rows == 0) {
@@ -1413,7 +1413,7 @@ const Fiber* first_in_barrier(const Worker& worker) {
 }
 
 // Reports threads that wait for an mbarrier phase or product that never completes, each mbarrier
-// once. Returns whether there are any.
+// once. Returns whether there is any such thread.
 bool report_vain_waits(Worker& worker) {
   if (worker.asynchronous == nullptr) return false;
   Text text = format("waits for ever: ");

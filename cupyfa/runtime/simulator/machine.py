@@ -531,7 +531,7 @@ def _usual_compiler() -> tuple[list[str], str]:
 
 @cache
 def _warn_of_ignored(what: str) -> None:
-    warn(f"{what}; name g++ or clang++, or unset CXX")
+    warn(f"{what}; set CXX to g++ or clang++, or unset CXX")
 
 
 def compiler_choice() -> str:

@@ -273,8 +273,8 @@ struct Fiber {
   std::uint64_t grouped;
   std::uint64_t finished_products;
   std::uint64_t groups;
-  // Clocks of asynchronous operations that this thread has seen, in addition to those that its
-  // whole warp has seen: the threads of a warp wait for copies and products separately.
+  // Clocks of asynchronous operations that this thread has seen but its whole warp has not: the
+  // threads of a warp wait for copies and products separately.
   Clock known[max_components - max_warps];
   bool begun;   // true after wgmma_fence, until the next wait
   bool waited;  // true if the thread has waited for the previous launch

@@ -262,8 +262,8 @@ class _Cutting:
 
         The number is larger than ``h`` if ``h`` heads would leave the device idle.
 
-        The last tiles under a causal mask have the most work, and with one tile per multiprocessor
-        the device waits for them. That matters if kernels are not much faster than the copies.
+        Under a causal mask the last tiles take longest, and with one tile per multiprocessor the
+        device waits for them. That matters if kernels are not much faster than the copies.
         """
         p, tile = self.plan.problem, self.plan.constants.get
         sent = sum(x in self.plan.arrays and self.plan.stored_bytes(x) for x in self.axes)
@@ -271,7 +271,7 @@ class _Cutting:
         if self.plan.operation.flops(p) / (tflops * 1e12) < _SHOWS * sent / BUS:
             return h
         of_head = p.group * cdiv(p.M, tile("Br", 1))
-        if "O" not in self.plan.outputs:  # one launch of the gradients has a block per key tile
+        if "O" not in self.plan.outputs:  # gradients include a launch with one block per key tile
             of_head = max(of_head, cdiv(p.N, tile("Bc", 1)))
         enough = max(p.kv_heads // cdiv(_LEAST_TILES // 2, b * of_head), 1)  # number of pieces
 
