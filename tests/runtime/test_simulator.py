@@ -645,10 +645,10 @@ def test_cxx_names_the_compiler_unless_it_is_no_such_compiler(monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     usual = machine.compiler()
     useless = {
-        "nvcc-of-nowhere": "it is not a program on the PATH; name g",
-        "true": r"it is neither g\+\+ nor clang\+\+; name g",
+        "nvcc-of-nowhere": "it is not a program on the PATH; set CXX to g",
+        "true": r"it is neither g\+\+ nor clang\+\+; set CXX to g",
         "false -x": "it cannot be used: .*false -x does not report its version",
-        "an 'open quote": "it cannot be used: No closing quotation; name g",
+        "an 'open quote": "it cannot be used: No closing quotation; set CXX to g",
     }
     for given, why in useless.items():
         monkeypatch.setenv("CXX", given)
