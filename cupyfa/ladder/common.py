@@ -121,7 +121,7 @@ def clear_rest(array: str, rows: str, heads: str, width: str = "") -> Launch:
 
 
 def clear_row_max() -> Launch:
-    """Makes the launch that fills unused rows of row_max, if the call returns it."""
+    """Makes the launch that fills unused rows of row_max, if the call returns row maxima."""
     rest = clear_rest(ROW_MAX, "M", "heads")
     return replace(rest, when=lambda p: p.modifiers.has_row_max and rest.when(p))
 

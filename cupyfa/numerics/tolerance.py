@@ -1020,7 +1020,7 @@ def _errors(actual: Array, value: Array, bound: Array) -> tuple[Array, Array, in
 
 
 def _finfo(precision: str) -> Any:
-    """Returns the finfo of a precision; for tf32, of float16, which has equal mantissa bits."""
+    """Returns the finfo of a precision. For tf32 it is float16's, with as many mantissa bits."""
     names = {"tf32": "float16", "float8_e4m3": "float8_e4m3fn"}
     return ml_dtypes.finfo(names.get(precision, precision))
 

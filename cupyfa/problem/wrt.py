@@ -46,8 +46,8 @@ def refuse_without_gradients(names: Iterable[str], dtypes: Mapping[str, str]) ->
             )
     if unable:
         raise ValueError(
-            f"wrt contains {', '.join(unable)}; in this call it may contain {', '.join(able)}. For "
-            "the gradient of a captured number, pass a one-element array and write "
+            f"wrt contains {', '.join(unable)}; in this call wrt may contain {', '.join(able)}. "
+            "For the gradient of a captured number, pass a one-element array and write "
             f"{unable[0]}[0] in the expression"
         )
 

@@ -95,8 +95,8 @@ def adopt_foreign(backend: str | Backend, arrays: Mapping[str, Any]) -> tuple[Ba
     if len(set(host.values())) > 1:
         where = ", ".join(f"{name} in {'host' if h else 'GPU'} memory" for name, h in host.items())
         raise TypeError(
-            f"some arrays are in host memory and others in GPU memory ({where}); copy all of them "
-            "to one of the two"
+            f"some arrays are in host memory and others in GPU memory ({where}); copy all arrays "
+            "to host memory or to GPU memory"
         )
     if all(host.values()):
         return backend_named(backend), [
@@ -204,7 +204,7 @@ def _on_host(name: str, array: Any) -> bool:
     elif hasattr(array, "__cuda_array_interface__"):
         return False
     raise TypeError(
-        f"{name} is {described(array)}; pass a NumPy or CuPy array, or one that has "
+        f"{name} is {described(array)}; pass a NumPy or CuPy array, or an object with "
         "__dlpack__ or __cuda_array_interface__"
     )
 

@@ -263,7 +263,7 @@ class _Rules:
             names = [*([SCORE] if self.option not in MASKS else []), *POSITIONS]
             what = f"there is no captured array {name!r}" if indices else f"there is no {name!r}"
             if name in self.reserved:
-                raise _Wrong(node, f"{what}; rename it and pass it in captured")
+                raise _Wrong(node, f"{what}; choose another name and pass it in captured")
             near = _suggested(name, list(self.kinds) if indices else [*names, *self.kinds])
             if near and not indices and name in _OTHER_NAMES:
                 near += f" Expressions and parameters of functions may use {', '.join(names)}"
@@ -958,7 +958,7 @@ class Tracer:
         raise TypeError(
             "Python's if, and, or, not, min, max and chained comparisons cannot be traced; write "
             "where(condition, a, b) of cupyfa.score.expressions or NumPy, & | ~, minimum, maximum "
-            "and (0 <= x) & (x < 5), or pass the expression as a string, which may use them"
+            "and (0 <= x) & (x < 5), or pass the expression as a string, which may use all of these"
         )
 
     def _no_number(self) -> Any:

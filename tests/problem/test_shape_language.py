@@ -220,7 +220,7 @@ WRONG_WORDS = [
         for text in ("score + slop[head]", "score + slope[head, key]")
     ),
     ("fa2", ("--bias", "wide"), 2, "--bias takes axes, as 1hmn"),
-    ("two_pass", (*OF_ARRAYS, "--wrt", "bias,slop"), 2, "it may contain q, k, v, bias, slope"),
+    ("two_pass", (*OF_ARRAYS, "--wrt", "bias,slop"), 2, "wrt may contain q, k, v, bias, slope"),
     ("fa2", (*OF_ARRAYS, "--wrt", "bias"), 3, "does not support wrt (gradients of arrays"),
 ]
 

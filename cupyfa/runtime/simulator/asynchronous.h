@@ -945,7 +945,7 @@ inline void keep_powers_of_e4m3(Columns& x) {
 
 // Accumulates e4m3 products as an H100 does. The 32 products and the accumulator are truncated at
 // 2^-13 of the largest power of two among them, and their sum at 2^-13 of its own power of two. The
-// power of a product is that of its factors, so the product may be almost four times as large.
+// factors determine a product's power of two, so the product may be almost four times as large.
 void add_e4m3_product(Sums& sums, const Factors& factors) {
   for (int row = 0; row < product_rows; ++row) {
     for (int first = 0; first < sums.columns; first += width_of_columns) {
