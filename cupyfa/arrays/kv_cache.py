@@ -501,8 +501,8 @@ def check_keys(k: Any, v: Any, layout: str) -> None:
             )
         if x.dtype == E4M3 and (x.shape[3] % 2 or any(n % 2 for n in x.strides[:3])):
             raise ValueError(
-                f"{name} has shape {tuple(x.shape)} and strides {x.strides}; {E4M3} needs an even "
-                "number of columns and even strides: add a column of zeros"
+                f"{name} has shape {tuple(x.shape)} and strides {x.strides}; {E4M3} requires an "
+                "even number of columns and even strides: add a column of zeros"
             )
         if 0 not in x.shape and not columns_contiguous(x):
             raise ValueError(

@@ -437,7 +437,7 @@ def exact_attention(inputs: Arrays, p: Problem) -> tuple[np.ndarray, np.ndarray]
 
 
 def tiles_of_scores(inputs: Arrays, p: Problem) -> Iterator[Tile]:
-    """Splits a problem without packed sequences, pages and descales into tiles of the reference."""
+    """Splits a problem without packed sequences, pages and descales into the reference's tiles."""
     from cupyfa.numerics import reference
 
     how = {**_score_arguments(inputs, p, _Part()), "sink": _Part().sink(inputs)}

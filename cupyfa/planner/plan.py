@@ -189,7 +189,7 @@ class Plan:
 
     @property
     def speed(self) -> str:
-        """``tflops`` as text for messages; empty if not measured."""
+        """``tflops`` as text for messages; empty without a measurement."""
         if self.tflops is None:
             return ""
         (d, tflops), kind = self.tflops, self.problem.arithmetic

@@ -235,8 +235,8 @@ inline bool knows(const Reader& reader, Epoch epoch) {
 [[noreturn]] COLD void fault_unpublished(Worker& worker, const Arena& arena, const Touch& touch,
                                          int writer) {
   fault(worker, touch.place,
-        format("%s wrote byte %zu of %s without fence_proxy_async, and copies or tensor cores "
-               "use it next",
+        format("%s wrote byte %zu of %s without fence_proxy_async, but copies or tensor cores "
+               "access it next",
                thread_name(worker, writer).chars,
                static_cast<std::size_t>(touch.address - arena.address), arena.name));
 }
@@ -413,16 +413,17 @@ PhaseBarrier& phase_barrier(Worker& worker, const void* pointer, const char* ope
 void make_phase_barrier(Worker& worker, void* pointer, int arrivals, const Place& place) {
   check_barrier_address(worker, pointer, "init_barrier", place);
   if (arrivals < 1 || arrivals >= 1 << 20) {
-    fault(worker, place, format("makes a barrier for %d arrivals; choose 1 or more", arrivals));
+    fault(worker, place,
+          format("initialises a barrier for %d arrivals; choose 1 or more", arrivals));
   }
   if (find_phase_barrier(worker, pointer) != nullptr) {
     fault(worker, place,
-          format("makes a barrier at %s, where one already exists",
+          format("initialises a barrier at %s, where one already exists",
                  shared_name(worker, pointer).chars));
   }
   Asynchronous& all = asynchronous(worker);
   if (all.barrier_count == max_phase_barriers) {
-    fault(worker, place, format("makes more than %d barriers", max_phase_barriers));
+    fault(worker, place, format("initialises more than %d barriers", max_phase_barriers));
   }
   check<Access::write>(pointer, sizeof(std::uint64_t), place);
   PhaseBarrier& barrier = all.barriers[all.barrier_count++];
@@ -530,7 +531,7 @@ Box make_box(Worker& worker, const TensorMap* map, const void* shared, const int
   check_map(worker, map, operation, place);
   if (reinterpret_cast<std::uintptr_t>(shared) % pattern_bytes != 0) {
     fault(worker, place,
-          format("calls %s with a box at %s; boxes are at multiples of %zu", operation,
+          format("calls %s with a box at %s; boxes must begin at multiples of %zu", operation,
                  shared_name(worker, shared).chars, pattern_bytes));
   }
   unsigned char* bytes = static_cast<unsigned char*>(const_cast<void*>(shared));
@@ -603,7 +604,7 @@ Box make_bytes(Worker& worker, void* memory, const void* shared, long bytes, con
   if ((address | reinterpret_cast<std::uintptr_t>(shared) | bytes) % chunk_bytes != 0 ||
       bytes <= 0) {
     fault(worker, place,
-          format("calls %s with %ld bytes, in memory at %p and in shared memory at %s; all are "
+          format("calls %s with %ld bytes, in memory at %p and in shared memory at %s; all must be "
                  "multiples of %d",
                  operation, bytes, memory, shared_name(worker, shared).chars, chunk_bytes));
   }
@@ -689,7 +690,7 @@ void begin_load(Worker& worker, const Box& box, PhaseBarrier& barrier) {
   Arena& arena = shared_arena(worker, box.shared, box.bytes(), "loads a box to", box.place);
   if (!barrier.published) {
     fault(worker, box.place,
-          format("calls tma_load for a barrier that its maker, %s, has not published; "
+          format("calls tma_load for a barrier that %s has not published; "
                  "call fence_barrier_init after init_barrier",
                  thread_name(worker, barrier.maker).chars));
   }
@@ -1125,7 +1126,7 @@ void take_d(Worker& worker, Warpgroup& group, Product& product, const Asked& ask
   int count = asked.columns / 2;
   if (has(sums.taken, rank)) {
     if (sums.d[rank] == asked.d && sums.columns == asked.columns) return;
-    fault(worker, place, format("multiplies into another D than the rest of its warpgroup"));
+    fault(worker, place, format("multiplies into another D than other threads of its warpgroup"));
   }
   for (const Sums* other = group.sums; other != nullptr; other = other->next) {
     if (!has(other->taken, rank) || has(other->returned, rank)) continue;
@@ -1503,7 +1504,7 @@ void set_registers(Worker& worker, int count, bool increases, const Place& place
   } else if (call.count != count || call.increases != increases) {
     fault(worker, place,
           format("calls %s<%d>, and %s of its warpgroup calls %s<%d> at %s; all threads of a "
-                 "warpgroup make the same call",
+                 "warpgroup must make the same call",
                  name_of(asked), count, thread_name(worker, call.thread).chars, name_of(call),
                  call.count, place_name(worker, call.place).chars));
   }
@@ -1533,7 +1534,7 @@ void check_registers(Worker& worker) {
     const RegisterCall* last = last_call(worker, group);
     if (last != nullptr && last->threads < warpgroup_size) {
       record(worker, last->thread, last->place,
-             format("calls %s<%d> with %d threads of its warpgroup; all %d make the same call",
+             format("calls %s<%d> with %d threads of its warpgroup; all %d must make the same call",
                     name_of(*last), last->count, last->threads, warpgroup_size));
       worker.abandoned = true;
       return;

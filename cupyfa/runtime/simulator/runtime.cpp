@@ -839,7 +839,7 @@ inline void complete(Worker& worker, Exchange* exchange) {
 COLD void check_mask(Worker& worker, unsigned mask, const char* operation, const Place& place) {
   if (mask >> worker.fiber->lane & 1) return;
   fault(worker, place,
-        format("calls %s with mask 0x%08x, which lacks its own lane %d", operation, mask,
+        format("calls %s with mask 0x%08x, which omits its own lane %d", operation, mask,
                worker.fiber->lane));
 }
 
@@ -951,7 +951,7 @@ COLD void check_round(Worker& worker, int id, int threads, const char* operation
   const Barrier& barrier = worker.barriers[id];
   if (barrier.expected == threads) return;
   fault(worker, place,
-        format("calls %s on barrier %d for %d threads, where others came for %d threads (%s)",
+        format("calls %s on barrier %d for %d threads, where others wait for %d threads (%s)",
                operation, id, threads, barrier.expected, barrier.operation));
 }
 
@@ -959,7 +959,7 @@ COLD void check_divergence(Worker& worker, const Barrier& barrier, const Place& 
   const Place& other = barrier.places[worker.fiber->warp];
   if (std::strcmp(other.file, place.file) == 0 && other.line == place.line) return;
   fault(worker, place,
-        format("calls %s while other lanes of its warp wait in the one at %s; "
+        format("calls %s while other lanes of its warp wait in the call at %s; "
                "all threads must reach the same barrier",
                barrier.operation, place_name(worker, other).chars));
 }
@@ -1318,8 +1318,8 @@ inline void check_global_cell(Worker& worker, Shadow& shadow, std::size_t cell, 
 
 [[noreturn]] COLD void fault_early(Worker& worker, const Touch& touch) {
   fault_at(worker, touch,
-           format(" of %s, which the launch before may still access; call wait_for_launch_before() "
-                  "in this thread first",
+           format(" of %s, which the previous launch may still access; call "
+                  "wait_for_launch_before() in this thread first",
                   worker.hit.name));
 }
 
@@ -1348,7 +1348,7 @@ void check_waited(Worker& worker) {
   if (launch.request->one_waits && !all) return;
   record(worker, 0, {},
          format("ends without wait_for_launch_before(), as do all threads of its %s: call it, "
-                "so that this launch ends after those before it",
+                "so that this launch ends after earlier ones",
                 launch.request->one_waits ? "launch" : "block"));
   worker.abandoned = true;
 }

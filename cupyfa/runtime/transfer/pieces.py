@@ -388,7 +388,7 @@ class Cut:
         return next(fitting, 1)
 
     def _held(self, count: int) -> int:
-        """Returns the bytes of device memory that ``count`` pieces need at a time."""
+        """Returns the bytes of device memory that ``count`` pieces need together."""
         arrays = (self.copies(x, count) * _aligned(size) for x, size in self.sizes.items())
         return sum(arrays) + count * max(x.scratch_bytes for x in self._distinct.values())
 
