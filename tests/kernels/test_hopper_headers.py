@@ -290,7 +290,7 @@ def test_warpgroups_share_the_registers_of_the_launch(threads, fewer, more):
         ),
         (
             "if (threadIdx.x >= 32) decrease_registers<24>();",
-            "calls decrease_registers<24> with 96 threads of its warpgroup; all 128 must make the same",
+            "calls decrease_registers<24> with 96 threads of its warpgroup; all 128 must make",
         ),
     ],
 )
