@@ -157,7 +157,7 @@ WRONG = {
         "returned lse of shape .*; its shape must be",
     ),
     "O fewer": (changed("O", lambda x: x[..., :-1]), "returned O of shape .*; its shape must be"),
-    "fails": (lambda arrays, p, c: arrays["x"], "fails with KeyError: 'x'"),
+    "fails": (lambda arrays, p, c: arrays["x"], "failed with KeyError: 'x'"),
 }
 
 
