@@ -74,7 +74,6 @@ class Excerpt:
 
 
 def always(p: Problem) -> bool:
-    """Returns True for any problem."""
     return True
 
 

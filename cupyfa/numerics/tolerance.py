@@ -825,7 +825,6 @@ class _ArrayGradients:
         self.bounds = {r: {name: np.zeros(x.shape) for name, x in given.items()} for r in kernels}
 
     def add(self, work: _BackwardWork) -> None:
-        """Adds a tile's terms to the gradients and bounds."""
         if not self.given:
             return
         tile, step = work.tile, work.step
