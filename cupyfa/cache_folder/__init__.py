@@ -261,7 +261,7 @@ def trim(folder: Path) -> None:
 
 
 def sealed(content: bytes) -> bytes:
-    """Appends a digest to the content, because loading a truncated binary would crash."""
+    """Appends a digest to the content, because a truncated binary would crash the process."""
     from hashlib import sha256
 
     return content + sha256(content).digest()

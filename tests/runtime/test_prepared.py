@@ -198,7 +198,7 @@ def test_arrays_of_several_devices_are_refused(near, name):
         on(1, given["grads"][1:2])
     else:
         (given[name],) = on(1, [given[name].copy()])
-    with pytest.raises(ValueError, match="are on devices .*1.*copy all to one"):
+    with pytest.raises(ValueError, match="are on devices .*1.*copy all arrays to one"):
         cupyfa.backward(**given, backend=near, kernel="rows")
 
 

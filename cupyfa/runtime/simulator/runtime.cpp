@@ -79,7 +79,7 @@ struct Request {
 };
 
 // A reported fault. Places have the form {address in the object;file:line}, which Python makes
-// readable; the fault's place comes first, then those of the enclosing calls.
+// readable; the fault's place precedes the places of the enclosing calls.
 struct Report {
   char text[report_bytes];
   char place[report_bytes];

@@ -39,7 +39,7 @@ def shares(
     """Returns the pieces of each device, for fewer devices if the problem has too few parts.
 
     ``wanted``, ``most`` and ``starts`` are passed to ``cut``, for the device with the least memory.
-    The shares are cached with all that is prepared for them, such as launchers.
+    The shares are cached together with their launchers.
     """
     if starts:  # sequences are not divided, so few large pieces would make uneven shares
         wanted = min(wanted, pieces.bytes // (_LEAST_PIECES * len(devices)))
