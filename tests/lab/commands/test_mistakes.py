@@ -140,8 +140,8 @@ KERNELS = [names for names in COMMANDS if takes_kernels(names)]
         ("FA2", "did you mean 'fa2'?"),
         ("fa-2", "did you mean 'fa2'?"),
         ("WGMMA_overlap", "did you mean 'wgmma_overlap'?"),
-        ("mine.cu", "name its record, script.py:name"),
-        ("mine.cu:mine", "name its record, mine.py:mine"),
+        ("mine.cu", "pass its record as script.py:name"),
+        ("mine.cu:mine", "pass its record as mine.py:mine"),
         ("xyzzy", "there are softmax_safe"),
     ],
 )
