@@ -142,7 +142,7 @@ KERNELS = [names for names in COMMANDS if takes_kernels(names)]
         ("WGMMA_overlap", "did you mean 'wgmma_overlap'?"),
         ("mine.cu", "pass its record as script.py:name"),
         ("mine.cu:mine", "pass its record as mine.py:mine"),
-        ("xyzzy", "there are softmax_safe"),
+        ("xyzzy", "known kernels are softmax_safe"),
     ],
 )
 def test_kernels_that_are_written_wrong(names, wrong, meant, no_device):
