@@ -159,7 +159,7 @@ def problem_to_compile(
     options: AttentionOptions | None,
     arrays: Mapping[str, Any] | None = None,
 ) -> Problem:
-    """Returns the problem to compile for. Its heads, queries and keys only affect tile sizes.
+    """Returns the problem to compile for; its numbers of heads, queries and keys affect only tiles.
 
     arrays: forms of optional arrays, in the notation of ``shape_language``.
     """

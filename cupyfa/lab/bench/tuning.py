@@ -118,7 +118,7 @@ def tune(
     problems = sweeps.problems(operation, sizes, *records, small=small)
     for problem in problems:
         if not OPERATIONS[operation].flops(problem):
-            raise ValueError(f"there is nothing to compute for {problem}; give sizes of at least 1")
+            raise ValueError(f"{problem} requires no computation; all sizes must be at least 1")
     cache_folder.warn_unless_kept()
     tried = [
         candidates(select(record, operation, problem, backend.limits), problem, backend.limits)
@@ -366,7 +366,7 @@ _FACT = records.record(
 
 
 def _sound(recalled: Mapping[str, Any], keys: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Returns the valid facts about the candidates ``keys`` among those recalled from a file."""
+    """Returns the facts about the candidates ``keys`` that a file holds, without invalid facts."""
     found = {}
     for key in keys:
         with suppress(ValueError):

@@ -212,7 +212,7 @@ def array_options(command: Command) -> Command:
             metavar="AXES",
             is_flag=False,
             flag_value=x.usual_axes,
-            help=f"{x.help}  [default if given alone: {x.usual_axes}]",
+            help=f"{x.help}  [default if used without a value: {x.usual_axes}]",
         )
         for x in OPTIONAL_INPUTS.values()
         if x.usual_axes
@@ -265,7 +265,7 @@ def array_options(command: Command) -> Command:
 def kernel_and_problem(
     name: str, sizes: dict[str, Any], limits: Limits, *, small: bool = False
 ) -> tuple[Kernel, Problem]:
-    """Returns the named kernel, or the one that "auto" selects, and the problem of these sizes."""
+    """Returns the named kernel, or the kernel that "auto" selects, and the problem to compute."""
     records = [] if name == "auto" else [record_named(name)]
     operation = records[0].operation if records else "forward"
     refuse_foreign([operation], *sizes)
@@ -290,7 +290,7 @@ def _lengths(both: str | None, q: str | None, k: str | None) -> Any:
     if q is None and k is None:
         return both
     if both is not None or q is None or k is None:
-        raise ValueError("give --lengths, or both --lengths-q and --lengths-k")
+        raise ValueError("use either --lengths, or both --lengths-q and --lengths-k")
     return q, k
 
 
@@ -303,7 +303,7 @@ def _captured(given: Sequence[str]) -> dict[str, Any] | None:
                 f"captured {text!r} is not NAME=VALUE, for example cap=30.0 or slope=f32[heads]"
             )
         if name in found:
-            raise ValueError(f"captured input {name} is given twice; remove one")
+            raise ValueError(f"captured input {name} is set twice; omit one --captured {name}=")
         found[name] = shape_language.value_of(value)
     return found or None
 
@@ -472,13 +472,13 @@ def _tiles(Br: int | None, Bc: int | None, tiles: tuple[str, ...]) -> dict[str, 
                 f"tile {tile!r} is not NAME=VALUE with a whole number, for example Br=64"
             )
         if name in given:
-            raise ValueError(f"{name} is given twice, as {given[name]} and {value}; leave one out")
+            raise ValueError(f"{name} is set twice, to {given[name]} and {value}; omit one value")
         given[name] = int(value)
     return given
 
 
 def given_sizes(sizes: dict[str, Any]) -> dict[str, Any]:
-    """Drops the sizes and options that were not given."""
+    """Drops the sizes and options that the command line does not set."""
     return {name: value for name, value in sizes.items() if value is not None and value != ()}
 
 
@@ -490,7 +490,7 @@ def refuse_foreign(operations: Collection[str], *names: str) -> None:
 
 
 def given_options(*names: str) -> dict[str, str]:
-    """Maps each of the parameters ``names`` that was given on the command line to its option."""
+    """Maps the parameters among ``names`` that the command line sets to their options."""
     context = click.get_current_context()
     return {
         parameter.name: parameter.opts[-1]
@@ -501,18 +501,18 @@ def given_options(*names: str) -> dict[str, str]:
 
 
 def refuse_idle(why: str, *names: str) -> None:
-    """Raises ValueError if one of the parameters ``names`` was given, since it has no effect."""
+    """Raises ValueError if the command line sets one of ``names``, which would have no effect."""
     if idle := given_options(*names):
         has = "has" if len(idle) == 1 else "have"
         raise ValueError(
-            f"{why}, so {', '.join(idle.values())} {has} no effect; leave one of these options out"
+            f"{why}, so {', '.join(idle.values())} {has} no effect; omit one of these options"
         )
 
 
 def kernel_names(kernels: Sequence[str], every: bool) -> list[str]:
     """Returns the given kernel names, or all names of the ladder if ``every``."""
     if every == bool(kernels):
-        raise ValueError(f"give either kernel names or --all{', not both' if every else ''}")
+        raise ValueError(f"use either kernel names or --all{', not both' if every else ''}")
     return [name for group in LADDER.values() for name in group] if every else list(kernels)
 
 
@@ -539,7 +539,7 @@ def note(text: object) -> None:
 
 @contextmanager
 def progress_bar(label: str) -> Iterator[Callable[[int, int, str], None]]:
-    """Yields a ``progress`` function, shown as a bar on a terminal and else by notes on stderr."""
+    """Yields a ``progress`` function that draws a bar on a terminal, or else prints notes."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

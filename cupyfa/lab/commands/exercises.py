@@ -110,7 +110,7 @@ def start(name: str, language: str) -> None:
     chosen = exercise_named(name)
     folder = Path(name)
     if folder.exists():
-        raise ValueError(f"the folder {name} exists already; delete it to start anew")
+        raise ValueError(f"the folder {name} already exists; delete the folder to start over")
     folder.mkdir()
     (folder / "task.md").write_text(chosen.statement(language), encoding="utf-8")
     (folder / chosen.file).write_text(chosen.to_complete(), encoding="utf-8")
@@ -123,9 +123,9 @@ def start(name: str, language: str) -> None:
 @name_argument
 @language_option
 def check_solution(name: str, language: str) -> None:
-    """Run your solution of an exercise, and say what is wrong with it.
+    """Run your solution of an exercise, and explain its mistakes.
 
-    The exit code is 1 if it is wrong.
+    The exit code is 1 if the solution is wrong.
     """
     chosen = exercise_named(name)
     file = Path(name, chosen.file)
@@ -150,7 +150,7 @@ def check_solution(name: str, language: str) -> None:
 
 
 def _fails_outside(file: str, symptom: str) -> bool:
-    """Whether a solution failed because of cupyfa's files or installation, not of its file."""
+    """Returns whether cupyfa's files or installation, not the solution, caused a failure."""
     from cupyfa.runtime.simulator.machine import ENTRY
 
     said = _INCLUDED.sub("", symptom)
@@ -166,7 +166,7 @@ def _praise(chosen: Exercise, verdict: Verdict, language: str) -> None:
 
 
 def _page_in(language: str, page: str) -> str:
-    """Returns a page of the documentation in a language, or as it is if it has not been written."""
+    """Returns the translation of a documentation page, or the page itself if there is none."""
     translated = page.replace("docs/", f"docs/{language}/", 1)
     return translated if (ROOT / translated).is_file() else page
 

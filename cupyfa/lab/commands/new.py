@@ -68,12 +68,12 @@ def _copied(name: str, rung: str, operation: str | None) -> dict[str, str]:
     """Returns the text of each new file: a rung's sources and a record derived from the rung's."""
     if ".py" in rung:
         raise ValueError(
-            f"{rung!r} is not a rung, and --from copies only rungs; copy your own files by hand"
+            f"{rung!r} is not a rung, and --from copies only rungs; copy the files by hand"
         )
     kernel = record_named(rung)
     if operation not in (None, kernel.operation):
         raise ValueError(
-            f"{rung} computes {kernel.operation}, not {operation}; leave one of them out"
+            f"{rung} computes {kernel.operation}, not {operation}; omit the operation or --from"
         )
     paths = _own_paths(kernel)
     files = {
@@ -115,7 +115,7 @@ def _require_name(name: str) -> None:
         )
     if name in [kernel.name for kernel in kernels()]:
         raise ValueError(
-            f"NAME {name!r} is the name of a rung{hint}; to copy that rung, give --from {name}"
+            f"NAME {name!r} is the name of a rung{hint}; to copy that rung, use --from {name}"
         )
     if keyword.iskeyword(name) or name in _taken():
         raise ValueError(f"NAME {name!r} is already used in Python or in {name}.py{hint}")

@@ -255,7 +255,7 @@ def place_labels(
 def _off_lines(
     bottoms: Sequence[float], heights: Sequence[float], lines: Sequence[float]
 ) -> list[float]:
-    """Moves boxes of a column, given from bottom to top, off the lines that they cover.
+    """Moves the boxes of a column, sorted from bottom to top, off the lines that they cover.
 
     Returns the new bottoms, or ``bottoms`` if there is not enough room below.
     """

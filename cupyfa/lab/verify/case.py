@@ -177,7 +177,7 @@ class Case:
         """Adds lengths and a page table, and writes NaN to keys that no batch element uses.
 
         Lengths are 0, 1, near a multiple of the page size, or the maximum. Pages are in random
-        order, two elements may share their first page, and table entries after an element's last
+        order, two batch elements may share a first page, and table entries after an element's last
         page are invalid. For "nan" and "inf", one batch element is chosen, and the keys that only
         it uses become NaN or infinity.
         """
@@ -242,8 +242,8 @@ class Case:
     def _read(self, x: Operand) -> np.ndarray:
         """Draws an array that expressions read, independently of all other arrays.
 
-        ALiBi slopes are between 0 and 1, most elements of a mask are True, and a dropout seed is
-        any number of its dtype. All other integers ascend along the last axis and stay within the
+        ALiBi slopes are between 0 and 1, most elements of a mask are True, and dropout seeds span
+        the range of their dtype. All other integers ascend along the last axis and stay within the
         axes that they index.
         """
         rng, p = np.random.default_rng((self.seed, *x.name.encode())), self.problem
@@ -407,7 +407,7 @@ def _in_tiles(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
 
 def _spread_ends(bias: np.ndarray, rng: np.random.Generator) -> None:
     """Writes the dtype's lowest number to about a third of a bias's rows and columns, and half of
-    its largest number to a few elements of the remaining rows.
+    the dtype's largest number to a few elements of the remaining rows.
     """
     ends = ml_dtypes.finfo(bias.dtype)
     rows, keys = (rng.random(n) < 0.3 for n in bias.shape[2:])

@@ -57,7 +57,7 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True, repr=False)
 class Outcome(Shown):
-    """The outcome of one kernel on one case, with arrays to store in a file if they are kept."""
+    """The outcome of one kernel on one case, optionally with the arrays to store in a file."""
 
     kernel: str
     kind: str
@@ -190,7 +190,9 @@ def read(path: str | Path) -> Stored:
         members = _members(path)
         written = members.pop("about")
         if written.dtype.kind != "U" or written.shape:
-            raise ValueError(f"about is {written.dtype} {written.shape}; it must be a string")
+            raise ValueError(
+                f"the entry 'about' is {written.dtype} {written.shape}; it must be a string"
+            )
         about = _ABOUT(records.parsed(str(written)))
         arrays = {name: _viewed(members, name, x) for name, x in about["dtypes"].items()}
         outcome = Outcome(
@@ -312,7 +314,7 @@ def _check_arrays(stored: Stored) -> None:
     require_inputs(inputs, operation.inputs_of(p), p)
     results = sum(x.bytes(p) for x in operation.outputs_of(p).values())
     if results > _MOST_BYTES:
-        raise ValueError(f"the results of {p} take {results:,} bytes; the limit is {_MOST_BYTES:,}")
+        raise ValueError(f"the results of {p} need {results:,} bytes; the limit is {_MOST_BYTES:,}")
     _check_lengths(inputs, p)
 
 

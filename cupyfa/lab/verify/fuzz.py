@@ -232,7 +232,7 @@ class Fuzz:
         return self._operation == "backward" and turns.i % len(_GROUPS) == _NARROW_GROUP
 
     def _is_ragged(self, turns: "_Turns") -> bool:
-        """Returns whether the group has ragged batches, of drawn or given lengths."""
+        """Returns whether the group has ragged batches, with drawn or the caller's lengths."""
         return self._kind(turns).startswith("sequences")
 
     def _has_texts(self, turns: "_Turns") -> bool:
@@ -303,7 +303,7 @@ class Fuzz:
         return each.choose("crowd", found) if found else None
 
     def _in_kind(self, p: Problem, turns: "_Turns", pick: random.Random) -> Problem:
-        """Adds the features of the group's subject: pages, padded lengths or descales."""
+        """Adds the features that the group tests: pages, padded lengths or descales."""
         kind = self._kind(turns)
         if kind in ("pages", "new tokens"):
             sizes = _SMALL_PAGES if kind == "pages" else _PAGE_SIZES
@@ -479,7 +479,7 @@ class Fuzz:
     def _constants(self, record: Kernel, p: Problem, turns: "_Turns") -> Mapping[str, int]:
         """Returns the plan's constants.
 
-        About half of the groups get a small ``room`` for score tiles, which forces more rounds.
+        About half of the groups use a small ``room`` for score tiles, which forces more rounds.
         """
         constants = dict(self._plan(record, p, {}).constants)
         if "room" in constants and turns.choose("room", (True, False)):

@@ -47,7 +47,7 @@ class Tile:
         self.has_splits = any("num_splits" in x.numbers for x in plan.launches)
 
     def is_left(self, p: Problem) -> bool:
-        """Returns whether the stages cannot hold all keys (for gradients, or all rows) at once."""
+        """Returns whether the stages are too few for all keys or, for gradients, for all rows."""
         rows = self.row_stages * self.rows
         return self.stages * self.keys < p.N or (self.row_stages > 1 and rows < p.M)
 

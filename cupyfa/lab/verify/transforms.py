@@ -60,7 +60,7 @@ def differentiate(p: Problem, names: Sequence[str]) -> Problem:
 def pad(p: Problem, sides: Collection[str]) -> Problem:
     """Returns the problem with a length per batch element, for queries ("q"), keys ("k") or both.
 
-    On a side that is not named, all rows are used.
+    On a side that is not in ``sides``, all rows are used.
     """
     if p.pages:
         raise ValueError(

@@ -510,8 +510,8 @@ def test_slow_kernels_end_early():
         ("fa2", 20),
         ("fa2", 40),
     ]
-    assert "a launch would take about 4" in rows[2].note
-    assert "a launch would take about 1" in rows[4].note
+    assert "one launch would take about 4" in rows[2].note
+    assert "one launch would take about 1" in rows[4].note
 
 
 WRONG = ("sum = sum * factor + weight;", "sum = sum * factor + weight * (key > 0);")

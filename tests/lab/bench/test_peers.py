@@ -124,7 +124,7 @@ def test_nothing_is_copied_for_torch(simulator, name):
         (
             "fa2",
             {"causal": True, "M": 50},
-            "this implementation returns NaN for rows without visible keys",
+            "this implementation returns NaN for rows that see no keys",
         ),
         (
             "cudnn-frontend",

@@ -70,6 +70,6 @@ def test_a_softmax_has_rows_and_no_d():
     for operations in (["forward"], ["softmax", "forward"]):
         with pytest.raises(
             ValueError,
-            match='forward kernels have no size or option Br; leave it out; .*tiles={"Br": 5}',
+            match='forward kernels have no size or option Br; .*tiles={"Br": 5}',
         ):
             sweeps.refuse_foreign(operations, {"M": 3, "tokens": 4, "Br": 5})

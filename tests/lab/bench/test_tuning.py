@@ -128,7 +128,7 @@ def test_plans_ignore_times_of_the_simulator(laps, engine, cache):
     record = records.record_named(laps)
     done = cli("tune", laps, *SIZES)
     assert "laps=1 " in done.stdout
-    assert "note: plans ignore these tiles: times of the simulator say nothing" in done.stderr
+    assert "note: plans ignore these tiles, because simulator times" in done.stderr
     assert planned(record, engine, **TINY) == {"laps": 200}
     assert not (cache / "tuned").is_dir() or not list((cache / "tuned").iterdir())
 
@@ -464,7 +464,7 @@ def test_an_unwritable_cache_is_reported_once(laps, engine, monkeypatch):
     done = cli("tune", laps, *SIZES[:-4], "--budget", 0, "--backend", "simulator")
     assert done.stderr.count("note: /proc/x cannot be written, so nothing is stored") == 1
     assert "set CUPYFA_CACHE_DIR" in done.stderr
-    assert "not tried in time; give a larger --budget" in done.stderr
+    assert "not tried in time; use a larger --budget" in done.stderr
     assert "the same command" not in done.stderr
 
 
