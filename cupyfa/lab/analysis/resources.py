@@ -143,7 +143,7 @@ def plans(
             found.setdefault((id(record), dtype, record.target or arch), (able, arch))
         except Unsupported as error:
             dtype_fits = isinstance(kernel, str) or kernel.takes(dtype)
-            # An unsupported dtype is reported only if there is no other reason.
+            # A combination with a supported dtype gives the more useful reason.
             if isinstance(refused, ValueError) or dtype_fits:
                 refused = error
     if not found:

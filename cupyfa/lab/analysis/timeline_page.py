@@ -31,7 +31,7 @@ _ACTIONS = {
     Kind.MARKED: "mark",
     Kind.COPIES_BEGUN: "copy",
 }
-# Maps operations and actions to the arrays that the action reads and those that it writes.
+# Maps operations and actions to the arrays that the action reads, and the arrays that it writes.
 _ARRAYS = {
     "softmax": {"softmax": ("S", ""), "epilogue": ("S", "P")},
     "forward": {
@@ -49,7 +49,7 @@ _ARRAYS = {
         "epilogue": ("", "dQ dK dV"),
     },
 }
-_RESULTS = {"columns": "dK dV", "rows": "dQ", "scores": "P dS"}  # outputs by part of entry name
+_RESULTS = {"columns": "dK dV", "rows": "dQ", "scores": "P dS"}  # part of an entry name: outputs
 
 
 class _Work(NamedTuple):
@@ -271,7 +271,7 @@ def _copied(
         if copy.warp == group.warp and before < copy.time <= group.start:
             for name, array in timeline.arrays.items():
                 if (row := array.row_at(copy.address)) is not None:
-                    found.setdefault(name.partition("_")[0], row)  # Q for Q_high and Q_low
+                    found.setdefault(name.partition("_")[0], row)  # Q_high and Q_low count as Q
     rows = [row // height * height for name, row in found.items() if name[0] in "Qd"]
     keys = [row // width * width for name, row in found.items() if name[0] in "KV"]
     return " ".join(found), "", next(iter(rows), None), next(iter(keys), None)
@@ -366,8 +366,8 @@ def _state(
     if not found:
         return None
     first_row, first_key = next(iter(found))
-    # With a causal mask this row sees the most keys of all rows in its tile; the key is the one
-    # that the most rows see.
+    # With a causal mask, the last row of a tile sees more keys than the tile's other rows, and the
+    # first key is visible to more rows than the tile's other keys.
     index = first_key if of_keys else min(first_row + height, case.problem.M) - 1
     of_tile = {
         row if of_keys else key: number

@@ -185,7 +185,7 @@ class Timeline(Shown):
     entry: str
     problem: str
     device: str
-    in_steps: bool  # whether times are simulator steps rather than measured
+    in_steps: bool  # whether times are simulator steps rather than measured times
     grid: int  # number of blocks in the launch
     warps: int  # warps per block
     blocks: tuple[int, ...]  # indices of the recorded blocks

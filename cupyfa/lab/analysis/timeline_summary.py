@@ -11,7 +11,7 @@ from typing import Any
 from cupyfa.lab.analysis.timeline_recorder import Kind, Span, Timeline
 from cupyfa.numerics.shown import ShownRow
 
-_SHORT = 0.05  # warps active for a smaller fraction of the block's time are idle or only copy
+_SHORT = 0.05  # a warp active for at most this fraction of the block's time does no work
 Interval = tuple[float, float]
 
 

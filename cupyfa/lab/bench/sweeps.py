@@ -17,7 +17,7 @@ from cupyfa.problem.options import OPTIONS, PLAIN
 from cupyfa.problem.problem import PAGE_SIZES, SIZES, Problem, check_page_size
 from cupyfa.problem.wrt import WRT
 
-# Default sizes of benchmarks, tuning and profiles, and smaller ones for the simulator.
+# Default sizes of benchmarks, tuning and profiles, and smaller sizes for the simulator.
 _ATTENTION: dict[str, Any] = {"batch": 4, "heads": 16, "M": 2048, "d": 64, "dtype": "float32"}
 _SOFTMAX: dict[str, Any] = {"M": 16384, "N": 4096, "dtype": "float32"}
 USUAL = {"forward": _ATTENTION, "backward": _ATTENTION, "softmax": _SOFTMAX}

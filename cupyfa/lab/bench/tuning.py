@@ -76,7 +76,7 @@ class Candidate(ShownRow):
         row = {**self.measurement.row(), **vars(self), "x_own": self.factor}
         if not self.rounds:
             row["ms"] = None
-        options = [name for name in OPTIONS if name != "scale"]  # equal for all candidates
+        options = [name for name in OPTIONS if name != "scale"]
         columns = ("kernel", *SIZES, "lengths", "dtype", *options, "arrays", "constants", *_COLUMNS)
         return {name: row[name] for name in columns}
 

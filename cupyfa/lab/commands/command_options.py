@@ -314,7 +314,7 @@ def _long(name: str) -> str:
 
 
 # Maps each option with an optional value to the implied value, a predicate for valid values, and a
-# description of these.
+# description of the valid values.
 _FLAGS: Mapping[str, tuple[str, Callable[[str], bool], str]] = {
     _long(name): (x.flag, partial(contains, x.choices or ()), " or ".join(x.choices or ()))
     for name, x in OPTIONS.items()

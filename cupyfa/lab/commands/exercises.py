@@ -49,12 +49,13 @@ WORDS = {
 _UNCOMPILED = re.compile(
     r"example '.*?': (?:it does not compile: |(?=(?:Syntax|Indentation|Tab)Error: ))(.*)", re.S
 )
-# Failures of cupyfa, unless they name the learner's file.
+# Failures of cupyfa, unless the message names the learner's file.
 _OF_CUPYFA = re.compile(
     r"it does not compile: .*\berror:(?! undefined)|No module named 'cupyfa|CompilerNotFound: ",
     re.S,
 )
-_INCLUDED = re.compile(r"(?:In file included |^ +)from .*$", re.M)  # names the file of any header
+# Lines that name the including file, wherever the error is.
+_INCLUDED = re.compile(r"(?:In file included |^ +)from .*$", re.M)
 
 
 def _usual_language() -> str:

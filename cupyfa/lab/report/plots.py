@@ -23,7 +23,7 @@ INK, PALE = "#424a53", "#d8dee4"
 COLOURS = ("#1c6afa", "#e60d1a", "#792191", "#521a0e", "#d10881", "#0d009e", "#a35954", "#450dff")
 MARKERS = "osD^vPX"
 _DASHES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)))
-# Maps the prefix of kernels' names ("" for any other) to the units that compute their products.
+# Maps prefixes of kernel names ("" for all other kernels) to the units that compute the products.
 FAMILIES = {"": "cuBLAS, CUDA cores, WMMA", "mma": "mma.sync", "wgmma": "wgmma"}
 # SVG files store text as text rather than outlines, so they are smaller, searchable, and accessible
 # to screen readers. matplotlib computes the layout with DejaVu Sans. Verdana has the same width;

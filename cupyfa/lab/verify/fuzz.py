@@ -62,12 +62,12 @@ from cupyfa.runtime.simulator import Simulator
 
 Value = TypeVar("Value")
 
-# Subjects of successive groups of samples. Plain groups find most faults.
+# What successive groups of samples test. Plain groups find most faults.
 _GROUPS = (
     *(*("plain",) * 4, "arrays", "texts", "expressions", "sequences of texts"),
     *("pages", "new tokens"),
 )
-# Replaces subjects: "pages" for kernels that do not support pages, "new tokens" for gradients.
+# Replacements for groups that the kernel does not support, and for groups of gradient kernels.
 _INSTEAD = {"pages": "padded", "new tokens": "arrays"}
 _OF_GRADIENTS = {"pages": "padded", "new tokens": "gradient of a bias"}
 _MODIFIED = {"texts", "sequences of texts", "arrays", "expressions", "gradient of a bias"}
@@ -88,14 +88,14 @@ _HEADS = (
     (3, 1, 2),
     (1, 2, 5),
     (2, 1, 1),
-)  # batch, kv_heads, group
+)  # batch, kv_heads, query heads per key head
 _DIMS = ("odd", 64, "edge", "usual", 128, "wide")
 _USUAL_DIMS = (8, 16, 32, 48, 80, 96, 112, 144, 160, 192, 208, 256)
 _PLAIN_DIM = 64
 _NARROW, _NARROW_GROUP = 64, 3
 _WIDEST = 640  # largest d drawn for kernels that support any d
-# Kinds of lengths, and (batch, kv_heads, group), if heads have so few rows that several may share a
-# row tile.
+# Kinds of lengths, and (batch, kv_heads, query heads per key head), for heads with so few rows that
+# several may share a row tile.
 _FEW, _FEW_HEADS = ("few", "beyond"), (2, 2, 3)
 _HEADS_OF_LENGTHS = ((3, 2, 2), (5, 2, 1), (2, 2, 3), (3, 1, 5))
 _PAGE_SIZES = (16, 64, 32, 128)

@@ -242,7 +242,7 @@ def _sampled(
     pick = random.Random(seed)
     left, met = list(found), set[Any]()
     chosen: list[Case] = []
-    of_others: list[Case] = []  # drawn cases that the kernel in turn cannot run
+    of_others: list[Case] = []  # drawn cases that their kernel cannot run
     while left and len(chosen) < samples:
         tried = pick.sample(range(len(left)), min(_TRIED, len(left)))
         best = max(tried, key=lambda i: len(_pairs(_fields(left[i])) - met))

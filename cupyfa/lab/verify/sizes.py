@@ -88,7 +88,7 @@ def is_on_few_blocks(plan: Plan, limits: Limits) -> bool:
 class Crowd:
     """Sizes and a number of multiprocessors that trigger a schedule for many tiles or heads."""
 
-    heads: tuple[int, int, int]  # batch, kv_heads, group
+    heads: tuple[int, int, int]  # batch, kv_heads, query heads per key head
     M: int
     N: int
     multiprocessors: int | None = None

@@ -386,7 +386,7 @@ def test_bench_of_a_cache_on_the_command_line(tmp_path):
     assert "cache in pages of 16" in out.stdout and "cache in pages of 32" in out.stdout
     assert "GB/s counts keys and values" in out.stderr
     assert "not measured on a GPU" in cli("compare", file, file).stdout
-    assert "add cache='paged'" in refused("bench", "fa2", "--page", 16, *sizes, code=2)
+    assert "use cache='paged'" in refused("bench", "fa2", "--page", 16, *sizes, code=2)
 
 
 def test_registers_are_the_largest_of_all_launches():

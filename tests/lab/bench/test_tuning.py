@@ -452,8 +452,8 @@ def test_notes_have_singular_and_plural(monkeypatch):
         monkeypatch.setattr(tuning, "tune", lambda *_, **__: list(of_states(*states)))
         return cli("tune", "fa2", *SIMULATOR, code=1).stderr
 
-    assert "note: 1 was not tried in time; the same" in notes("untried", "wrong")
-    assert "note: 2 were not tried in time; the same" in notes("untried", "untried")
+    assert "note: 1 was not tried in time; run" in notes("untried", "wrong")
+    assert "note: 2 were not tried in time; run" in notes("untried", "untried")
     assert "note: laps=0 and 1 other: wrong: off" in notes("wrong", "wrong")
     assert "note: laps=0 and 2 others: wrong: off" in notes("wrong", "wrong", "wrong")
 
@@ -465,7 +465,7 @@ def test_an_unwritable_cache_is_reported_once(laps, engine, monkeypatch):
     assert done.stderr.count("note: /proc/x cannot be written, so nothing is stored") == 1
     assert "set CUPYFA_CACHE_DIR" in done.stderr
     assert "not tried in time; use a larger --budget" in done.stderr
-    assert "the same command" not in done.stderr
+    assert "run the command again" not in done.stderr
 
 
 @pytest.mark.parametrize("columns", [80, 120])
