@@ -29,7 +29,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def devices_in_turn(process, count):
-    """Lists all devices for CUDA_VISIBLE_DEVICES, starting at a different one per process."""
+    """Lists all devices for CUDA_VISIBLE_DEVICES; each process starts at a different device."""
     first = int(process.removeprefix("gw")) % count
     return ",".join(map(str, (*range(first, count), *range(first))))
 
@@ -75,7 +75,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Marks runs as slow, deselects those that cannot run or are not sampled, and sorts the rest.
+    """Marks tests as slow, deselects tests that cannot run or are not sampled, and sorts the tests.
 
     gpu: deselected without a device. If ``-m`` names the mark, such tests skip with the reason.
 
@@ -152,7 +152,7 @@ def pytest_collection_finish():
 
 
 def spread(items):
-    """Orders tests so that each process of pytest-xdist gets a similar mix, the longest ones first.
+    """Orders tests so that each process of pytest-xdist runs a similar mix, longest tests first.
 
     Each process gets a contiguous part of the list.
     """
@@ -171,7 +171,7 @@ def nothing_tuned():
 
 @pytest.fixture(scope="session", autouse=True)
 def two_heads_are_many():
-    """Makes the last block of a key head finish dQ in small problems too, from two heads on."""
+    """Lets the last block of a key head finish dQ even if there are only two heads."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backward, "FEWEST_FINISHING", 2)
         yield
@@ -240,7 +240,7 @@ def much_memory(tmp_path_factory):
 
 @pytest.fixture(scope="session", params=["simulator", pytest.param("cuda", marks=pytest.mark.gpu)])
 def backend(request):
-    """Returns each backend in turn."""
+    """Runs a test on each backend; the argument is the backend."""
     if request.param == "cuda":
         return request.getfixturevalue("cuda")
     return backend_named(request.param)

@@ -108,7 +108,7 @@ def test_no_keys_make_empty_rows(backend, kernel):
 
 
 def test_no_rows_with_a_mask_in_memory(backend):
-    """These kernels copy the mask block by block; without rows there are no blocks."""
+    """Both kernels copy the mask block by block; without rows there are no blocks."""
     q, k, v = (x.astype("f2") for x in arrays(1, 2, 0, 8, N=5))
     for kernel in ("wgmma_persistent", "mma_pipelined"):
         if backend.name == "simulator" or backend.limits.arch.startswith("90"):

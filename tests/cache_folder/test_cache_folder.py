@@ -245,7 +245,7 @@ def test_a_linked_folder_of_facts_is_not_followed(folder, tmp_path):
     ],
 )
 def test_commands_run_whatever_lies_in_the_cache(tmp_path, found, objects):
-    """The second run reads what the first one stored, and neither hangs."""
+    """The second run reads the entries that the first run stored, and neither run hangs."""
     folder = with_runtime(tmp_path / "cache")
     env = {"CUPYFA_CACHE_DIR": folder}
     run = ["run", "fa2", *SIMULATOR, *SMALL]

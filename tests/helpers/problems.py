@@ -63,7 +63,7 @@ USUAL = ("mma_pipelined", "wgmma_persistent", "columns")
 
 
 def usual_first(kernels, usual=USUAL):
-    """Returns kernels as test parameters; marks those that are not in ``usual`` as slow."""
+    """Returns kernels as test parameters; marks kernels that are not in ``usual`` as slow."""
     return [
         pytest.param(k, id=k.name, marks=[pytest.mark.slow] * (k.name not in usual))
         for k in kernels

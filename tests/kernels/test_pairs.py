@@ -73,7 +73,7 @@ def pairs(chosen, names):
 
 @cache
 def covering(kinds, names, before=None):
-    """Returns few choices that together contain every pair of values of the named axes.
+    """Returns a small set of choices that contains every pair of values of the named axes.
 
     Pairs in ``covering(*before)`` are omitted.
     """

@@ -183,7 +183,7 @@ def test_every_sequence_has_its_own_result(backend, form, kernel, how):
 
 @pytest.mark.parametrize("form, kernel", each(quick=FEW))
 def test_lengths_of_queries_or_of_keys_alone(backend, form, kernel):
-    """Padded arrays get lengths of queries or keys alone, packed arrays the argument `used`."""
+    """Tests padded arrays with lengths of only queries or keys, and packed arrays with `used`."""
     for given in form.partly:
         given_arrays = form.drawn(usual_dtype(kernel))
         forward(form, kernel, backend, given_arrays, given, check=True, causal=True)

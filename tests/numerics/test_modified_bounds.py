@@ -253,7 +253,7 @@ def test_operations_take_sinks_and_gradients_of_lse_also_in_excerpts():
 
 @pytest.mark.parametrize("text", ["where(key == 3, 1e30, score) * 1e30", "score - 1e30 * 1e30"])
 def test_scores_beyond_float32_leave_their_row_without_bounds(text):
-    """Only scores with a weight matter: -1e60 hides a key, unless all keys have this score."""
+    """Only keys with nonzero weights matter: -1e60 hides a key, unless all keys have this score."""
     kernel = Kernel(text, 4)
     assert all(np.isposinf(x.bound).all() for x in kernel.expected().values())
     kernel = Kernel("where(key < 3, score - 1e30 * 1e30, score)", 4)

@@ -174,7 +174,7 @@ def libraries():
 def environment(tmp_path):
     """Returns a function that makes a virtual environment and installs packages into it.
 
-    Programs in the new environment can also import the libraries of this one.
+    Programs in the new environment can also import the libraries of the current environment.
     """
 
     def make(*arguments):

@@ -107,7 +107,7 @@ def anchors(command, path):
 
 @pytest.mark.slow
 def test_every_command_is_described_with_its_options(site):
-    """Each command has a page with its options, except those described on the page of `run`."""
+    """Each command's page lists its options, except options that the page of `run` describes."""
     main = runpy.run_path(str(ROOT / "cli.py"))["main"]
     shared = {
         x.replace("cupyfa-run", "{}") for x in site["reference/commands/run.html"].anchors if x

@@ -250,7 +250,7 @@ LONG = " + ".join(f"tanh(score * {i})" for i in range(9))
 
 
 def test_a_long_text_is_a_function_that_kernels_call():
-    """Inlined, hundreds of operations per pair of a tile would take minutes to compile."""
+    """If hundreds of operations were inlined per pair of a tile, compiling would take minutes."""
     for text, how in ((LONG, "__noinline__ Score"), ("tanh(score)", "__forceinline__ Score")):
         p = Problem.of_sizes(M=64, N=64, d=16, score_mod=f"score + {text}")
         assert f"__device__ {how} score_mod(" in cuda_source.header(p)

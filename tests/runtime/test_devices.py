@@ -354,7 +354,7 @@ def test_a_small_first_piece_has_the_bits_of_the_whole(far, monkeypatch):
 
 
 def test_shares_of_sequences_have_equal_work():
-    """Pieces have equal bytes, but those with longer sequences need more computation."""
+    """Pieces have equal bytes, but pieces with longer sequences need more computation."""
     lengths = [80_000, *[500] * 400, 40_000, 300, *[18_000] * 8]
     starts = [np.cumsum([0, *lengths]).astype(np.int32)] * 2
     plan, plan_of = planned("wgmma_persistent", lengths=lengths, heads=8, kv_heads=2)

@@ -1,4 +1,4 @@
-"""The pictures of the course. Each function draws one on a canvas and returns its description."""
+"""The pictures of the course. Each function draws a picture and returns its description."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def memory(c: Canvas) -> str:
-    """Draws what crosses the border of the chip, in three kernels and in one."""
+    """Draws the traffic between chip and memory, for three kernels and for one fused kernel."""
     top, chip = 66, 168
     for x, heading in (
         (8, c.say("three kernels", "三个核函数")),
@@ -100,7 +100,6 @@ def state_of(weights: Sequence[int], values: Sequence[int]) -> State:
 
 
 def merged(a: State, b: State) -> State:
-    """Merges the states of two sets of keys."""
     largest = max(a[0], b[0])
     f, g = Fraction(a[0], largest), Fraction(b[0], largest)
     return largest, f * a[1] + g * b[1], f * a[2] + g * b[2]
@@ -512,7 +511,7 @@ PERSISTENT_COPIES = (0, 2, 8, 14)  # three buffers: the last copy waits until th
 
 
 def _in_turns(turns: Sequence[tuple[float, float, str]], start: float = 0) -> list[Step]:
-    """Returns what both warpgroups do."""
+    """Returns the steps of both warpgroups, each of which takes 2 units of time."""
     return [
         (1 + warpgroup, start + at + later * warpgroup, 2, kind)
         for at, later, kind in turns
@@ -521,7 +520,10 @@ def _in_turns(turns: Sequence[tuple[float, float, str]], start: float = 0) -> li
 
 
 def ping_pong() -> list[Step]:
-    """Warpgroups take turns on the tensor cores; the next block begins when one has ended."""
+    """Returns a schedule in which two warpgroups alternate on the tensor cores.
+
+    Each block begins when the previous block has ended.
+    """
     steps: list[Step] = []
     at = 0.0
     for _ in range(ROW_TILES):
@@ -532,18 +534,17 @@ def ping_pong() -> list[Step]:
 
 
 def persistent() -> list[Step]:
-    """A block computes both tiles of Q, and the second begins before the first has ended."""
+    """Returns a schedule in which a block begins its second tile of Q before the first one ends."""
     steps: list[Step] = [(0, at, 2, COPY) for at in PERSISTENT_COPIES]
     return steps + _in_turns(PERSISTENT_TURNS)
 
 
 def ending(steps: Sequence[Step]) -> float:
-    """Returns the time at which the last step ends."""
     return max(start + length for _, start, length, _ in steps)
 
 
 def pipeline(c: Canvas) -> str:
-    """Draws idealised timelines of two tiles of Q in five kinds of kernels, to one scale."""
+    """Draws idealised timelines of two tiles of Q in five kinds of kernels, at the same scale."""
     lanes = (c.say("copies", "复制"), c.say("warps", "各 warp"))
     groups = (c.say("producer", "生产者"), "warpgroup 0", "warpgroup 1")
     kinds = (

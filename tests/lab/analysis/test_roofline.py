@@ -262,7 +262,7 @@ def test_no_text_of_a_picture_hides_another_or_a_point(name):
 @pytest.mark.parametrize("device", [x for x in DEVICES if "float32" in DEVICES[x].plain])
 @pytest.mark.parametrize("backward", [False, True])
 def test_no_mark_lies_above_its_roof(device, backward):
-    """Markers must use unrounded figures: rounded to two digits, some would exceed the roof."""
+    """Markers must use unrounded figures; with two digits, some markers would exceed the roof."""
     for dtype in ("float16", "float32"):
         found = [x for x in rows(device=device, dtype=dtype, backward=backward) if x.tflops]
         axes = plotting._figure(found).axes[0]

@@ -680,7 +680,7 @@ def test_measurements_before_an_error_are_printed_and_saved(tmp_path):
 
 
 def test_given_constants_are_printed_once():
-    """Constants with one value are printed above the table, others in a column."""
+    """Constants with one value are printed above the table, all other constants in a column."""
     for values, above, rows in (("8", "Br=8", 0), ("8,16", "", 2)):
         head, *table = cli(
             "bench", "fa2", *SMALL, "--alone", "-p", f"Br={values}"

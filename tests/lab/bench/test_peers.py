@@ -178,7 +178,7 @@ def gradients_agree(cuda, name, **sizes):
 
 
 def are_near(peer, arrays, problem):
-    """Compares gradients with fixed tolerances: there are no bounds for delta from a peer's O."""
+    """Compares gradients with fixed tolerances; bounds do not cover a delta from a peer's O."""
     expected = OPERATIONS["backward"].reference(arrays, problem, [None])[None]
     for grad, x in peer.outputs.items():
         np.testing.assert_allclose(x.astype(float), expected[grad].value, atol=0.05, rtol=0.05)

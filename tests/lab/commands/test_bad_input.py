@@ -161,7 +161,7 @@ def cache():
 
 
 def kv(last=61, **change):
-    """Makes a cache of six sequences; ``last`` is the length of the last one."""
+    """Makes a cache of six sequences; ``last`` is the length of the last sequence."""
     given = {"k": a(6, 64, 2, 24), "v": a(6, 64, 2, 16), "layout": "bshd"}
     given["lengths"] = np.array([0, 1, 15, 16, 17, last], np.int32)
     return cupyfa.KVCache(**{**given, **change})
@@ -226,7 +226,7 @@ def gpu_array():
 
 
 def several(numbers):
-    """Calls attention on some of three devices; the third one is a different model."""
+    """Calls attention on some of three devices; the third device is a different model."""
     far = FarDevice()
     far.models = ("A", "A", "B")
     return attention(backend=Devices(numbers, backend=far))
