@@ -22,7 +22,7 @@ from cupyfa.runtime.choose_backend import backend_named
 # Tests compile many kernels and run each for a short time. The compiler's checks of alignment and
 # array bounds take 18 to 47 % of a compilation, so only tests with ``every_check`` enable them.
 os.environ.setdefault("CUPYFA_COMPILER_FLAGS", "-O0 -fno-sanitize=alignment,bounds")
-# A shell makes background jobs ignore Ctrl-C, and programs that they start inherit this.
+# A shell makes background jobs ignore Ctrl-C, and their child processes inherit this setting.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # pytest-xdist starts a process per core, so one BLAS thread per process is enough.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -35,12 +35,12 @@ def devices_in_turn(process, count):
 
 
 # Most tests use the first visible device, so processes of pytest-xdist order the devices
-# differently. Each process has to set this itself, before CUDA is initialized.
+# differently. Each process has to set the variable itself, before CUDA is initialized.
 devices = len([*Path("/proc/driver/nvidia/gpus").glob("*")])
 if devices > 1 and (process := os.environ.get("PYTEST_XDIST_WORKER")):
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", devices_in_turn(process, devices))
 
-# Folders and files with the tests that take longest on a GPU.
+# Folders and files of the tests that take the most time on a GPU.
 _LONG = {
     *("pages", "tools"),
     *("test_checking.py", "test_reruns.py", "test_sanitizer.py", "test_smoke.py", "test_tuning.py"),

@@ -368,7 +368,7 @@ def test_calls_keep_no_device_memory(cuda):
     used = []
     gc.collect()  # free garbage of earlier tests now rather than between two calls
     few = cupy.zeros((1, 4, 16), np.float32)
-    for kernel in ("fa2", "baseline"):  # allocates the workspace of one and of several launches
+    for kernel in ("fa2", "baseline"):  # allocates workspaces for one and for several launches
         cupyfa.attention(few, few, few, kernel=kernel)
     del few
     for kernel in FORWARD.values():

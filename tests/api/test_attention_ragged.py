@@ -137,7 +137,7 @@ def test_prepared_calls_of_packed_arrays(backend, of_shapes):
         dtype = {"dtype": "float32"}
     *like, of_lse, of_sink = like
     structured = pack(*like, *of_sequences)
-    # Calls prepared from shapes take the backend's arrays.
+    # Calls prepared from shapes require arrays in the backend's memory.
     put = backend.upload if of_shapes else np.asarray
     forward = cupyfa.compile(*structured, return_lse=True, sink=of_sink, **how, **dtype)
     made = forward(*map(put, (q, k, v, sink, *offsets, *USED)))

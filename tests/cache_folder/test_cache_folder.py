@@ -78,7 +78,7 @@ def test_a_folder_that_others_can_change_is_not_used(folder, expose):
     used = cache_folder.folder()
     assert used != folder and used.stat().st_mode & 0o077 == 0
     assert not cache_folder.is_kept()
-    # Left by an earlier test: the process has one fallback folder.
+    # An earlier test may have left a file, because the process has a single fallback folder.
     (used / NAME).unlink(missing_ok=True)
     assert cache_folder.compiled(used / NAME) is None
     with pytest.warns(

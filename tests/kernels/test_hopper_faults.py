@@ -59,7 +59,7 @@ OF_QUEUE = "tile_queue.cuh"
 OF_QUARTERS = "dS_of"
 NARROW = {**SIZES, "d": 40}
 # Sizes for the accumulation of dQ: without a mask, the blocks of a head run in sequence, and one
-# ends while others still add.
+# block ends while other blocks still add to dQ.
 OF_SUMS = "add_dQ.cuh"
 SUMS = {**SIZES, "causal": None}
 # Sizes for the launch that computes a bias gradient.

@@ -166,7 +166,8 @@ def test_a_derivative_that_is_left_out_is_rejected():
     assert min(ratios["dQ"], ratios["dK"]) > 1 > ratios["dV"]
 
 
-# Maps each fault to the correct expression's name, a faulty one, and the results that reveal it.
+# Maps each fault to the correct expression's name, the faulty expression, and the results that
+# reveal the fault.
 FAULTS = {
     "cap off by 1e-3": ("softcap", "cap * tanh(score / (cap * 1.001))", "O lse dQ dK dV"),
     "no cap": ("softcap", "score", "O lse dQ dK dV"),

@@ -328,7 +328,7 @@ def test_shares_have_equal_work(what):
     flops = [sum(plan.operation.flops(x.problem(plan.problem)) for x in y) for y in made]
     assert len(made) == count and max(flops) * count <= 1.05 * sum(flops)
     cuts = sum(share[0].rows.start > 0 for share in made)
-    assert cuts < count  # number of heads divided between two devices, which both get the keys
+    assert cuts < count  # heads that are divided between two devices, both of which read the keys
 
 
 def test_shares_begin_and_end_with_a_small_piece_where_kernels_take_longest():
@@ -408,6 +408,6 @@ def test_every_thread_that_compiles_works_on_the_device():
     with device.working_on(None):  # all callers of compile_kernels do this
         launcher.compile_kernels(device, plan)
     threads = {thread for thread, _ in device.prepared}
-    # A worker that finishes early takes a second kernel, so the number of threads varies.
+    # A worker that finishes early compiles a second kernel, so the number of threads varies.
     assert len(device.prepared) == len(plan.programs) > 1
     assert threads - {threading.get_ident()} and all(works for _, works in device.prepared)

@@ -249,7 +249,7 @@ def test_an_index_out_of_range_and_a_divisor_of_0_name_the_pair():
         )
     with pytest.raises(ValueError, match="divides by 0 at batch 0, head 0, query 0, key 3; make"):
         reference.attention(q, k, v, scale=1.0, mods=of_texts("score + query % (key - 3)"))
-    # A pair hidden by the mask is not read.
+    # The array is not read for pairs that the mask hides.
     mods = of_texts("score + table[head, key + 5]", "key < 11", table=table)
     reference.attention(q, k, v, scale=1.0, mods=mods)
 

@@ -489,12 +489,12 @@ def _computed(at: float, lanes: Sequence[int]) -> list[Step]:
     ]
 
 
-# What two warpgroups do in turns: when warpgroup 0 begins something, how much later warpgroup 1
-# does, and its kind; each takes 2 units. S of the next tile of keys is issued before P V of this
-# one, and its softmax overlaps with that P V. No two products overlap.
+# Steps of two alternating warpgroups: start in warpgroup 0, delay of warpgroup 1, and kind. Each
+# step takes 2 units. S of the next key tile is issued before P V of the current tile, so that the
+# next tile's softmax overlaps with this P V. No two products overlap.
 BEGINNING = ((2, 2, SCORES), (4, 2, SOFTMAX), (6, 4, SCORES), (8, 4, OUTPUT), (8, 4, SOFTMAX))
 TURNS = (*BEGINNING, (14, 2, OUTPUT), (16, 2, FINISH))
-# The same for two tiles of Q, of which the second begins before O of the first is written.
+# The steps for two tiles of Q; the second tile begins before O of the first tile is written.
 PERSISTENT_TURNS = (
     *BEGINNING,
     (14, 4, OUTPUT),
@@ -593,7 +593,7 @@ def pipeline(c: Canvas) -> str:
     )
 
 
-LATE = (0, 0, 0, 8)  # start time of each block; the last one waits for a busy SM
+LATE = (0, 0, 0, 8)  # start time of each block; the last block waits for a busy SM
 
 
 def in_order(work: Sequence[int], blocks: int) -> list[list[int]]:

@@ -47,7 +47,7 @@ def roofline(
     form: str,
     **sizes: Any,
 ) -> None:
-    """Compute which resource bounds attention on a device, and the minimum time.
+    """Compute which resource bounds attention, and the minimum time.
 
     KERNEL is `naive` (S and P are stored in memory), `tiled` (each input is read once, the output
     is written once), a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your

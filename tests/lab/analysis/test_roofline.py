@@ -121,7 +121,7 @@ def test_rungs_with_and_without_tensor_cores():
         "mma_fp16x2",
         "mma_f64",
         "wgmma_fp16x2",
-    }  # these do not support float16
+    }  # these kernels do not support float16
     peaks = {x.computation: x.peak for x in of_all}
     assert (peaks["fa2"], peaks["wgmma"]) == (66.9, 989.4)
     assert row("mma_tf32", dtype="float32", device="h100").peak == 494.7

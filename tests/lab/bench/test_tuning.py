@@ -257,7 +257,7 @@ def test_close_candidates_are_distinguished_despite_clock_drift(laps, engine, mo
     assert [row.measurement.constants["laps"] for row in rows] == [2, 200, 1]
     assert rows[0].factor == pytest.approx(1.005, abs=0.003)
     assert rows[0].rounds == rows[1].rounds > rows[2].rounds > 0
-    times = [row.measurement.time for row in rows]  # the last one has fewer rounds
+    times = [row.measurement.time for row in rows]  # the last row has fewer rounds
     assert times == sorted(times) and times[2] / times[1] == pytest.approx(30 / 10.05, rel=0.02)
     first, *later = bouts[3:]
     assert len(first) == 3 and later and all(sorted(names) == [2, 200] for names in later)

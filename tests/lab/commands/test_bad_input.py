@@ -262,7 +262,7 @@ def test_errors_of_calls_are_one_line_and_leave_no_traces(call, error, words, ca
     assert "\n" not in message
     says(message, *(word.replace("ONE_OF", ONE_OF) for word in words))
     if any(array() is not None for array in ALIVE):
-        gc.collect()  # only if needed, since it is slow in a process with many tests
+        gc.collect()  # only if needed, since collection is slow in a process with many tests
     assert not [array for array in ALIVE if array() is not None], "arrays of the call are alive"
     assert files() == before
     still_works()

@@ -445,8 +445,8 @@ def test_commands_are_one_family():
                 about.append(option.help.partition("  [default")[0])
             families.setdefault(option.opts[0], {}).setdefault(str(about), []).append(names)
     differing = {name: found for name, found in families.items() if len(found) > 1}
-    # `compile --arch` takes a list, `new --from` takes a rung rather than a file, and `timeline
-    # --format` has one more choice.
+    # `compile --arch` accepts a list, `new --from` a rung rather than a file, and `timeline
+    # --format` one more choice.
     assert set(differing) == {"--arch", "--from", "--format"}
 
 
