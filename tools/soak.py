@@ -193,7 +193,7 @@ class Soak:
             yield
 
     def run(self, total: int, threads: int, patience: float) -> None:
-        """Makes `total` calls; prints all stacks and exits if no call ends in `patience` seconds."""
+        """Makes `total` calls; prints all stacks and exits if none ends for `patience` seconds."""
         numbers = itertools.count(1)
         workers = [
             threading.Thread(target=self.work, args=(numbers, total, i), daemon=True)

@@ -124,7 +124,7 @@ USED = np.array([5, 0, 9], "i4"), np.array([7, 2, 0], "i4")
 
 @pytest.mark.parametrize("of_shapes", [False, True], ids=["arrays", "shapes"])
 def test_prepared_calls_of_packed_arrays(backend, of_shapes):
-    """Prepared calls and their gradients use other offsets than those passed to compile."""
+    """Prepared calls and their gradients use other offsets than the offsets passed to compile."""
     q, k, v, *offsets = (x.copy() for x in packed())
     how = {"kernel": "fa2", "backend": backend, "causal": True}
     sink = np.array([[0.5, 1], [2, 3], [-1, 0]], F)

@@ -1,4 +1,4 @@
-"""Dask arrays: the tasks' results match those of a single call on the whole arrays."""
+"""Dask arrays: the tasks' results match a single call on the whole arrays."""
 
 import os
 import pickle

@@ -1,4 +1,4 @@
-"""Headers take sizes as template parameters; only .cu files read the host's constants."""
+"""Headers receive sizes as template parameters; only .cu files read the host's constants."""
 
 import re
 

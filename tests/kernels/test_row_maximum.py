@@ -1,4 +1,4 @@
-"""The largest score of each row, which every rung from fa2 on returns besides out and lse."""
+"""Row maxima of the scores, which every rung from fa2 on returns in addition to out and lse."""
 
 from itertools import pairwise
 

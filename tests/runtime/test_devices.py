@@ -53,7 +53,7 @@ def far():
 
 @pytest.fixture(autouse=True)
 def small():
-    """Shrinks chunks and pieces so that even small arrays are divided into several."""
+    """Shrinks chunks and pieces so that even small arrays consist of several pieces."""
     before = transfer.configure()
     transfer.configure(threads=2, chunk_bytes=4096, buffers=4, piece_bytes=20_000, pieces=2)
     with pytest.MonkeyPatch.context() as patch:

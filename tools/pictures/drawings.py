@@ -511,7 +511,7 @@ PERSISTENT_COPIES = (0, 2, 8, 14)  # three buffers: the last copy waits until th
 
 
 def _in_turns(turns: Sequence[tuple[float, float, str]], start: float = 0) -> list[Step]:
-    """Returns the steps of both warpgroups, each of which takes 2 units of time."""
+    """Returns the steps of both warpgroups; each step takes 2 units of time."""
     return [
         (1 + warpgroup, start + at + later * warpgroup, 2, kind)
         for at, later, kind in turns

@@ -143,7 +143,7 @@ def plans(
             found.setdefault((id(record), dtype, record.target or arch), (able, arch))
         except Unsupported as error:
             dtype_fits = isinstance(kernel, str) or kernel.takes(dtype)
-            # A combination with a supported dtype gives the more useful reason.
+            # The reason for a supported dtype is more useful than that of an unsupported dtype.
             if isinstance(refused, ValueError) or dtype_fits:
                 refused = error
     if not found:

@@ -60,7 +60,7 @@ class Roof(ShownRow):
     precision: the dtype of the matrix products' operands.
     parts: the dtype of the hi and lo halves of split operands; None if operands are not split.
     measured: a benchmark's measurement of the computation, if any.
-    note: why a kernel does not support the problem, in which case there are no figures.
+    note: the reason if a kernel does not support the problem; tables then print no figures.
     """
 
     computation: str

@@ -269,7 +269,7 @@ def record(
     if not entries:
         raise ValueError(
             f"no warp of {chosen.entry} recorded anything, because no code in {chosen.path} was "
-            f"executed; move the body of {chosen.entry} into this file"
+            f"executed; move the body of {chosen.entry} into that file"
         )
     table = backend.download(members) if members is not None else None
     texts = source.texts(chosen)

@@ -169,7 +169,7 @@ def _facts_of_all(timeline: Timeline) -> dict[str, float]:
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """Merges intervals into a sorted list of disjoint ones."""
+    """Merges intervals into a sorted list of disjoint intervals."""
     made: list[Interval] = []
     for start, end in sorted(intervals):
         if made and start <= made[-1][1]:

@@ -72,8 +72,8 @@ def problems(
 ) -> list[Problem]:
     """Returns a problem for each combination of sizes; each size has one value or several.
 
-    Sizes are named as in ``Problem.of_sizes``. N defaults to M, dv to d, kv_heads to heads, and the
-    dtype to one that the kernels support. ``tokens`` is batch * M, ``width`` is heads * d. Several
+    Sizes are named as in ``Problem.of_sizes``. N defaults to M, dv to d, kv_heads to heads, and
+    dtype to a dtype that the kernels support. ``tokens`` is batch * M, ``width`` heads * d. Several
     values are passed as a list or a tuple. Several windows, shapes or values of ``wrt`` must be
     passed as a list, since a tuple may be a single value. ``options`` is an AttentionOptions.
     Score-modifying arrays are described by forms of ``shape_language``:
@@ -82,7 +82,7 @@ def problems(
     several ``lengths`` must be passed as a list. A softmax has M rows of N elements.
 
     ``cache``, "contiguous" or "paged", selects decoding: each sequence has M new tokens (1 by
-    default) and ``lengths`` or N keys, including the new ones; with ``lengths``, N is the capacity.
+    default) and ``lengths`` or N keys, including new keys; with ``lengths``, N is the capacity.
     ``page`` is the number of keys per page (16 by default). Other sizes default to USUAL, or to
     SMALL for the simulator if ``small``.
     """

@@ -326,7 +326,7 @@ _FLAGS: Mapping[str, tuple[str, Callable[[str], bool], str]] = {
 
 
 def with_flag_values(arguments: Sequence[str]) -> list[str]:
-    """Appends the implied value to each option that is given without a value.
+    """Appends the implied value to each option that is used without a value.
 
     Otherwise click would read the next argument, such as a kernel's name, as the option's value.
     """

@@ -285,7 +285,7 @@ def text_size(text: Any) -> tuple[float, float]:
 def _figure(
     curves: Mapping[str, list[tuple[int, float]]], title: str, endings: Sequence[str] = ()
 ) -> Any:
-    """Draws a panel for each family that has kernels besides the first one, and notes below."""
+    """Draws a panel for each family with kernels other than the first kernel, and notes below."""
     first = next(iter(curves))
     families: dict[str, list[str]] = {}
     for name in curves:

@@ -124,8 +124,8 @@ class Case:
 
         For a custom ``kernel``, also returns its additional inputs.
 
-        For gradients, the reference computes O and lse. If that would take too long and a backend
-        is given, the backend's fastest kernel computes them: the gradients are well-defined for
+        For gradients, the reference computes O and lse. If the reference is too slow and there is
+        a backend, the backend's fastest kernel computes both: the gradients are well-defined for
         any O and lse. Raises Unsupported if the backend does not support this layout.
         """
         if backend is not None:

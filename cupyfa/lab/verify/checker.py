@@ -425,7 +425,7 @@ def _refuse_foreign(
 ) -> None:
     """Raises an error for an option that no kernel supports; warns if a softmax ignores options.
 
-    Attention kernels that lack an option supported by others report their cases as not supported.
+    If only some attention kernels support an option, the others report cases as not supported.
     """
     softmaxes = [x.name for x in records if x and x.operation == "softmax"]
     others = [x for x in records if x is None or x.operation != "softmax"]

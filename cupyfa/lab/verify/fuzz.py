@@ -76,7 +76,7 @@ SAMPLES = {"simulator": 40, "cuda": 160}  # default number of samples per kernel
 _ONE_IS_LOWEST = 7  # one in this many samples has scores near the limits of float32
 TOGETHER = 4  # number of successive samples that share one compilation
 _MOST_WORK = {"simulator": 3 * 2**24, "cuda": 2**29}  # maximum multiply-adds per case
-_MOST_REPAIRED = 512  # maximum rows and keys per case to repair; each takes a whole block
+_MOST_REPAIRED = 512  # maximum rows and keys per case to repair; each occupies a whole block
 _ATTEMPTS = 8  # number of attempts to draw a sample that kernel and backend support
 # Kinds of (query, key) lengths; "many" exceeds what the kernel processes at once.
 _LENGTHS = (("below", "edge"), ("edge", "beyond"), ("beyond", "below"), ("many", "many"))
@@ -681,7 +681,7 @@ def covers(plan: Plan, limits: Limits) -> dict[str, bool]:
 
 
 def other_options() -> list[str]:
-    """Returns the names of options that define values to try, except those drawn separately."""
+    """Returns the names of options that define values to try, except options drawn separately."""
     own = ("causal", "window", "scale", "out_dtype")
     return [name for name, option in OPTIONS.items() if option.tried and name not in own]
 

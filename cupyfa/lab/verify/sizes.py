@@ -52,7 +52,7 @@ class Tile:
         return self.stages * self.keys < p.N or (self.row_stages > 1 and rows < p.M)
 
     def length(self, kind: str, size: int, stages: int, pick: random.Random) -> int:
-        """Draws a number of rows or keys of the given kind, relative to tiles of ``size``."""
+        """Draws a number of rows or keys of this kind, relative to tiles of ``size``."""
         if pick.random() < _EMPTY:
             return 0
         if kind == "below":  # log-uniform
@@ -159,7 +159,7 @@ def lengths_near(tile: "Tile", like: Packed, pick: random.Random, *, is_full: bo
     def drawn(of: Sequence[str], size: int, is_used: bool) -> Lengths:
         fixed = {"none": 0, "one": 1}
         rows = [fixed[x] if x in fixed else tile.length(x, size, 1, pick) for x in of]
-        # Half of the rows are unused in the longest sequence and in some others, chosen at random.
+        # Half of the rows are unused in the longest sequence and in some random sequences.
         halved = [n == max(rows) or pick.random() < 0.3 for n in rows]
         used = tuple(n // 2 if x else n for n, x in zip(rows, halved)) if is_used else None
         before, after = (pick.choice((0, 0, 1, size + 1)) for _ in range(2))

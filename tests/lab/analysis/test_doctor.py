@@ -28,7 +28,7 @@ NO_DRIVER = "CUDARuntimeError: cudaErrorInsufficientDriver: CUDA driver version 
 
 
 def look(thing, *answer):
-    """Runs one probe; `answer`, if given, replaces this machine's answer to the probe."""
+    """Runs one probe; `answer`, if passed, replaces this machine's answer to the probe."""
     return next(probe for probe in diagnosis.PROBES if probe.thing == thing).look(*answer)
 
 

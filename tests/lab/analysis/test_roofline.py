@@ -94,7 +94,7 @@ def test_bounds_by_hand():
     full, masked = (row("naive", M=4096, causal=causal) for causal in (False, True))
     assert masked.flops / full.flops == pytest.approx(0.5, abs=0.001)
     assert masked.bytes == full.bytes
-    # Gradients take five matrix products, the forward pass two.
+    # Gradients require five matrix products, the forward pass two.
     forward, backward = row("tiled"), row("tiled", backward=True)
     assert backward.flops == 2.5 * forward.flops
     naive, tiled = rows("naive", "tiled", batch=1, heads=1, M=1024, backward=True)

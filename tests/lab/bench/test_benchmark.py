@@ -253,7 +253,7 @@ def test_every_precision_has_a_peak_here(facts, dtype):
 
 
 class Paced(Simulator):
-    """A simulator in which each kernel takes a given time in milliseconds on a drifting clock."""
+    """A simulator in which each kernel takes a fixed number of milliseconds on a drifting clock."""
 
     def __init__(self, **milliseconds):
         super().__init__()
@@ -490,7 +490,7 @@ class Cramped(Simulator):
 
 
 def test_problems_that_do_not_fit_in_memory_are_left_out():
-    sizes = {**TINY, "M": [8, 80]}  # for M = 80, S and P take 51,200 bytes and O takes 5,120
+    sizes = {**TINY, "M": [8, 80]}  # for M = 80, S and P need 51,200 bytes, O 5,120
     rows = bench("baseline_online", backend=Cramped(), budget=0, **sizes)
     assert [(row.problem.M, row.time is not None, row.note) for row in rows] == [
         (8, True, ""),
@@ -555,7 +555,7 @@ def test_graphs_are_replayed_and_incomplete_ones_found():
 
 @pytest.fixture
 def peer(monkeypatch):
-    """Returns a function that installs a peer with results computed by a given function."""
+    """Returns a function that installs a peer whose results a given function computes."""
 
     def make(function):
         def prepare(name, engine, problem, arrays, operation):
