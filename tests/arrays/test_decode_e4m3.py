@@ -363,7 +363,7 @@ def test_long_sequences_on_a_gpu(cuda, d, dtype):
 @pytest.mark.parametrize("form", [None, "heads"])
 @pytest.mark.parametrize("in_cache", [False, True], ids=["arrays", "cache"])
 def test_a_prefix_of_e4m3_stands_before_the_keys(backend, form, in_cache):
-    """Results match a single cache that holds both the prefix and the sequence's own keys."""
+    """Results match a call on one cache that holds the prefix and the sequence's own keys."""
     n, scales = 20, [None, None]
     q = drawn((BATCH, HEADS, 1, D), 9, np.float16)
     shared = [drawn((1, n, KV_HEADS, x), x).astype(E4M3) for x in (D, DV)]

@@ -168,7 +168,9 @@ def _cupy() -> Finding:
     if not wheels:
         return Finding("CuPy", MISSING, "not installed")
     if len(wheels) > 1:
-        return Finding("CuPy", FAULT, f"several are installed; keep one: {', '.join(wheels)}")
+        return Finding(
+            "CuPy", FAULT, f"several wheels are installed; keep one of {', '.join(wheels)}"
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module(_CUDA)

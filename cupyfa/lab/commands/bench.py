@@ -54,7 +54,7 @@ sweep_option = click.option(
 @click.option(
     "--cache",
     type=click.Choice(sweeps.CACHES),
-    help="Decoding: -M new tokens, 1 by default, and a cache of --lengths keys, or of -N for each.",
+    help="Decoding: -M new tokens, 1 by default, and --lengths or -N cached keys per sequence.",
 )
 @click.option(
     "--page",

@@ -18,7 +18,7 @@ class _Kind(click.Choice):  # type: ignore[type-arg]  # not generic before click
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if value == "cupy":
-            self.fail("other programs use 'cupy' too; add --cupy to clear it", param, ctx)
+            self.fail("other programs also use the files of 'cupy'; add --cupy", param, ctx)
         return super().convert(value, param, ctx)
 
 

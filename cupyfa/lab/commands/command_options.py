@@ -46,7 +46,7 @@ from cupyfa.runtime.simulator import MOST_MULTIPROCESSORS, MULTIPROCESSORS, Simu
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _OF_DTYPE = "Dtype of q, k and v, or of the rows of a softmax."
-DTYPE = "float32, or the first that the kernel can do"
+DTYPE = "float32, or the first dtype that the kernel supports"
 _SIZES = {
     "batch": ("-B", "Batch size."),
     "heads": ("-H", "Heads of Q."),
@@ -222,7 +222,7 @@ def array_options(command: Command) -> Command:
         multiple=True,
         metavar="NAME=VALUE",
         callback=lambda context, option, given: _captured(given),
-        help="A number that --score-mod and --mask-mod name, such as cap=30.0, or the dtype "
+        help="A number that --score-mod and --mask-mod use, such as cap=30.0, or the dtype "
         "and sizes of an array, slope=f32[heads] or doc=i32[M]; may be repeated.",
     )
     wrt = click.option(
@@ -241,7 +241,7 @@ def array_options(command: Command) -> Command:
         _long(shape_language.DLSE),
         is_flag=True,
         default=None,
-        help="Backward kernels: take the gradient of lse as a further input.",
+        help="Backward kernels: read the gradient of lse as a further input.",
     )
     row_max = click.option(
         _long(shape_language.RETURN_MAX),
@@ -357,7 +357,7 @@ _REMEDY_CAPTURED = re.compile(r'\bin captured=\{"(\w+)": \.\.\.\}')
 def on_command_line(message: str) -> str:
     """Replaces Python arguments in a message of the library with command-line options."""
     message = _REMEDY_CAPTURED.sub(
-        r"by --captured \1=VALUE, a number or a form as f32[heads]", message
+        r"by --captured \1=VALUE, a number or a form such as f32[heads]", message
     )
     message = _REMEDY_BACKEND.sub(r"--backend \1", message)
     return _REMEDY.sub(lambda found: _long(found[1]), message)
@@ -429,8 +429,8 @@ def input_options(command: Command) -> Command:
 def case_options(command: Command) -> Command:
     """Adds --padded, --descales and --new-keys, which only ``run`` needs."""
     names = {
-        "padded": "Give batch elements different lengths of queries (q), keys (k) or both (q,k).",
-        "descales": "Inputs in float8_e4m3fn that get a scale factor: q,k,v or some of these.",
+        "padded": "Use different lengths of queries (q), keys (k) or both (q,k) in the batch.",
+        "descales": "Inputs in float8_e4m3fn that have a scale factor: q,k,v or a subset.",
     }
     return _with(
         command,
@@ -440,7 +440,7 @@ def case_options(command: Command) -> Command:
             "tokens",
             type=click.Choice(list(TOKENS)),
             default="cached",
-            help="With --page-size: how the keys of the queries get into the cache. "
+            help="With --page-size: how the cache receives the keys of the new tokens. "
             + " ".join(f"{name}: {what}." for name, what in TOKENS.items()),
         ),
     )

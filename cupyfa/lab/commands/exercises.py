@@ -40,7 +40,7 @@ WORDS = {
         "zh": "阅读 {0}/task.md，补全 {0}/{1}，然后运行：cupyfa exercise check {0}",
     },
     "untouched": {
-        "en": "{0} is as it was written; complete it as {1}/task.md says.",
+        "en": "{0} is unchanged; complete the file as {1}/task.md describes.",
         "zh": "{0} 还没有改动；请按 {1}/task.md 补全。",
     },
     "states": {"en": "open begun solved", "zh": "未开始 进行中 已完成"},

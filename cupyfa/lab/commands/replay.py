@@ -27,7 +27,7 @@ from cupyfa.runtime.backend import Backend
     "--kernel",
     type=command_options.KernelName(),
     metavar="KERNEL",
-    help="Run this kernel instead of the one that failed.",
+    help="Run this kernel instead of the kernel that failed.",
 )
 @timeout_option
 @command_options.backend_options

@@ -34,7 +34,7 @@ from cupyfa.lab.report.tables import render
     "--from",
     "saved",
     type=click.Path(dir_okay=False),
-    help="Measurements of an earlier `bench --save` or `ladder --save`; the arguments select some.",
+    help="Measurements of an earlier `bench --save` or `ladder --save`; arguments select rows.",
 )
 @command_options.format_option
 def roofline(

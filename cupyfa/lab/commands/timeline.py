@@ -31,7 +31,7 @@ class _Block(click.ParamType):
         if value == ALL or isinstance(value, int):
             return value
         if not (str(value).isdecimal() and str(value).isascii()):
-            self.fail(f"{value!r} is neither a number from 0 nor {ALL}", param, ctx)
+            self.fail(f"{value!r} is neither a block number nor {ALL}", param, ctx)
         return int(value)
 
 
@@ -48,7 +48,7 @@ class _Window(click.ParamType):
         except ValueError:
             start = end = 0.0
         if not -inf < start < end < inf:
-            self.fail(f"{value!r} is not two times, first the earlier; write 0:5000", param, ctx)
+            self.fail(f"{value!r} is not a window START:END, for example 0:5000", param, ctx)
         return start, end
 
 

@@ -65,7 +65,7 @@ def tune(kernel: str, timeout: float | None, backend: str, form: str, **how: Any
         click.echo(render([candidate.row() for candidate in found], form))
     right = {p: best for p, (best, *_) in by_problem.items() if best.state == RIGHT}
     for p, best in right.items():
-        tiles = text(best.measurement.constants) or "there are no tiles to choose"
+        tiles = text(best.measurement.constants) or "the kernel has no tile sizes"
         columns = "" if p.is_softmax else f", d={p.d}"
         command_options.note(f"fastest for {p.arithmetic}{columns}: {tiles}")
     if right and on.name == "simulator":

@@ -71,11 +71,11 @@ LAYOUTS = {
 }
 # How a paged cache receives the keys and values of new tokens.
 TOKENS = {
-    "cached": "they are already stored",
-    "appended": "they are appended first",
-    "rotated": "they are rotated like the queries, in pairs (x, x + angles), and appended",
-    "interleaved": "they are rotated in pairs (2 x, 2 x + 1) and appended",
-    "turned": "they are already stored, and only the queries are rotated",
+    "cached": "the cache already holds the keys",
+    "appended": "the keys are appended first",
+    "rotated": "queries and keys are rotated in pairs (x, x + angles), and the keys appended",
+    "interleaved": "queries and keys are rotated in pairs (2 x, 2 x + 1), and the keys appended",
+    "turned": "the cache already holds the keys, and only the queries are rotated",
 }
 WRITTEN = ("appended", "rotated", "interleaved")  # kinds of TOKENS that write to the cache
 # Kinds of values that cause neither NaN nor infinity.

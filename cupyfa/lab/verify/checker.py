@@ -605,7 +605,7 @@ def _examined(
                 found[i] = replace(closer, file=_written(folder, backend, failed[i][0], closer))
             except OSError as error:  # a missing file must not end the check
                 why = f"{folder} cannot be written to ({error.strerror})"
-                warnings.warn(f"{why}; repeat failures by their commands instead", stacklevel=2)
+                warnings.warn(f"{why}; repeat failures by command instead", stacklevel=2)
                 folder = None
     alike = Counter(failure.command for failure in found.values())
     different = {failure.command: failure for failure in found.values()}
@@ -649,7 +649,7 @@ def _closer(
     known = [x for tried, x in found if x.kind == kinds.NO_ANSWER and tried == smaller]
     again = known[-1] if known else worker.run(replace(smaller, keep=True))[0]
     if again.kind != outcome.kind:
-        flaky = f"{outcome.message}; it did not fail again, so the command may not repeat it"
+        flaky = f"{outcome.message}; a repetition did not fail, so the command may not fail either"
         return _failure(backend, task, replace(outcome, message=flaky))
     failure = _failure(backend, smaller, again)
     return failure if smaller == task else replace(failure, found_on=task.case)
