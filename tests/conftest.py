@@ -112,7 +112,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def brings_new(item, seen, names):
-    """Returns whether a run has a parameter value that is not in ``seen``, and adds its values."""
+    """Returns whether a run has a parameter value that is not in ``seen``; adds its values."""
     values = item.callspec.params
     choices = {(item.function, x, family(values[x])) for x in names or values}
     is_new = not choices <= seen

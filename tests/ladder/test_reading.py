@@ -116,7 +116,7 @@ def path_of(name):
 
 
 def headers(name):
-    """Maps the path of each header that a .cu file includes, also indirectly, to its text."""
+    """Maps paths of headers to their texts, for all direct and indirect includes of a .cu file."""
     reached = includes.reached(path_of(name).read_text(), [INCLUDE, KERNELS])
     return {path: content.decode() for path, content in reached.items()}
 

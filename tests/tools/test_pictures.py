@@ -1,4 +1,4 @@
-"""The pictures of the course: files are what the program draws, and show what kernels do."""
+"""The pictures of the course: files match the drawing program, and drawings match kernels."""
 
 import re
 import sys

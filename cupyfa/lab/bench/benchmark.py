@@ -79,7 +79,7 @@ def bench(
     caches before each launch; ``graph`` replays the launches of a call as a CUDA graph. A kernel
     that, judging by an earlier problem, would take longer than ``patience`` seconds is skipped.
     ``so_far`` is called with all rows after each problem. ``watch`` tracks the running call;
-    problems that it lists as done are skipped.
+    problems that ``watch`` lists as done are skipped.
 
     Returns a row for each kernel, peer and problem; a note explains why a row was not measured.
     Warns about peers that cannot be measured. Raises ValueError or TypeError for invalid arguments,

@@ -197,8 +197,8 @@ def _of_cache(
         lengths, room = list(k.rows), given.get("N", 0)
     if few := [n for n in lengths if 0 < n < tokens]:  # a sequence of length 0 has no new tokens
         raise ValueError(
-            f"M is {tokens}, but a sequence has only {few[0]} keys, including those of the new "
-            f"tokens; M must be at most {few[0]}"
+            f"M is {tokens}, but a sequence has only {few[0]} keys, including the keys of the "
+            f"new tokens; M must be at most {few[0]}"
         )
     return problem_of_cache(lengths, capacity=room, page=page, M=tokens, **own)
 

@@ -252,7 +252,7 @@ class _Tuning:
 
     @property
     def pacer(self) -> str:
-        """The candidate timed in every round: the first correct one, usually the default."""
+        """The candidate timed in every round: the first correct candidate, usually the default."""
         return next(key for key in self.keyed if key in self.right)
 
     def pace(self, key: str) -> float:

@@ -221,7 +221,7 @@ def test_torch_has_no_texts_and_no_slopes(simulator):
 
 
 def test_texts_become_functions_of_tensors():
-    """NumPy stands in for torch, since its functions have the same names."""
+    """NumPy stands in for torch, which has functions of the same names."""
     p = Problem.of_sizes(**{**SIZES, "M": 40, **EVERYTHING})
     names = {name: getattr(np, name, None) for name in FUNCTIONS}
     functional = SimpleNamespace(softplus=lambda x: np.logaddexp(0, x))

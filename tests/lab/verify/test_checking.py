@@ -39,7 +39,7 @@ def as_long_as_it_takes(monkeypatch):
 
 
 def drawn(seed):
-    """Draws the cases that the fuzz grid has for softmax_safe, the kernel of broken_kernels."""
+    """Draws the fuzz grid's cases for softmax_safe, the kernel that broken_kernels changes."""
     record = cupyfa.kernel("softmax_safe")
     drawing = Fuzz(record, Simulator(), seed, dtypes=["float32"])
     return [drawing.sample(i).case for i in range(12)]
