@@ -191,7 +191,7 @@ def sass(compiled: Compiled) -> str:
     if done.returncode:
         said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
         raise Unsupported(
-            f"{tool} cannot read sm_{compiled.arch} ({said}); install a newer version"
+            f"{tool} cannot read sm_{compiled.arch} ({said}); install a newer CUDA toolkit"
         )
     return done.stdout
 

@@ -263,7 +263,9 @@ def _packed(
     longest = [max(x.rows) for x in p.lengths]
     is_top_left = p.causal == "top-left" and p.lengths[0] != p.lengths[1]
     if name == "fa2" and is_top_left:
-        raise Unsupported("this implementation aligns causal masks to the bottom right")
+        raise Unsupported(
+            "this implementation supports only causal masks aligned to the bottom right"
+        )
     if name == "efficient" and p.group > 1:
         raise Unsupported("this implementation requires one key head per query head")
 
@@ -314,7 +316,7 @@ def _causal(name: str, p: Problem) -> dict[str, Any]:
     if p.causal_offset == 0:
         return {"is_causal": True}
     if name == "cudnn":
-        raise Unsupported("this implementation aligns causal masks to the top left")
+        raise Unsupported("this implementation supports only causal masks aligned to the top left")
     if p.M > p.N:
         raise Unsupported("this implementation returns NaN for rows that see no keys")
     bias = import_module("torch.nn.attention.bias")

@@ -133,7 +133,7 @@ def check_solution(name: str, language: str) -> None:
     if not file.exists() and Path(chosen.file).exists():
         raise ValueError(f"{chosen.file} is in this folder; run the command in the folder above")
     if not file.exists():
-        raise ValueError(f"{file} is missing; write it with: cupyfa exercise start {name}")
+        raise ValueError(f"{file} is missing; create the file with: cupyfa exercise start {name}")
     text = file.read_text(encoding="utf-8")
     if text == chosen.to_complete():
         raise ValueError(_say("untouched", language, file, name))

@@ -258,7 +258,7 @@ def _members(path: str | Path) -> dict[str, np.ndarray]:
     """
     with Path(path).open("rb") as file:
         if not zipfile.is_zipfile(file):  # np.load would read it as a pickle
-            raise ValueError("not an .npz file")
+            raise ValueError("the file is not an .npz file")
         size = file.seek(0, io.SEEK_END)
         with zipfile.ZipFile(file) as archive:
             found = archive.infolist()
@@ -299,7 +299,7 @@ def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
 def _viewed(members: Mapping[str, np.ndarray], name: str, dtype: str) -> np.ndarray:
     """Returns a stored array, viewed as its original dtype."""
     if name not in members:
-        raise ValueError(f"{name} is missing")
+        raise ValueError(f"the array {name} is missing")
     found, wanted = members[name], INPUTS[dtype].numpy if dtype in INPUTS else np.dtype(dtype)
     as_bits = np.dtype(f"u{wanted.itemsize}") if wanted.kind == "V" else wanted
     if found.dtype != as_bits:
@@ -322,7 +322,7 @@ def require_inputs(arrays: Arrays, wanted: Mapping[str, Input], p: Problem) -> N
     """Raises ValueError unless all required inputs exist with the right shapes and dtypes."""
     for name, x in wanted.items():
         if name not in arrays:
-            raise ValueError(f"{name} is missing")
+            raise ValueError(f"the array {name} is missing")
         array = arrays[name]
         if array.shape != x.shape(p) or array.dtype != x.dtype(p):
             raise ValueError(f"{name} is {array.dtype} {array.shape}, which does not match {p}")
@@ -350,7 +350,7 @@ def _check_lengths(inputs: Arrays, p: Problem) -> None:
     if PAGE_TABLE in given and p.page_size:
         table, lengths = given[PAGE_TABLE], given.get(PADDED[1])
         if lengths is None:
-            raise ValueError(f"{PADDED[1]} is missing")
+            raise ValueError(f"the array {PADDED[1]} is missing")
         needed = np.arange(table.shape[1]) < -(-lengths[:, None] // p.page_size)
         if (needed & ((table < 0) | (table >= p.pages))).any():
             raise ValueError(f"{PAGE_TABLE} contains page numbers that are out of range")

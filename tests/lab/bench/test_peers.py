@@ -120,7 +120,11 @@ def test_nothing_is_copied_for_torch(simulator, name):
     "name, sizes, reason",
     [
         ("cudnn", {}, "torch cudnn cannot compute batch=2 heads=4 M=24 .*: ."),
-        ("cudnn", {"causal": True}, "this implementation aligns causal masks to the top left"),
+        (
+            "cudnn",
+            {"causal": True},
+            "this implementation supports only causal masks aligned to the top left",
+        ),
         (
             "fa2",
             {"causal": True, "M": 50},
