@@ -500,4 +500,4 @@ def test_the_shell_completes_kernels_and_choices(words, expected):
 
 
 def test_help_of_clear_names_the_kinds():
-    assert "by default of all kinds except cupy" in cli("cache", "clear", "--help").stdout
+    assert "by default, of all kinds except cupy" in cli("cache", "clear", "--help").stdout
