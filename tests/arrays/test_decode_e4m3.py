@@ -50,7 +50,6 @@ def scaled(arrays, scales):
 
 
 def tokens(count, dtype=np.float16):
-    """Returns random queries, new keys and new values."""
     sizes = (HEADS, D), (KV_HEADS, D), (KV_HEADS, DV)
     return tuple(drawn((BATCH, h, count, x), x, dtype) for h, x in sizes)
 

@@ -75,7 +75,6 @@ RUNS = [
 
 
 def arrays(batch, heads, kv_heads, M, N, d, dv, dtype="float32"):
-    """Returns random q, k, v, dout and dlse."""
     rng = np.random.default_rng(0)
     of_q = batch, heads, M
     shapes = ((*of_q, d), (batch, kv_heads, N, d), (batch, kv_heads, N, dv), (*of_q, dv), of_q)
@@ -103,7 +102,6 @@ def run(given, count, order="zigzag", schedule="gather", **options):
 
 
 def whole(given, **options):
-    """Returns the results of one call on the whole arrays."""
     q, k, v, dout, dlse = given
     out, lse = cupyfa.attention(q, k, v, return_lse=True, **FORWARD, **options)
     backward = partial(cupyfa.backward, dlse=dlse, **BACKWARD, **options)

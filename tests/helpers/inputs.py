@@ -147,7 +147,6 @@ class Calls:
 
 
 def flat(made):
-    """Flattens nested lists and tuples of arrays."""
     if isinstance(made, list | tuple):
         return [y for x in made for y in flat(x)]
     return [made]

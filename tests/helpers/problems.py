@@ -99,7 +99,6 @@ def inputs_of(plan, seed=0, layout="bhsd", values="normal"):
 
 
 def require_same_bits(first, *others):
-    """Asserts that the results of several runs, by name, are equal."""
     for other in others:
         for output, array in first.items():
             np.testing.assert_array_equal(other[output], array, err_msg=output)

@@ -224,7 +224,6 @@ def test_gradients_of_arrays_compile(dtype):
 
 
 def plan_of_a_bias(d, options):
-    """Plans a bias gradient on Hopper's tensor cores."""
     plain = Problem.of_sizes(batch=2, heads=H, M=M, d=d, dtype="bfloat16")
     bias = Operand("bias", "bfloat16", (1, H, M, M), gradient=True)
     problem = replace(plain, options=AttentionOptions(**options), operands=(bias,))

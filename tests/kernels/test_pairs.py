@@ -67,7 +67,6 @@ def axes_of(kernel, fewer):
 
 
 def pairs(chosen, names):
-    """Returns all pairs of values of the named axes in a choice."""
     return set(itertools.combinations(sorted((x, chosen[x]) for x in names), 2))
 
 

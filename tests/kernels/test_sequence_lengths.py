@@ -68,7 +68,6 @@ class PackedSequences:
         return out[third], lse[:, third]
 
     def sequences(self, arrays, out, lse):
-        """Yields q, k, v, out and lse of each sequence."""
         (q, k, v), (rows, keys) = arrays, self.lengths
         for i in range(len(self.rows)):
             own, read = slice(*rows[i : i + 2]), slice(*keys[i : i + 2])

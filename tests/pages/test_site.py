@@ -60,7 +60,6 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def site(folder):
-    """Maps paths in the site to its pages."""
     return {
         str(file.relative_to(folder)): Page(file.read_text(encoding="utf-8"))
         for file in sorted(folder.rglob("*.html"))

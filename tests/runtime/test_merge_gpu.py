@@ -11,7 +11,6 @@ pytestmark = pytest.mark.gpu
 
 
 def drawn(count, *shape, dtype=np.float16, seed=0):
-    """Returns random parts in GPU memory."""
     import cupy
 
     rng = np.random.default_rng(seed)

@@ -228,7 +228,6 @@ def counts(monkeypatch):
 
 
 def sent_to(far):
-    """Returns the number of bytes copied to the device."""
     there = [(x.ctypes.data, x.ctypes.data + x.nbytes) for x in far.kept]
     return sum(size for to, _, size in far.copied if any(a <= to < b for a, b in there))
 

@@ -71,7 +71,6 @@ def in_python(text, b, h, i, j, **names):
 
 
 def by_hand(q, k, v, scale, scores=(), masks=(), causal_offset=None, sink=None):
-    """Computes attention in plain loops."""
     out, lse = np.zeros((B, H, M, DV)), np.full((B, H, M), -INF)
     for b, h, i in np.ndindex(B, H, M):
         weights = {}

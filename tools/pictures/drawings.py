@@ -207,7 +207,6 @@ def loop_orders(c: Canvas) -> str:
 
 
 def _constants(name: str) -> dict[str, int]:
-    """Returns the tile sizes of a rung at d = 64."""
     dtype = "float16" if name.startswith("mma") else "float32"
     plan = cupyfa.plan(kernel=name, backend="simulator", M=2048, d=64, heads=16, dtype=dtype)
     return dict(plan.constants)

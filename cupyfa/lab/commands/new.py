@@ -100,7 +100,6 @@ def _paths(kernel: Kernel) -> dict[str, Path]:
 
 
 def _filled(template: str, name: str, rung: str = "") -> str:
-    """Reads a template and fills in the names."""
     text = (TEMPLATES / template).read_text(encoding="utf-8")
     return text.replace("RUNG", rung).replace("NAME", name)
 

@@ -77,7 +77,6 @@ def _look(watch: Watch, ended: threading.Event, stop: Callable[[Watch, str], Non
 
 
 def _clear_line() -> None:
-    """Erases the progress bar from the terminal."""
     if sys.stderr and sys.stderr.isatty():
         click.echo(_CLEAR_LINE, err=True, nl=False)
 

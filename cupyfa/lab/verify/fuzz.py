@@ -470,7 +470,6 @@ class Fuzz:
         return {"dropout": tried[-1], **seeds}
 
     def _able(self, name: str, values: Sequence[Any]) -> list[Any]:
-        """Returns the values of an option that the kernel's features allow."""
         features = OPTIONS[name].features.items()
         return [
             x for x in values if all(self._has(what) or not needs(x) for what, needs in features)

@@ -419,7 +419,6 @@ def test_the_peak_is_that_of_what_the_kernel_multiplies_in(facts):
 
 @pytest.fixture
 def two_of_a_name(tmp_path):
-    """Writes two scripts, each with a kernel named mine."""
     for folder in ("old", "new"):
         (tmp_path / folder).mkdir()
         own_kernel.write(tmp_path / folder)

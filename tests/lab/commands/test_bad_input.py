@@ -53,7 +53,6 @@ from cupyfa.runtime import transfer
 
 @pytest.fixture(scope="module", autouse=True)
 def own_folders(tmp_path_factory):
-    """Sets up a private cache and temporary directory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUPYFA_CACHE_DIR", str(with_runtime(tmp_path_factory.mktemp("cache"))))
         patch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("temporary")))
@@ -82,7 +81,6 @@ def alike(dtype, **options):
 
 
 def backward(**change):
-    """Calls ``cupyfa.backward`` with some arguments replaced."""
     arrays = {name: a(4, 8) for name in ("dout", "q", "k", "v", "out")}
     given = {**arrays, "lse": a(4), "backend": "simulator", **change}
     return cupyfa.backward(**given)
@@ -168,7 +166,6 @@ def kv(last=61, **change):
 
 
 def kv_e4m3(rows=(6, 64), k_scale=None, v_scale=None, **change):
-    """Makes a cache of six sequences in e4m3."""
     arrays = {x: a(*rows, 2, columns, dtype=E4M3) for x, columns in (("k", 24), ("v", 16))}
     scales = {x: of for x, of in (("k", k_scale), ("v", v_scale)) if of is not None}
     arrays |= {x: Scaled(arrays[x], of) for x, of in scales.items()}
@@ -176,7 +173,6 @@ def kv_e4m3(rows=(6, 64), k_scale=None, v_scale=None, **change):
 
 
 def keys(batch=1, heads=2, dtype=np.float32):
-    """Makes keys and values for a prefix of five keys."""
     return tuple(a(batch, heads, 5, columns, dtype=dtype) for columns in (24, 16))
 
 
@@ -237,7 +233,6 @@ def launch(grid=lambda p, c: 1, threads=lambda p, c: 32, args="Q K V O M N scale
 
 
 def own(**change):
-    """Makes a record of a kernel that has no source file."""
     return Kernel(**{"name": "own", "adds": "", "launches": (launch(),), "folder": "/", **change})
 
 

@@ -83,7 +83,6 @@ def built(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def warm(built, tmp_path_factory):
-    """Makes a cache that all tests share and fill."""
     return shutil.copytree(built, tmp_path_factory.mktemp("cache"), dirs_exist_ok=True)
 
 

@@ -74,7 +74,6 @@ def the_failure(checked):
 
 
 def repeat(failure):
-    """Runs the command that repeats a failure in a new process."""
     program, *arguments = shlex.split(failure.command)
     assert program == "cupyfa"
     return subprocess.run([*CLI, *arguments], capture_output=True, text=True, check=False)

@@ -218,7 +218,6 @@ OF_EVERY_SEED = {
 
 
 def counted(name, seed):
-    """Counts the default samples that cover each feature, including new tokens."""
     found = Counter()
     for drawn in samples(name, SAMPLES["simulator"], seed=seed):
         found["new tokens"] += drawn.case.tokens != "cached"
