@@ -765,7 +765,7 @@ def course(c: Canvas) -> str:
     speeds = measured_speeds()
     title = c.say("TFLOP/s of the steps, H200, float16", "各步的 TFLOP/s，H200，float16")
     c.text(8, 18, title, anchor="start", bold=True)
-    left, unit, lowest = 130, 52, 0.01  # logarithmic axis: `unit` per factor of ten
+    left, unit, lowest = 130, 52, 0.01  # logarithmic axis; a factor of ten spans `unit`
     decades = [(left + unit * number, lowest * 10**number) for number in range(5)]
     for x, speed in decades:
         c.text(x, 36, f"{speed:g}", size=10)

@@ -190,7 +190,7 @@ class _Tuning:
 
     @property
     def ranked(self) -> list[str]:
-        """All keys, best first: finalists, other correct candidates, untried, failed.
+        """The keys of all candidates: finalists, other correct, untried and failed candidates.
 
         The finalists, and the other correct candidates, are sorted by speed.
         """

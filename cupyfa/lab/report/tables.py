@@ -106,7 +106,7 @@ def trial_row(result: Trial, case: Case, backend: Backend) -> Row:
 def trial_lines(
     result: Trial, case: Case, backend: Backend, passed_over: Mapping[str, str] | None = None
 ) -> str:
-    """Renders a trial. ``passed_over`` maps faster kernels to why "auto" rejected them."""
+    """Renders a trial. ``passed_over`` maps faster kernels to the reasons for their rejection."""
     plan, row = result.plan, result.measurement
     lines = {
         "kernel": f"{plan.kernel.name}: {plan.kernel.adds}",
