@@ -22,25 +22,25 @@ from cupyfa.runtime.choose_backend import backend_named
 # Tests compile many kernels and run each for a short time. The compiler's checks of alignment and
 # array bounds take 18 to 47 % of a compilation, so only tests with ``every_check`` enable them.
 os.environ.setdefault("CUPYFA_COMPILER_FLAGS", "-O0 -fno-sanitize=alignment,bounds")
-# A shell makes background jobs ignore Ctrl-C, and programs that they start inherit this.
+# A shell makes background jobs ignore Ctrl-C, and their child processes inherit this setting.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # pytest-xdist starts a process per core, so one BLAS thread per process is enough.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def devices_in_turn(process, count):
-    """Lists all devices for CUDA_VISIBLE_DEVICES, starting at a different one per process."""
+    """Lists all devices for CUDA_VISIBLE_DEVICES; each process starts at a different device."""
     first = int(process.removeprefix("gw")) % count
     return ",".join(map(str, (*range(first, count), *range(first))))
 
 
 # Most tests use the first visible device, so processes of pytest-xdist order the devices
-# differently. Each process has to set this itself, before CUDA is initialized.
+# differently. Each process has to set the variable itself, before CUDA is initialized.
 devices = len([*Path("/proc/driver/nvidia/gpus").glob("*")])
 if devices > 1 and (process := os.environ.get("PYTEST_XDIST_WORKER")):
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", devices_in_turn(process, devices))
 
-# Folders and files with the tests that take longest on a GPU.
+# Folders and files of the tests that take the most time on a GPU.
 _LONG = {
     *("pages", "tools"),
     *("test_checking.py", "test_reruns.py", "test_sanitizer.py", "test_smoke.py", "test_tuning.py"),
@@ -75,7 +75,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Marks runs as slow, deselects those that cannot run or are not sampled, and sorts the rest.
+    """Marks tests as slow, deselects tests that cannot run or are not sampled, and sorts the tests.
 
     gpu: deselected without a device. If ``-m`` names the mark, such tests skip with the reason.
 
@@ -112,7 +112,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def brings_new(item, seen, names):
-    """Returns whether a run has a parameter value that is not in ``seen``, and adds its values."""
+    """Returns whether a run has a parameter value that is not in ``seen``; adds its values."""
     values = item.callspec.params
     choices = {(item.function, x, family(values[x])) for x in names or values}
     is_new = not choices <= seen
@@ -152,7 +152,7 @@ def pytest_collection_finish():
 
 
 def spread(items):
-    """Orders tests so that each process of pytest-xdist gets a similar mix, the longest ones first.
+    """Orders tests so that each process of pytest-xdist runs a similar mix, longest tests first.
 
     Each process gets a contiguous part of the list.
     """
@@ -171,7 +171,7 @@ def nothing_tuned():
 
 @pytest.fixture(scope="session", autouse=True)
 def two_heads_are_many():
-    """Makes the last block of a key head finish dQ in small problems too, from two heads on."""
+    """Lets the last block of a key head finish dQ even if there are only two heads."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backward, "FEWEST_FINISHING", 2)
         yield
@@ -240,7 +240,7 @@ def much_memory(tmp_path_factory):
 
 @pytest.fixture(scope="session", params=["simulator", pytest.param("cuda", marks=pytest.mark.gpu)])
 def backend(request):
-    """Returns each backend in turn."""
+    """Runs a test on each backend; the argument is the backend."""
     if request.param == "cuda":
         return request.getfixturevalue("cuda")
     return backend_named(request.param)

@@ -52,7 +52,7 @@ Timer = Callable[[], float]
 
 @dataclass(frozen=True)
 class Setting:
-    """The parameters of a measurement. torch: the module, or None if it cannot use the GPU."""
+    """The parameters of a measurement. torch: the module, or None if torch cannot use the GPU."""
 
     engine: Any
     torch: Any
@@ -105,7 +105,7 @@ def round_trips(at: Setting) -> list[Row]:
     """Measures milliseconds from arrays on the host to the result on the host.
 
     x is the speedup over hand-written CuPy code, and % of bus is the transfer time as a percentage
-    of the whole.
+    of the whole round trip.
     """
     host = normal(at.shape, at.dtype, 3)
     timers = ways(at, host)
@@ -121,7 +121,7 @@ def round_trips(at: Setting) -> list[Row]:
 
 
 def rates(times: Mapping[str, Sequence[float]], what: str, moved: int) -> Row:
-    """Computes GB/s, and median ratios to hand-written code and to the bus where they are timed."""
+    """Computes GB/s, and median ratios to hand-written code and to the bus if these were timed."""
     found = {"GB/s": moved / median(times[what]) / 1e6}
     if BY_HAND in times:
         found["x"] = timing.ratio(times[BY_HAND], times[what])
@@ -408,7 +408,7 @@ GROUPS: dict[str, Callable[[Setting], list[Row]]] = {
 
 
 def torch_on(engine: Any) -> tuple[Any, list[str]]:
-    """Returns torch, or None if it cannot use the GPU, and notes on skipped measurements."""
+    """Returns torch, or None if torch cannot use the GPU, and notes on skipped measurements."""
     if engine.name != "cuda":
         return None, ["no GPU is used: CuPy, torch, the bus and the CUDA context are skipped"]
     try:

@@ -1,14 +1,14 @@
 """Soak test: makes many calls of all kinds from several threads.
 
-Compares each result with the first result of the same call, and memory use at the end with that at
-the beginning. With --faults it provokes faults instead; after each fault the process must still
-work or raise an error that explains why it cannot.
+Compares each result with the first result of the same call, and the final with the initial memory
+use. With --faults it provokes faults instead; after each fault, calls must still work or raise an
+error that explains why they cannot.
 
     python tools/soak.py --calls 100000 --threads 8
     python tools/soak.py --faults
 
 Runs on all visible GPUs, or in the simulator. CUDA graphs are not tested, because no thread may
-allocate while another one captures a graph.
+allocate while another thread captures a graph.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ ROOT = Path(cupyfa.__file__).parents[1]
 class Call:
     """A call that returns the same bits, or raises the same error, each time.
 
-    run: takes a dictionary in which each thread keeps its output arrays.
+    run: receives a dictionary in which each thread keeps its output arrays.
     """
 
     name: str
@@ -146,7 +146,7 @@ def _kinds(engine: Any, put: Callable, device: int | None, on_host: bool) -> Ite
 
 
 class Soak:
-    """Runs calls in threads and collects the errors that they find."""
+    """Runs calls in threads and collects descriptions of wrong results."""
 
     def __init__(self, engine: Any, seed: int) -> None:
         self.engine, self.seed = engine, seed
@@ -245,8 +245,8 @@ def _all_of(result: Any) -> tuple:
 def memory(engine: Any, prepared: Iterable[Any]) -> dict[str, int]:
     """Measures the bytes in use on the host and on each device while no call runs.
 
-    Counts pinned memory and CuPy's pool, frees them, then counts all other memory. Scratch memory
-    of prepared calls is freed first, since it grows with the number of streams that they ran in.
+    Counts pinned memory and CuPy's pool, frees both, then counts all other memory. Prepared calls
+    first free their scratch memory, which grows with the number of streams that they ran in.
     """
     for call in prepared:
         call.forget()
@@ -367,7 +367,7 @@ def trapped(engine: Any) -> str:
 
 
 def _trap(engine: Any, script: str) -> str:
-    """Does the work of ``trapped`` in a child process, because it may lose the device."""
+    """Does the work of ``trapped`` in a child process, which may lose the device."""
     mine = record_named(f"{script}:mine")
     x = np.ones((2, 4, 3), np.float32)
     soak = Soak(engine, 0)

@@ -108,7 +108,7 @@ def test_no_keys_make_empty_rows(backend, kernel):
 
 
 def test_no_rows_with_a_mask_in_memory(backend):
-    """These kernels copy the mask block by block; without rows there are no blocks."""
+    """Both kernels copy the mask block by block; without rows there are no blocks."""
     q, k, v = (x.astype("f2") for x in arrays(1, 2, 0, 8, N=5))
     for kernel in ("wgmma_persistent", "mma_pipelined"):
         if backend.name == "simulator" or backend.limits.arch.startswith("90"):
@@ -368,7 +368,7 @@ def test_calls_keep_no_device_memory(cuda):
     used = []
     gc.collect()  # free garbage of earlier tests now rather than between two calls
     few = cupy.zeros((1, 4, 16), np.float32)
-    for kernel in ("fa2", "baseline"):  # allocates the workspace of one and of several launches
+    for kernel in ("fa2", "baseline"):  # allocates workspaces for one and for several launches
         cupyfa.attention(few, few, few, kernel=kernel)
     del few
     for kernel in FORWARD.values():

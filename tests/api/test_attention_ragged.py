@@ -124,7 +124,7 @@ USED = np.array([5, 0, 9], "i4"), np.array([7, 2, 0], "i4")
 
 @pytest.mark.parametrize("of_shapes", [False, True], ids=["arrays", "shapes"])
 def test_prepared_calls_of_packed_arrays(backend, of_shapes):
-    """Prepared calls get different offsets from those passed to compile. Compares gradients too."""
+    """Prepared calls and their gradients use other offsets than the offsets passed to compile."""
     q, k, v, *offsets = (x.copy() for x in packed())
     how = {"kernel": "fa2", "backend": backend, "causal": True}
     sink = np.array([[0.5, 1], [2, 3], [-1, 0]], F)
@@ -137,7 +137,7 @@ def test_prepared_calls_of_packed_arrays(backend, of_shapes):
         dtype = {"dtype": "float32"}
     *like, of_lse, of_sink = like
     structured = pack(*like, *of_sequences)
-    # Calls prepared from shapes take the backend's arrays.
+    # Calls prepared from shapes require arrays in the backend's memory.
     put = backend.upload if of_shapes else np.asarray
     forward = cupyfa.compile(*structured, return_lse=True, sink=of_sink, **how, **dtype)
     made = forward(*map(put, (q, k, v, sink, *offsets, *USED)))

@@ -38,7 +38,7 @@ def inputs(d=D):
 
 
 def descales(seed=0, least=-2.0):
-    """Returns random factors of both signs, one of them 0."""
+    """Returns random descales of both signs, one of which is 0."""
     rng = np.random.default_rng(seed)
     found = {x: rng.uniform(least, 2, (BATCH, KV_HEADS)).astype("f4") for x in DESCALES}
     found["k_descale"][1, 0] = 0

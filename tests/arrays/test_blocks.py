@@ -109,7 +109,7 @@ def test_updated_arrays(backend, on_device, monkeypatch):
         later = mask & joined
     mask.update({"doc": other})
     assert (joined & ~made("doc[query] == doc[key]", {"doc": DOC})).density == joined.density
-    assert later.density == 0  # both masks use DOC
+    assert later.density == 0  # both masks read the array DOC
     assert not np.array_equal(mask.states(64, 64), states)
 
 

@@ -368,7 +368,7 @@ def test_flashinfers_tables_are_read(backend):
 def test_new_keys_need_arrays_of_their_own():
     """Appending requires that K and V do not overlap.
 
-    They may be halves of one array along any axis, as in FlashInfer's pages.
+    K and V may be halves of one array along any axis, as in FlashInfer's pages.
     """
     q = drawn((2, 2, 1, 8))
     new = drawn((2, 1, 1, 8))

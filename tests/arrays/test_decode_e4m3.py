@@ -50,7 +50,6 @@ def scaled(arrays, scales):
 
 
 def tokens(count, dtype=np.float16):
-    """Returns random queries, new keys and new values."""
     sizes = (HEADS, D), (KV_HEADS, D), (KV_HEADS, DV)
     return tuple(drawn((BATCH, h, count, x), x, dtype) for h, x in sizes)
 
@@ -363,7 +362,7 @@ def test_long_sequences_on_a_gpu(cuda, d, dtype):
 @pytest.mark.parametrize("form", [None, "heads"])
 @pytest.mark.parametrize("in_cache", [False, True], ids=["arrays", "cache"])
 def test_a_prefix_of_e4m3_stands_before_the_keys(backend, form, in_cache):
-    """Results match those of a cache that holds both the prefix and the sequence's own keys."""
+    """Results match a call on one cache that holds the prefix and the sequence's own keys."""
     n, scales = 20, [None, None]
     q = drawn((BATCH, HEADS, 1, D), 9, np.float16)
     shared = [drawn((1, n, KV_HEADS, x), x).astype(E4M3) for x in (D, DV)]

@@ -26,7 +26,7 @@ def drawn(*shape, dtype="float32", seed=0):
 class Case:
     """Sequences of different lengths that follow prefixes.
 
-    prefixes: for each level, the number of prefixes and the number of keys of each.
+    prefixes: for each level, the number of prefixes and the number of keys per prefix.
     """
 
     def __init__(self, dtype="float32", tokens=1, prefixes=((1, 20),), appended=True):
@@ -122,7 +122,7 @@ def test_options_are_those_of_one_cache(backend, options):
 
 @pytest.mark.parametrize("new", [False, True], ids=["there already", "appended"])
 def test_tokens_may_be_more_than_keys_of_their_own(backend, new):
-    """If a sequence has more tokens than own keys, its first tokens lie within the prefix."""
+    """If a sequence has more tokens than keys of its own, its first tokens lie in the prefix."""
     case = Case("float16", tokens=3, prefixes=NESTED, appended=new)
     case.require(*case.decoded(backend, check=True))
 

@@ -78,7 +78,7 @@ def test_a_folder_that_others_can_change_is_not_used(folder, expose):
     used = cache_folder.folder()
     assert used != folder and used.stat().st_mode & 0o077 == 0
     assert not cache_folder.is_kept()
-    # Left by an earlier test: the process has one fallback folder.
+    # An earlier test may have left a file, because the process has a single fallback folder.
     (used / NAME).unlink(missing_ok=True)
     assert cache_folder.compiled(used / NAME) is None
     with pytest.warns(
@@ -245,7 +245,7 @@ def test_a_linked_folder_of_facts_is_not_followed(folder, tmp_path):
     ],
 )
 def test_commands_run_whatever_lies_in_the_cache(tmp_path, found, objects):
-    """The second run reads what the first one stored, and neither hangs."""
+    """The second run reads the entries that the first run stored, and neither run hangs."""
     folder = with_runtime(tmp_path / "cache")
     env = {"CUPYFA_CACHE_DIR": folder}
     run = ["run", "fa2", *SIMULATOR, *SMALL]

@@ -54,7 +54,6 @@ def of_failures():
 
 
 def write_failure(folder, case=None):
-    """Writes a failure of a ladder kernel as `check` does."""
     case = case or of_failures()[0]
     arrays = {**case.inputs(), "actual_O": np.zeros((1, 2, 5, 3), case.problem.dtype.numpy)}
     verdict = failures.Verdict("O", float("inf"), 1e-6, 3.0, (0, 1, 2, 0), float("nan"), 1.0, 0)

@@ -1,4 +1,4 @@
-"""Dask arrays: the tasks' results match those of a single call on the whole arrays."""
+"""Dask arrays: the tasks' results match a single call on the whole arrays."""
 
 import os
 import pickle
@@ -210,7 +210,7 @@ def test_chunks_of_d_and_of_other_arrays_are_rechunked():
 
 
 def test_the_plan_is_made_once_for_the_whole():
-    """Chunks planned separately would have other tiles and other bits."""
+    """If chunks were planned separately, tiles would differ, and with them the results' bits."""
     q, k, v = arrays(**{**SIZES, "M": 256, "N": 40, "d": 16})
     chunked = cut(q, k, v, {"batch": 2, "heads": 1, "rows": 128, "keys": 20})
     found = cupyfa.attention(*chunked, causal=True, backend="simulator")
@@ -244,7 +244,7 @@ def test_equal_calls_have_equal_names():
 
 
 def test_tasks_can_be_sent():
-    """A Python function is traced by the caller and sent as an expression."""
+    """The caller traces a Python function, so that tasks contain an expression."""
     chunked = case("causal")[1]
     found = cupyfa.attention(
         *chunked, score_mod=lambda score, position, slope: score - slope * position,

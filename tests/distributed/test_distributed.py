@@ -75,7 +75,6 @@ RUNS = [
 
 
 def arrays(batch, heads, kv_heads, M, N, d, dv, dtype="float32"):
-    """Returns random q, k, v, dout and dlse."""
     rng = np.random.default_rng(0)
     of_q = batch, heads, M
     shapes = ((*of_q, d), (batch, kv_heads, N, d), (batch, kv_heads, N, dv), (*of_q, dv), of_q)
@@ -103,7 +102,6 @@ def run(given, count, order="zigzag", schedule="gather", **options):
 
 
 def whole(given, **options):
-    """Returns the results of one call on the whole arrays."""
     q, k, v, dout, dlse = given
     out, lse = cupyfa.attention(q, k, v, return_lse=True, **FORWARD, **options)
     backward = partial(cupyfa.backward, dlse=dlse, **BACKWARD, **options)
@@ -219,8 +217,8 @@ def test_every_run_gives_the_same_bits(schedule):
 def test_a_ring_of_many_ranks_merges_before_its_end(monkeypatch):
     """Some ranks have no rows.
 
-    Results are float64, but the bounds are those of float32. Rounding in many merges stays below
-    them, but a wrong position or weight exceeds them.
+    Results are float64, but are compared with float32 bounds. The rounding errors of many merges
+    stay below these bounds, but a wrong position or weight exceeds them.
     """
     monkeypatch.setattr(ring, "MOST_HELD", 2)
     narrow = arrays(**{**SIZES, "batch": 1, "M": 9, "N": 30})
@@ -276,7 +274,7 @@ def test_the_pullback_gives_the_gradients():
 
 
 def test_the_plan_is_that_of_the_whole():
-    """A part planned separately would have other tiles and other bits."""
+    """If parts were planned separately, tiles would differ, and with them the results' bits."""
     q, k, v = arrays(**{**SIZES, "batch": 1, "M": 256, "N": 40, "d": 16})[:3]
     right = cupyfa.attention(q, k, v, backend="simulator")
 
@@ -411,7 +409,7 @@ WRONG = {
 
 
 def attention(*, q=X, k=X, v=X, group, M=None, N=None, order="zigzag", schedule="gather", **how):
-    """Calls attention on a rank's shards; takes all arguments by name."""
+    """Calls attention on a rank's shards; all arguments are keywords."""
     return cupyfa.attention(*sharded(q, k, v, group, M, N, order, schedule), **{**FORWARD, **how})
 
 
@@ -484,7 +482,7 @@ def test_calls_that_differ_are_the_same_error_on_all_ranks(others, message):
 
 
 def test_numbers_for_texts_do_not_hide_options():
-    """Captured numbers may be given in any order."""
+    """Captured numbers may be passed in any order."""
 
     def of_rank(group):
         numbers = {"scale": 2.0, "shift": 1.0}
@@ -512,7 +510,7 @@ def test_every_field_has_to_be_equal():
 
 
 def test_a_failure_of_one_rank_ends_the_call_of_all(monkeypatch):
-    """All ranks raise, since each needs the key gradients of the others; later calls raise too."""
+    """All ranks raise, since each needs key gradients from all others; later calls raise too."""
     backward, lse = job.backward, X[..., 0]
     fault = SimulatorFault("fa2", (0, 0, 0), (0, 0, 0), "reads nothing", "")
 
@@ -636,7 +634,7 @@ def test_ctrl_c_ends_all_ranks(interrupts):
 
 
 def test_equal_calls_are_checked_and_planned_once(monkeypatch):
-    """Calls of other types, or with objects that may have changed, are planned again."""
+    """Arguments of other types, or objects that may have changed, are planned again."""
     planned, calls = agreed_arguments.planned, []
 
     def counted(*args, **options):

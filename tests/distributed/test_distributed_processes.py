@@ -335,7 +335,7 @@ def test_an_error_of_nccl_ends_the_group():
 
 
 def test_a_gpu_that_fails_ends_the_group():
-    """Event queries, also those of the watchdog, and aborting the group raise the GPU's error."""
+    """Event queries, including the watchdog's, and aborting the group raise the GPU's error."""
 
     class Failed:
         @property

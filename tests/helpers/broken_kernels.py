@@ -1,4 +1,4 @@
-"""Kernels with faults, given as (right, wrong) pairs of code; some only fail at some sizes."""
+"""Kernels with faults, defined by (right, wrong) pairs of code; some fail only at certain sizes."""
 
 import shutil
 from dataclasses import dataclass, replace
@@ -89,7 +89,7 @@ class Fault:
 
     @property
     def is_of_calls(self) -> bool:
-        """Whether calls launch the file besides their kernel, so that no record lists it."""
+        """Whether calls launch the file in addition to their kernel, so that no record lists it."""
         return self.file == "forward/steps/append_keys.cu" or self.file.startswith("blocks/")
 
 
@@ -117,7 +117,7 @@ def _fault(lines: list[str]) -> Fault:
 
 
 def _path(fault: Fault) -> Path:
-    """Finds the file of a fault; a header in with/ has precedence over one in include/."""
+    """Finds the file of a fault; looks for a header in with/ before include/."""
     folders = sources.KERNELS, sources.WITH, sources.INCLUDE
     return next(x / fault.file for x in folders if (x / fault.file).is_file())
 
@@ -131,7 +131,7 @@ def _text(fault: Fault) -> str:
 def put_in_place(folder: Path, fault: Fault, monkeypatch: Any) -> Kernel:
     """Makes calls use a copy of all kernel files in which the fault is inserted.
 
-    For faults in files that no record lists. Returns the record of the kernel to call.
+    This serves faults in files that no record lists. Returns the record of the kernel to call.
     """
     root, path, text = folder / "kernels", _path(fault), _text(fault)
     shutil.copytree(sources.KERNELS, root)

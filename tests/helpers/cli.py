@@ -90,7 +90,7 @@ def says(message, *words):
 
 
 def table(file, columns=2):
-    """Reads a table file: the first ``columns`` cells of each row, then a list of the others."""
+    """Reads a table file: each row's first ``columns`` cells, then a list of its other cells."""
     rows = (sources.ROOT / "tests" / file).read_text(encoding="utf-8").splitlines()
     cells = [row.split(" | ") for row in rows if not row.startswith("#")]
     return [(*row[:columns], row[columns:]) for row in cells]

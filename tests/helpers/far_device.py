@@ -1,4 +1,4 @@
-"""Simulated devices with memory of their own, whose streams are threads."""
+"""Simulated devices with separate memory, whose streams are threads."""
 
 import ctypes
 import queue
@@ -93,7 +93,7 @@ class Lane:
 
 
 class FarDevice(Simulator):
-    """Three simulated devices that run launches as late as a stream may.
+    """Three simulated devices that delay each launch as long as a stream may.
 
     ``gates`` maps (device, way) to a Gate. The way is "to" or "back" for copies, or "launch".
     """

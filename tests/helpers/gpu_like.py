@@ -1,7 +1,6 @@
-"""A simulated device with memory of its own and CuPy-like arrays.
+"""A simulated device with separate memory and CuPy-like arrays.
 
-Like the CUDA backend, the device transfers NumPy arrays in pieces and cannot read their form or
-address.
+Like the CUDA backend, the device transfers NumPy arrays in pieces and cannot use their addresses.
 """
 
 from contextlib import contextmanager
@@ -50,7 +49,7 @@ class GpuArray(DeviceArray):
 
 
 class GpuLike(FarDevice):
-    """A device that runs out of memory after ``left`` allocations, or never if that is None."""
+    """A device that runs out of memory after ``left`` allocations, or never if ``left`` is None."""
 
     failures = (ZeroDivisionError,)
     form = staticmethod(attrgetter("shape", "strides", "dtype", "data.device_id"))

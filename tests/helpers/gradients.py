@@ -21,7 +21,7 @@ MMA_TILE = {
 
 
 def tiles_of(kernel, *sizes):
-    """Returns tile sizes by name: ``sizes`` or, for tensor-core rungs without them, small ones."""
+    """Returns tile sizes by name; ``sizes`` of tensor-core rungs default to small tiles."""
     if kernel in MMA:
         tile = MMA_TILE[kernel.name]
         return dict(zip(tile, sizes or tile.values()))

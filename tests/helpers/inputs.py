@@ -62,7 +62,7 @@ def placed(given, put):
 class Calls:
     """The calls of a path with one sort of input.
 
-    put transfers the NumPy arrays q, k and v to a memory, put_read the other arrays. get transfers
+    put transfers the NumPy arrays q, k and v to a memory, put_read all other arrays. get transfers
     results back.
     """
 
@@ -84,7 +84,7 @@ class Calls:
         return [self.put(x.astype(F)) for x in (q, k[:, :KV_HEADS], v[:, :KV_HEADS])]
 
     def _named(self):
-        """Returns the arrays that a prepared call takes by name."""
+        """Returns the arrays that a prepared call accepts as keyword arguments."""
         given = {**self.given, **self.given.get("captured", {})}
         if "dropout" in given:
             given |= {f"dropout_{x}": y for x, y in given["dropout"]._asdict().items()}
@@ -147,7 +147,6 @@ class Calls:
 
 
 def flat(made):
-    """Flattens nested lists and tuples of arrays."""
     if isinstance(made, list | tuple):
         return [y for x in made for y in flat(x)]
     return [made]

@@ -10,6 +10,6 @@ static bool is_left_out(int statement) {{ return atoi(getenv("{VARIABLE}")) == s
 
 
 def optional(text, pattern):
-    """Makes matches of a pattern optional: LEFT_OUT=n in the environment skips the n-th one."""
+    """Makes matches of a pattern optional: LEFT_OUT=n in the environment skips the n-th match."""
     number = count(1)
     return HEAD + pattern.sub(lambda found: f"if (!is_left_out({next(number)})) {found[0]}", text)

@@ -11,7 +11,7 @@ from cupyfa.problem.problem import Problem, can_give
 
 @np.errstate(invalid="ignore")
 def merged(parts, whole, dtype):
-    """Returns "O" and "lse" of a merge with bounds, given those of each part and of the whole.
+    """Returns the merged "O" and "lse" with bounds, from the bounds of the parts and of the whole.
 
     A part's error in O reaches the result multiplied by the part's weight. Errors of at most b in
     each lse scale weights by up to exp(2 b), which moves the result by up to exp(2 b) - 1 times

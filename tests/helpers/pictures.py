@@ -8,7 +8,7 @@ from matplotlib.text import Text
 
 
 def assert_readable(figure):
-    """Asserts that no text overlaps a text or a marker, and that labels are inside their axes.
+    """Asserts that no text overlaps another text or a marker, and that labels are in their axes.
 
     Returns the texts that are drawn, without the texts of ticks outside the axes.
     """

@@ -63,7 +63,7 @@ USUAL = ("mma_pipelined", "wgmma_persistent", "columns")
 
 
 def usual_first(kernels, usual=USUAL):
-    """Returns kernels as test parameters; marks those that are not in ``usual`` as slow."""
+    """Returns kernels as test parameters; marks kernels that are not in ``usual`` as slow."""
     return [
         pytest.param(k, id=k.name, marks=[pytest.mark.slow] * (k.name not in usual))
         for k in kernels
@@ -99,7 +99,6 @@ def inputs_of(plan, seed=0, layout="bhsd", values="normal"):
 
 
 def require_same_bits(first, *others):
-    """Asserts that the results of several runs, by name, are equal."""
     for other in others:
         for output, array in first.items():
             np.testing.assert_array_equal(other[output], array, err_msg=output)

@@ -113,7 +113,7 @@ def ones(over):
 
 
 def wrong(group, over):
-    """Gives one rank other options; all ranks must raise, and the next call must succeed."""
+    """Passes other options on one rank; all ranks must raise, and the next call must succeed."""
     x, how = ones(over)
     try:
         cupyfa.attention(*sharded(x, x, x, group), causal=group.rank == 1, **how)
@@ -135,7 +135,7 @@ def used_bytes(over):
 
 
 def killed(group, over):
-    """Kills the last rank; the others must raise and free all memory of the call."""
+    """Kills the last rank; all other ranks must raise and free all memory of the call."""
     x, how = ones(over)
     cupyfa.attention(*sharded(x, x, x, group), **how)
     before = used_bytes(over)

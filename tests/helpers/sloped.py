@@ -10,7 +10,6 @@ from cupyfa.numerics.reference import softmax
 
 
 def attention(arrays, p, c):
-    """Computes the reference results of ``sloped``."""
     Q, K, V = arrays["Q"], *(np.repeat(arrays[name], p.group, axis=1) for name in "KV")
     distance = abs(np.arange(p.M)[:, None] - np.arange(p.N))
     scores = Q @ K.mT * p.scale - arrays["slopes"][:, None, None] * distance
@@ -60,7 +59,6 @@ def forward(arrays, p, c):
 
 
 def gradients(arrays, p, c):
-    """Computes the reference results of ``sloped_backward``."""
     S, K, V, distance = scores(arrays, p)
     out, dO, lse = (arrays[name] for name in ("O", "dO", "lse"))
     hidden = ~p.visible() | np.isneginf(lse)[..., None]

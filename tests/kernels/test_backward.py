@@ -56,7 +56,7 @@ def test_tiles_of_other_sizes(backend, kernel, tile):
 @pytest.mark.parametrize("d", [96, 144])
 @pytest.mark.parametrize("kernel", [*MMA, BACKWARD["wgmma_fp16x2_two_pass"]], ids=name)
 def test_default_tiles(backend, kernel, d):
-    """Warps do not divide tiles evenly: four share 96 columns of dQ, or two share 80 in a slice."""
+    """Four warps share 96 columns of dQ, or two warps share 80 columns of a slice, unevenly."""
     sizes = {"heads": 2, "kv_heads": 1, "M": 150, "N": 140, "d": d, "causal": True}
     check_case(kernel, backend, sizes)
 
@@ -109,7 +109,7 @@ def test_blocks_go_from_one_tile_of_keys_to_the_next(backend, monkeypatch, sizes
 def test_warps_that_share_sums_of_wide_heads(backend, columns, rows, sizes):
     """In a team, two or four warps compute weights.
 
-    Each warp accumulates some columns of d or dv; a warp may have none.
+    Each warp accumulates some columns of d or dv; a warp may accumulate no columns.
     """
     tiles = dict(zip(("Br", "Bc", "warps", "Qr", "Qc"), (*columns, *rows)))
     sizes = {"heads": 2, "kv_heads": 1, "M": 40, "N": 70, **sizes}

@@ -1,8 +1,8 @@
 """NVRTC compiles every kernel for every architecture that its record claims; needs no GPU.
 
 Architectures share the work: each compiles about a third of a file's programs. Tensor-core kernels
-must not spill, since their accumulators are registers. Other kernels may: without launch bounds,
-ptxas limits them to 48, 80 or 168 registers a thread for occupancy and spills a few dozen bytes.
+must not spill, since their accumulators are registers. Other kernels may spill a few dozen bytes:
+without launch bounds, ptxas limits them to 48, 80 or 168 registers a thread for occupancy.
 """
 
 import re
@@ -224,7 +224,6 @@ def test_gradients_of_arrays_compile(dtype):
 
 
 def plan_of_a_bias(d, options):
-    """Plans a bias gradient on Hopper's tensor cores."""
     plain = Problem.of_sizes(batch=2, heads=H, M=M, d=d, dtype="bfloat16")
     bias = Operand("bias", "bfloat16", (1, H, M, M), gradient=True)
     problem = replace(plain, options=AttentionOptions(**options), operands=(bias,))

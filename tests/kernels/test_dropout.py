@@ -133,7 +133,7 @@ def test_without_dropout_a_seed_changes_nothing():
     assert AttentionOptions(dropout=None) == AttentionOptions(dropout=np.float32(0))
 
 
-# Pairs of equivalent Dropouts: seed or offset given as arrays, and given as scalars.
+# Pairs of equivalent Dropouts: seed or offset passed as arrays, and passed as scalars.
 IN_MEMORY = (
     (Dropout(0.3, np.array([2**40 + 7]), np.array(3, np.uint32)), DROPOUT),
     (Dropout(0.3, np.array(-5), np.array([-1])), Dropout(0.3, 2**64 - 5, 2**32 - 1)),

@@ -170,7 +170,8 @@ def test_corners_are_those_of_numpy(run_code, real, close):
         np.testing.assert_allclose(slopes, wanted_slopes, 1e-5, 2e-6, err_msg=text)
 
 
-# NEAR_0 holds expressions to evaluate at small scores, FAR those with small slopes at large scores.
+# NEAR_0 holds expressions to evaluate at small scores, FAR expressions with small slopes at large
+# scores.
 NEAR_0 = [
     *(f"{x.name}(score)" for x in FUNCTIONS.values() if x.small_near_0),
     *(

@@ -1,4 +1,4 @@
-"""Headers take sizes as template parameters; only .cu files read the host's constants."""
+"""Headers receive sizes as template parameters; only .cu files read the host's constants."""
 
 import re
 
@@ -87,7 +87,6 @@ HEADERS = sorted([*INCLUDE.rglob("*.cuh"), *WITH.rglob("*.cuh"), *KERNELS.glob("
 
 
 def constants_of_the_host():
-    """Yields the names of all constants in plans of the ladder's kernels."""
     for kernel in cupyfa.kernels():
         for d in (64, 256):
             dtype, limits = kernel.dtypes[0], limits_of(kernel.target or "80")

@@ -59,7 +59,7 @@ OF_QUEUE = "tile_queue.cuh"
 OF_QUARTERS = "dS_of"
 NARROW = {**SIZES, "d": 40}
 # Sizes for the accumulation of dQ: without a mask, the blocks of a head run in sequence, and one
-# ends while others still add.
+# block ends while other blocks still add to dQ.
 OF_SUMS = "add_dQ.cuh"
 SUMS = {**SIZES, "causal": None}
 # Sizes for the launch that computes a bias gradient.
@@ -174,8 +174,8 @@ def files():
 def run_without(folder, kernel, file, with_turns, schedules=(None, 1, 2, 7, 9)):
     """Runs a kernel without one statement of a file, with two warpgroups and reused stages.
 
-    Unless with_turns is true, the waits for ping-pong turns are removed too: they could hide the
-    fault.
+    Unless with_turns is true, the waits for ping-pong turns are removed too, since they could hide
+    the fault.
     """
     for repairs, change in REPAIRED.items():
         assert change[0] in text_of(repairs), "the change must change something"

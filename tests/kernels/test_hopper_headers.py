@@ -126,7 +126,7 @@ RING = code("ring") + WRITE.format(n=32)
 
 
 def ring(body=RING, **options):
-    """Returns the kernel's and the expected result for 5 tiles, the last partly out of bounds."""
+    """Returns the kernel's result and the expected one; the last of 5 tiles ends out of bounds."""
     A, B = numbers((1, 3, 64, 304), np.float16), numbers((1, 3, 27, 304), np.float16, 1)
     got = np.zeros((3, 64, 32), np.float32)
     launch(

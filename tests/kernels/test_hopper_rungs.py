@@ -158,7 +158,7 @@ def test_any_number_of_blocks_gives_the_same_bits(backend, kernel, mask, Q_stage
     [(70, 35, 12, 16), (130, 7, 3, 16), (250, 9, 4, 16), (70, 34, 33, 72), (70, 31, 33, 72)],
 )
 def test_tiles_in_turn_give_the_same_bits(backend, M, heads, blocks, d):
-    """Each tile is computed once, even if heads do not fill a group or are left over.
+    """Each tile is computed once, even if the last group of heads is incomplete.
 
     With two tiles per head, one of 33 blocks is idle in each round.
     """
@@ -186,7 +186,7 @@ def test_tiles_in_turn_give_the_same_bits(backend, M, heads, blocks, d):
 )
 @pytest.mark.parametrize("mask", [{"causal": "top-left"}, {"window": (70, 3)}], ids=str)
 def test_warpgroups_skip_masked_tiles_without_deadlock(backend, kernel, mask, sizes, Q_stages):
-    """Q of the next tile is loaded only after all V tiles of the current one."""
+    """The next Q tile is loaded only after all V tiles for the current Q tile."""
     how = {"multiprocessors": 1, "tiles": {**sizes, "Q_stages": Q_stages}}
     checked(backend, planned(kernel, backend, heads=2, M=390, N=400, **mask, **how))
 

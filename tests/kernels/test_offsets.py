@@ -41,7 +41,7 @@ def test_query_0_is_at_the_offset(offset, limits):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kernels_are_right(backend, kernel):
-    """Some rows see no key, some see a part of the keys, and some see all.
+    """Some rows see no keys, some rows see a part of the keys, and some rows see all keys.
 
     To save time, most kernels run with only two of the offsets.
     """

@@ -58,7 +58,7 @@ def test_heads_are_packed_if_one_fills_less_than_half_a_tile(kernel):
 
 
 def test_packing_changes_no_result():
-    """Each row is computed as without packing, so its bits are equal."""
+    """Packing does not change how a row is computed, so results are bitwise equal."""
     engine = Simulator()
     kernel, sizes = FORWARD["mma_pipelined"], {"M": 5, "N": 90, "causal": "bottom-right"}
     plan = planned(kernel, engine.limits, **sizes)

@@ -67,13 +67,12 @@ def axes_of(kernel, fewer):
 
 
 def pairs(chosen, names):
-    """Returns all pairs of values of the named axes in a choice."""
     return set(itertools.combinations(sorted((x, chosen[x]) for x in names), 2))
 
 
 @cache
 def covering(kinds, names, before=None):
-    """Returns few choices that together contain every pair of values of the named axes.
+    """Returns a small set of choices that contains every pair of values of the named axes.
 
     Pairs in ``covering(*before)`` are omitted.
     """

@@ -46,7 +46,7 @@ def require_right(plan, arrays):
 
 
 def of_kind(make):
-    """Returns a function that replaces Q, K and V with those that `make` returns."""
+    """Returns a function that replaces Q, K and V with the arrays that `make` returns."""
 
     def change(given):
         made = make(np.random.default_rng(1), *(given[x] for x in "QKV"))

@@ -82,7 +82,7 @@ def of_lowest(real):
 def of_hidden(real):
     """Adds a random mask to the bias of of_lowest.
 
-    In some rows it hides every key except those with the lowest bias, in others all keys.
+    In some rows the mask hides every key except keys with the lowest bias, in other rows all keys.
     """
     how, bias = of_lowest(real)
     mask = RNG.random((M, N)) < 0.5
@@ -110,7 +110,7 @@ def operands(array, real, source):
 
 
 def attended(scores, v):
-    """Computes out and lse from rows of scores; rows without a score get 0 and -infinity."""
+    """Computes out and lse from rows of scores; rows without scores yield 0 and -infinity."""
     top = scores.max(-1, keepdims=True)
     seen = np.isfinite(top)
     weights = np.exp(np.where(seen, scores - np.where(seen, top, 0), -np.inf))

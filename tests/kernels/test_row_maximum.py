@@ -1,4 +1,4 @@
-"""The largest score of each row, which every rung from fa2 on returns besides out and lse."""
+"""Row maxima of the scores, which every rung from fa2 on returns in addition to out and lse."""
 
 from itertools import pairwise
 
@@ -12,7 +12,7 @@ from cupyfa.problem.structured_arrays import wrap
 
 F = np.float32
 ABLE = able("row_max", "forward")
-SINKS = np.array([6.0, -np.inf, 0.5, -2.0], F)  # the first one exceeds all scores
+SINKS = np.array([6.0, -np.inf, 0.5, -2.0], F)  # the first sink exceeds all scores
 BIAS = np.random.default_rng(3).standard_normal((1, 4, 70, 45)).astype(F)
 SLOPES = np.array([0.5, 0.25, 0.125, 0.0625], F)
 # The first 25 rows see no key.
@@ -134,7 +134,7 @@ def test_prepared_calls_and_plans_have_it(backend):
     for given in ((q, k, v), (q.shape, k.shape, v.shape)):
         of_shapes = {} if given[0] is q else {"dtype": "float32"}
         prepared = cupyfa.compile(*given, return_max=True, backend=backend, **of_shapes)
-        # A call compiled for shapes takes arrays in the backend's memory.
+        # A call compiled for shapes requires arrays in the backend's memory.
         taken = map(backend.upload, (q, k, v)) if of_shapes else (q, k, v)
         _, largest = prepared(*taken)
         np.testing.assert_allclose(backend.download(largest), exact(q, k), rtol=1e-5)

@@ -1,6 +1,6 @@
 """compute-sanitizer reports no error in any kernel and dtype on ragged shapes.
 
-Tests marked gpu run one of the tools on one kernel per family; the others are marked slow.
+Tests marked gpu run one of the tools on one kernel per family; all other tests are marked slow.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Results of a row, head or batch element do not depend on the magnitude of others."""
+"""Results of a row, head or batch element do not depend on the magnitude of the other inputs."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ ARRAYS = ("bias", "alibi_slopes", "sink", "table", "pair")
 
 
 def arrays_of(dtype):
-    """Returns dout, q, k, v and captured arrays with values of their own for each head."""
+    """Returns dout, q, k, v and captured arrays, whose values differ between heads."""
     sums = dtype_named(dtype).sums.name
     heads, pairs = (BATCH, HEADS), (BATCH, HEADS, M, N)
     arrays = drawn(*((*heads, n, D) for n in (M, M, N, N)), dtype=dtype)

@@ -68,7 +68,6 @@ class PackedSequences:
         return out[third], lse[:, third]
 
     def sequences(self, arrays, out, lse):
-        """Yields q, k, v, out and lse of each sequence."""
         (q, k, v), (rows, keys) = arrays, self.lengths
         for i in range(len(self.rows)):
             own, read = slice(*rows[i : i + 2]), slice(*keys[i : i + 2])
@@ -183,7 +182,7 @@ def test_every_sequence_has_its_own_result(backend, form, kernel, how):
 
 @pytest.mark.parametrize("form, kernel", each(quick=FEW))
 def test_lengths_of_queries_or_of_keys_alone(backend, form, kernel):
-    """Padded arrays get lengths of queries or keys alone, packed arrays the argument `used`."""
+    """Tests padded arrays with lengths of only queries or keys, and packed arrays with `used`."""
     for given in form.partly:
         given_arrays = form.drawn(usual_dtype(kernel))
         forward(form, kernel, backend, given_arrays, given, check=True, causal=True)

@@ -192,7 +192,7 @@ def test_rounds_of_heads_and_keys(backend, sizes):
 
 
 def test_masked_values_do_not_matter_to_gradients(backend):
-    """Keys, values and gradients contain NaN and infinity; some rows see no key, by mask or lse."""
+    """Inputs contain NaN and infinity; some rows see no key, because of the mask or of lse."""
     plan = planned(BACKWARD, backend, {**CAUSAL, "heads": 1, "M": 60, "N": 50}, "float16", **TILE)
     inputs = inputs_of(plan)
     for array in ("Q", "dO"):

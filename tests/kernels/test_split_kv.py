@@ -15,8 +15,8 @@ from cupyfa.runtime.simulator import Simulator
 SPLIT = FORWARD["mma_split_kv"]
 H100 = limits_of("90")
 SMALL = {"Br": 16, "Bc": 16, "Wr": 16, "stages": 3}
-# With many blocks_per_sm, some of these have more splits than visible tiles of keys; with
-# blocks_per_sm = 1, all have a single split.
+# With many blocks_per_sm, some of these problems have more splits than visible tiles of keys; with
+# blocks_per_sm = 1, all problems have a single split.
 SIZES = (
     {"heads": 16, "M": 1, "N": 70, "d": 24},
     {"heads": 32, "kv_heads": 8, "M": 1, "N": 130, "d": 64},

@@ -220,7 +220,7 @@ def test_matrices_of_floats_are_operands_of_tf32(run_code):
 
 @pytest.mark.parametrize("chunks", [4, 8, 12, 16, 20, 28, 64])
 def test_chunks_that_are_read_together_lie_in_different_banks(chunks):
-    """Covers two access patterns: a chunk of eight rows (ldmatrix), and two of every second row."""
+    """Tests reading one chunk of each of eight rows (ldmatrix), and two of every second row."""
     places = np.zeros((16, chunks), np.int32)
     body = code("chunks_that_are_read_together_lie_in_different_banks", chunks=chunks)
     host = "using operand = float;\nusing real = float;\nconstexpr bool packed = false;\n"
@@ -370,7 +370,7 @@ def test_fragments_are_read_without_bank_conflicts(columns):
 
 
 def test_the_exponential_of_doubles(run_code):
-    """Results from 2**-1021 on are exact to an ulp, smaller ones are 0, and NaN gives NaN."""
+    """Results from 2**-1021 on are exact to an ulp, smaller results are 0, and NaN yields NaN."""
     x = np.concatenate([-np.geomspace(1e-18, 1020, 4000), np.arange(-1021.0, 4), [0.5, -0.5]])
     special = [-1021.6, -1100.0, -1.7e308, -np.inf, np.nan]
     x, got = np.append(x, special), np.zeros(len(x) + len(special))

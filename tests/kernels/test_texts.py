@@ -85,7 +85,7 @@ def test_a_repeated_bias_stays_repeated_in_its_copy():
     p = Problem.of_sizes(heads=2, M=5, N=7, d=8, dtype="float16", bias="f16[1hmn]")
     plan = planning.plan(LADDER["forward"]["wgmma"], p, backend_named("simulator").limits)
     given = np.arange(7, dtype=np.float16)
-    bias = np.broadcast_to(given, (1, 2, 5, 7))  # its rows would begin at odd elements
+    bias = np.broadcast_to(given, (1, 2, 5, 7))  # rows of a full copy would be misaligned
     aligned = np.broadcast_to(np.zeros((5, 8), np.float16)[:, :7], bias.shape)
     for array, is_copied in ((bias, False), (aligned, False), (bias[..., ::-1], True)):
         read = readable_inputs(plan, {"mods.bias": array})["mods.bias"]

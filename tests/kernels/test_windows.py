@@ -44,7 +44,6 @@ def dense_mask(p):
 
 
 def dense(inputs, p):
-    """Computes attention from all scores in float64."""
     q, k, v = (inputs[x].astype(np.float64) for x in "QKV")
     k, v = (np.repeat(x, p.group, axis=1) for x in (k, v))
     weights = np.where(dense_mask(p), np.exp(p.scale * q @ k.mT), 0)

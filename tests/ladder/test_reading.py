@@ -96,7 +96,7 @@ FAMILIES = {
     "mma_f64_columns": "the first gradients with products of doubles, whose scores warps share",
     "mma_slices_backward": "gradients of any head dimension, in three launches through memory",
 }
-# Kernel families above these limits: their number of lines, which may only decrease, and why.
+# Kernel families above these limits: number of lines, which may only decrease, and the reason.
 LONGER = {
     "forward/*_fp16x2": (1874, "products of parts, loaded ahead; sections of keys; small values"),
     "forward/mma_split_kv": (
@@ -116,7 +116,7 @@ def path_of(name):
 
 
 def headers(name):
-    """Maps the path of each header that a .cu file includes, also indirectly, to its text."""
+    """Maps paths of headers to their texts, for all direct and indirect includes of a .cu file."""
     reached = includes.reached(path_of(name).read_text(), [INCLUDE, KERNELS])
     return {path: content.decode() for path, content in reached.items()}
 

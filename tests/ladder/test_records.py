@@ -96,7 +96,6 @@ def own(value):
 
 
 def declared(value, tmp_path):
-    """Returns the source line that declares a constant."""
     (tmp_path / "own.cu").write_text('extern "C" __global__ void own() { factor; }')
     kernel = replace(own(value), folder=tmp_path)
     (launch,) = planning.plan(kernel, Problem.of_sizes(M=1, d=1), H100).launches

@@ -24,7 +24,7 @@ def record(folder, *args, **changes):
 
 
 def bare(folder, helper=HELPER):
-    """Writes a kernel that takes bare pointers, and its header; returns the record."""
+    """Writes a kernel with bare pointers as parameters, and its header; returns the record."""
     (folder / "helper.cuh").write_text(helper)
     kernel = record(folder, BARE, py=BARE_ARGS)
     return cupyfa.Kernel(**{**vars(kernel), "features": ()})

@@ -166,7 +166,8 @@ def test_a_derivative_that_is_left_out_is_rejected():
     assert min(ratios["dQ"], ratios["dK"]) > 1 > ratios["dV"]
 
 
-# Maps each fault to the correct expression's name, a faulty one, and the results that reveal it.
+# Maps each fault to the correct expression's name, the faulty expression, and the results that
+# reveal the fault.
 FAULTS = {
     "cap off by 1e-3": ("softcap", "cap * tanh(score / (cap * 1.001))", "O lse dQ dK dV"),
     "no cap": ("softcap", "score", "O lse dQ dK dV"),
@@ -253,7 +254,7 @@ def test_operations_take_sinks_and_gradients_of_lse_also_in_excerpts():
 
 @pytest.mark.parametrize("text", ["where(key == 3, 1e30, score) * 1e30", "score - 1e30 * 1e30"])
 def test_scores_beyond_float32_leave_their_row_without_bounds(text):
-    """Only scores with a weight matter: -1e60 hides a key, unless all keys have this score."""
+    """Only keys with nonzero weights matter: -1e60 hides a key, unless all keys have this score."""
     kernel = Kernel(text, 4)
     assert all(np.isposinf(x.bound).all() for x in kernel.expected().values())
     kernel = Kernel("where(key < 3, score - 1e30 * 1e30, score)", 4)

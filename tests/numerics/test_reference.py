@@ -177,7 +177,7 @@ def test_tf32_is_the_nearest_number_with_so_many_bits():
     x = np.concatenate([bits, ties, ties - 1, ties + 1, edges, edges | 2**31]).view(np.float32)
     x = x[~np.isnan(x)]
     mantissa, exponent = np.frexp(x.astype(np.float64))
-    digits = np.where(np.abs(x) < 2.0**-126, exponent + 136, 11)  # subnormal numbers have fewer
+    digits = np.where(np.abs(x) < 2.0**-126, exponent + 136, 11)  # fewer if subnormal
     whole = np.ldexp(np.abs(mantissa), digits)
     expected = np.copysign(np.ldexp(np.floor(whole + 0.5), exponent - digits), x)
     expected[np.abs(expected) >= 2.0**128] *= np.inf
@@ -277,7 +277,7 @@ def test_the_largest_scores_are_those_of_visible_keys():
     rng = np.random.default_rng(4)
     q, k, v = (rng.standard_normal((2, 3, rows, 8)) for rows in (9, 7, 7))
     scores = 0.5 * q @ k.mT
-    k[0, 0, 6, 0] = np.nan  # only row 8 sees it
+    k[0, 0, 6, 0] = np.nan  # only row 8 sees this key
     scores[~np.broadcast_to(np.arange(7) <= np.arange(9)[:, None] - 2, scores.shape)] = -np.inf
     wanted = scores.max(-1)
     wanted[0, 0, 8] = np.nan

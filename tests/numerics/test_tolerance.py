@@ -73,7 +73,7 @@ class Case:
 
 
 def case(dtype, distribution, M, N, d, dv=None, *, heads=2, kv_heads=1, causal_offset=None, seed=0):
-    """Draws random inputs; in "peaky" ones, scores are large, so few keys get all the weight."""
+    """Draws random inputs; "peaky" inputs have large scores, so few keys carry all the weight."""
     rng = np.random.default_rng([seed, M, N, d])
     draw = rng.random if distribution == "uniform" else rng.standard_normal
     q, k, v = (draw((1, *s)) for s in ((heads, M, d), (kv_heads, N, d), (kv_heads, N, dv or d)))

@@ -197,7 +197,7 @@ def test_the_entry_point_bears_its_files_name():
         assert entries == [launch.entry] == [path.stem]
 
 
-# Instructions with up to 128 register operands, which only macros can write.
+# Headers of instructions with up to 128 register operands, which are written by macros.
 WITH_MACROS = ("wgmma.cuh", "wgmma_columns.cuh", "wgmma_rows.cuh")
 
 

@@ -21,7 +21,7 @@ from cupyfa.ladder import LADDER
 TREE = Path(__file__).resolve().parents[2]
 VERSION = cupyfa.__version__
 RUN = ["run", "fa2", "-M", "9", "-N", "9", "-d", "8", "--seed", "1", "--backend", "simulator"]
-# Build requirements; pip downloads them where they are missing.
+# Build requirements; pip downloads them if they are not installed.
 BACKEND = ("editables", "hatch_fancy_pypi_readme", "hatchling")
 HAS_BACKEND = all(importlib.util.find_spec(name) for name in BACKEND)
 
@@ -174,7 +174,7 @@ def libraries():
 def environment(tmp_path):
     """Returns a function that makes a virtual environment and installs packages into it.
 
-    Programs in the new environment can also import the libraries of this one.
+    Programs in the new environment can also import the libraries of the current environment.
     """
 
     def make(*arguments):

@@ -57,7 +57,6 @@ def measured():
 
 
 def used():
-    """Returns a backend with cached calls."""
     engine = cupyfa.Simulator(schedule=3, workers=2)
     for _ in range(3):
         cupyfa.attention(Q, K, V, kernel="fa2", backend=engine)

@@ -119,7 +119,7 @@ def environment(tmp_path_factory):
         (programs / name).chmod(0o755)
     return {
         **os.environ,
-        # Processes of pytest-xdist share what one of them has compiled and measured.
+        # Processes of pytest-xdist share compiled kernels and measurements.
         "CUPYFA_CACHE_DIR": str(tmp_path_factory.getbasetemp().parent / "cache-of-pages"),
         "CUPYFA_COMPILER_FLAGS": "",  # flags affect which race is found first
         "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",

@@ -60,7 +60,6 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def site(folder):
-    """Maps paths in the site to its pages."""
     return {
         str(file.relative_to(folder)): Page(file.read_text(encoding="utf-8"))
         for file in sorted(folder.rglob("*.html"))
@@ -107,7 +106,7 @@ def anchors(command, path):
 
 @pytest.mark.slow
 def test_every_command_is_described_with_its_options(site):
-    """Each command has a page with its options, except those described on the page of `run`."""
+    """Each command's page lists its options, except options that the page of `run` describes."""
     main = runpy.run_path(str(ROOT / "cli.py"))["main"]
     shared = {
         x.replace("cupyfa-run", "{}") for x in site["reference/commands/run.html"].anchors if x

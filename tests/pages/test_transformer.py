@@ -52,7 +52,6 @@ def test_gradients_are_finite_differences(example, kv_heads, distances):
 
 
 def reference_loss(model, weights, tokens, targets, documents=None):
-    """Computes the loss with dense attention."""
     batch, M = tokens.shape
     seen = np.tril(np.ones((batch, 1, M, M), bool))
     if documents is not None:

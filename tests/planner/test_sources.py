@@ -77,7 +77,7 @@ def test_a_header_that_replaces_another_has_its_functions_and_types():
 
 @pytest.mark.parametrize("given", [{"mask_mod": "key > 2"}, {"score_mod": "score + key"}], ids=str)
 def test_texts_of_scores_and_masks_are_declared_together(given):
-    # A branch that is discarded at compile time may still use either name.
+    # A branch that is discarded at compile time may still use either function.
     made = text(**given)
     assert " score_mod(" in made and " mask_mod(" in made
 
@@ -190,7 +190,7 @@ def test_a_digest_uses_the_include_order_of_the_compiler(tmp_path):
     assert digest("#include <folder.cuh>\n#include <nowhere.cuh>", folders) == nothing
     (folders[1] / "folder.cuh").write_text("found in the next folder")
     assert digest("#include <folder.cuh>", folders) != nothing
-    # With quotes, a file next to the including file comes first.
+    # With quotes, a file next to the including file is found first.
     (folders[1] / "sub" / "a.cuh").write_text('#include "x.cuh"')
     before = digest("#include <sub/a.cuh>", folders)
     (folders[1] / "sub" / "x.cuh").write_text("nearer")
@@ -250,7 +250,7 @@ LONG = " + ".join(f"tanh(score * {i})" for i in range(9))
 
 
 def test_a_long_text_is_a_function_that_kernels_call():
-    """Inlined, hundreds of operations per pair of a tile would take minutes to compile."""
+    """If hundreds of operations were inlined per pair of a tile, compiling would take minutes."""
     for text, how in ((LONG, "__noinline__ Score"), ("tanh(score)", "__forceinline__ Score")):
         p = Problem.of_sizes(M=64, N=64, d=16, score_mod=f"score + {text}")
         assert f"__device__ {how} score_mod(" in cuda_source.header(p)

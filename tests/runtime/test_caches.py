@@ -228,7 +228,7 @@ def test_the_least_recently_used_kernels_are_removed(tmp_path, monkeypatch):
     cache_folder.trim(tmp_path)
     assert names(tmp_path) == {"b", "e", "mine.so"}
     monkeypatch.setenv("CUPYFA_CACHE_MB", "0")
-    # Files of the last hour stay: another process may be about to load them.
+    # Files used within the last hour remain, since another process may be about to load them.
     cache_folder.trim(tmp_path)
     assert names(tmp_path) == {"b", "e", "mine.so"}
 

@@ -53,7 +53,7 @@ def far():
 
 @pytest.fixture(autouse=True)
 def small():
-    """Shrinks chunks and pieces so that even small arrays are divided into several."""
+    """Shrinks chunks and pieces so that even small arrays consist of several pieces."""
     before = transfer.configure()
     transfer.configure(threads=2, chunk_bytes=4096, buffers=4, piece_bytes=20_000, pieces=2)
     with pytest.MonkeyPatch.context() as patch:
@@ -328,7 +328,7 @@ def test_shares_have_equal_work(what):
     flops = [sum(plan.operation.flops(x.problem(plan.problem)) for x in y) for y in made]
     assert len(made) == count and max(flops) * count <= 1.05 * sum(flops)
     cuts = sum(share[0].rows.start > 0 for share in made)
-    assert cuts < count  # number of heads divided between two devices, which both get the keys
+    assert cuts < count  # heads that are divided between two devices, both of which read the keys
 
 
 def test_shares_begin_and_end_with_a_small_piece_where_kernels_take_longest():
@@ -354,7 +354,7 @@ def test_a_small_first_piece_has_the_bits_of_the_whole(far, monkeypatch):
 
 
 def test_shares_of_sequences_have_equal_work():
-    """Pieces have equal bytes, but those with longer sequences need more computation."""
+    """Pieces have equal bytes, but pieces with longer sequences need more computation."""
     lengths = [80_000, *[500] * 400, 40_000, 300, *[18_000] * 8]
     starts = [np.cumsum([0, *lengths]).astype(np.int32)] * 2
     plan, plan_of = planned("wgmma_persistent", lengths=lengths, heads=8, kv_heads=2)
@@ -408,6 +408,6 @@ def test_every_thread_that_compiles_works_on_the_device():
     with device.working_on(None):  # all callers of compile_kernels do this
         launcher.compile_kernels(device, plan)
     threads = {thread for thread, _ in device.prepared}
-    # A worker that finishes early takes a second kernel, so the number of threads varies.
+    # A worker that finishes early compiles a second kernel, so the number of threads varies.
     assert len(device.prepared) == len(plan.programs) > 1
     assert threads - {threading.get_ident()} and all(works for _, works in device.prepared)

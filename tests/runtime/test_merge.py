@@ -300,7 +300,7 @@ def test_other_libraries_arrays(backend):
 
 
 def test_the_bounds_find_small_faults():
-    """One weight, one lse or one gradient is off by about a hundred roundings."""
+    """One weight, one lse or one gradient is off by about a hundred rounding errors."""
     parts = drawn(3)
     outs, lses = map(np.stack, zip(*parts))
     right = merge_bounds.expected_merge(outs, lses, dtype="float32")

@@ -11,7 +11,6 @@ pytestmark = pytest.mark.gpu
 
 
 def drawn(count, *shape, dtype=np.float16, seed=0):
-    """Returns random parts in GPU memory."""
     import cupy
 
     rng = np.random.default_rng(seed)
@@ -64,7 +63,7 @@ def test_a_graph_merges_what_parts_contain_when_it_runs(cuda, count, view):
         (_, of_graph), again = cupyfa.merge_vjp(parts)
         gradients = again(dout, of_graph)
         graph = stream.end_capture()
-        # Overwrites free memory of the pool, which must not include the graph's.
+        # Overwrites free memory of the pool, which must not include the graph's memory.
         sizes = [2**x for x in range(8, 20)] * 10
         taken = [cupy.full(size, np.nan, np.float32) for size in sizes]
     for seed in (2, 3):

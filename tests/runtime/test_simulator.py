@@ -208,7 +208,7 @@ RIGHT_ACCESSES = (
 def test_accesses_of_the_same_global_memory():
     A = np.zeros(65, np.int32)
     for body, schedule in product(RIGHT_ACCESSES, (None, 1, 2)):
-        # One block at a time: with two, two threads could draw a remainder of 63 and race.
+        # workers=1: threads of two concurrent blocks could draw the same remainder and race.
         grid = (4 if body.startswith("if (atomicAdd") else 1, 1, 1)
         head = "#include <ptx/named_barrier.cuh>"
         launch(body, A, threads=64, grid=grid, workers=1, schedule=schedule, head=head)
@@ -453,7 +453,8 @@ DECLARATIONS = [
     "__shared__ extern volatile float x[];",
     "extern __shared__ __attribute__((aligned(32))) scalar x[];",
 ]
-# Maps each scope to the source text around the declaration ({}); function bodies contain their own.
+# Maps each scope to the source text around the declaration ({}); in the scope "function" the
+# declaration is in the body.
 SCOPES = {
     "function": "",
     "file": "{} struct After {{ }};",

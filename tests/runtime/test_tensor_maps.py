@@ -400,7 +400,6 @@ def test_a_call_takes_arrays_of_any_alignment(kernel, backend, sizes, check):
 
 
 def on_device(arrays):
-    """Copies the arrays to a GPU, with the same strides."""
     return {name: timing._placed(backend_named("cuda"), array) for name, array in arrays.items()}
 
 

@@ -34,7 +34,7 @@ def far():
 
 @pytest.fixture(autouse=True)
 def small():
-    """Shrinks chunks and pieces so that even small arrays are divided into several."""
+    """Shrinks chunks and pieces so that even small arrays consist of several pieces."""
     before = transfer.configure()
     transfer.configure(threads=3, chunk_bytes=4096, buffers=4, piece_bytes=20_000, pieces=3)
     with pytest.MonkeyPatch.context() as patch:
@@ -228,7 +228,6 @@ def counts(monkeypatch):
 
 
 def sent_to(far):
-    """Returns the number of bytes copied to the device."""
     there = [(x.ctypes.data, x.ctypes.data + x.nbytes) for x in far.kept]
     return sum(size for to, _, size in far.copied if any(a <= to < b for a, b in there))
 
@@ -481,7 +480,7 @@ def test_progress_is_reported_for_each_piece(far):
 @pytest.mark.parametrize(
     "dtype, kernel, batch, heads, M, taken",
     [
-        ("float32", "wgmma_fp16x2", 4, 16, 8192, 4),  # 2 heads take 33 MiB
+        ("float32", "wgmma_fp16x2", 4, 16, 8192, 4),  # 2 heads occupy 33 MiB
         ("float64", "mma_f64", 4, 16, 2048, 16),
         ("float16", "wgmma_persistent", 64, 16, 512, 16),  # transfers dominate
     ],

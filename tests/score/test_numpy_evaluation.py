@@ -71,7 +71,6 @@ def in_python(text, b, h, i, j, **names):
 
 
 def by_hand(q, k, v, scale, scores=(), masks=(), causal_offset=None, sink=None):
-    """Computes attention in plain loops."""
     out, lse = np.zeros((B, H, M, DV)), np.full((B, H, M), -INF)
     for b, h, i in np.ndindex(B, H, M):
         weights = {}
@@ -249,7 +248,7 @@ def test_an_index_out_of_range_and_a_divisor_of_0_name_the_pair():
         )
     with pytest.raises(ValueError, match="divides by 0 at batch 0, head 0, query 0, key 3; make"):
         reference.attention(q, k, v, scale=1.0, mods=of_texts("score + query % (key - 3)"))
-    # A pair hidden by the mask is not read.
+    # The array is not read for pairs that the mask hides.
     mods = of_texts("score + table[head, key + 5]", "key < 11", table=table)
     reference.attention(q, k, v, scale=1.0, mods=mods)
 

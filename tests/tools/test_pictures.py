@@ -1,4 +1,4 @@
-"""The pictures of the course: files are what the program draws, and show what kernels do."""
+"""The pictures of the course: files match the drawing program, and drawings match kernels."""
 
 import re
 import sys
@@ -98,7 +98,7 @@ def test_each_kind_of_pipeline_is_faster_and_its_products_do_not_overlap():
 
 
 def begins(steps, kind, warpgroup=0):
-    """Returns when a warpgroup begins each of its steps of a kind; the copies are lane 0."""
+    """Returns the times at which a warpgroup begins its steps of a kind; copies run in lane 0."""
     lane = 0 if kind == drawings.COPY else 1 + warpgroup
     return sorted(start for at, start, _, found in steps if (at, found) == (lane, kind))
 

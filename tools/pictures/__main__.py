@@ -21,7 +21,6 @@ def files() -> dict[str, str]:
 
 
 def main() -> None:
-    """Writes all files."""
     FOLDER.mkdir(exist_ok=True)
     for name, content in files().items():
         (FOLDER / name).write_text(content, encoding="utf-8")

@@ -1,7 +1,7 @@
 """A canvas that is 400 units wide and is written as an SVG file with a light and a dark theme.
 
-Text stays text: it can be searched, selected and read aloud. A picture of 400 units fits a phone
-with text of 10 pixels; wider pages scale it up.
+Text is stored as text rather than outlines, so that it can be searched, selected and read aloud.
+A picture of 400 units fits a phone with text of 10 pixels; wider pages scale the picture up.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Canvas:
         arrow: bool = False,
         dashed: bool = False,
     ) -> None:
-        """Draws a line through points, optionally with an arrowhead at the last one."""
+        """Draws a line through points, optionally with an arrowhead at the last point."""
         shape = self._add("polyline")
         shape.set("points", " ".join(f"{x:g},{y:g}" for x, y in points))
         shape.set("class", f"line-{colour}")
@@ -160,5 +160,5 @@ class Canvas:
 
 
 def text_width(text: str, size: float) -> float:
-    """Estimates a line's width: a Chinese character is `size` wide, any other 0.58 times that."""
+    """Estimates a line's width: `size` for Chinese characters, 0.58 * `size` for all others."""
     return size * sum(1.0 if ord(letter) > 0x2E7F else 0.58 for letter in text)

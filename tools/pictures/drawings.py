@@ -1,4 +1,4 @@
-"""The pictures of the course. Each function draws one on a canvas and returns its description."""
+"""The pictures of the course. Each function draws a picture and returns its description."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def memory(c: Canvas) -> str:
-    """Draws what crosses the border of the chip, in three kernels and in one."""
+    """Draws the traffic between chip and memory, for three kernels and for one fused kernel."""
     top, chip = 66, 168
     for x, heading in (
         (8, c.say("three kernels", "三个核函数")),
@@ -100,7 +100,6 @@ def state_of(weights: Sequence[int], values: Sequence[int]) -> State:
 
 
 def merged(a: State, b: State) -> State:
-    """Merges the states of two sets of keys."""
     largest = max(a[0], b[0])
     f, g = Fraction(a[0], largest), Fraction(b[0], largest)
     return largest, f * a[1] + g * b[1], f * a[2] + g * b[2]
@@ -208,7 +207,6 @@ def loop_orders(c: Canvas) -> str:
 
 
 def _constants(name: str) -> dict[str, int]:
-    """Returns the tile sizes of a rung at d = 64."""
     dtype = "float16" if name.startswith("mma") else "float32"
     plan = cupyfa.plan(kernel=name, backend="simulator", M=2048, d=64, heads=16, dtype=dtype)
     return dict(plan.constants)
@@ -490,12 +488,12 @@ def _computed(at: float, lanes: Sequence[int]) -> list[Step]:
     ]
 
 
-# What two warpgroups do in turns: when warpgroup 0 begins something, how much later warpgroup 1
-# does, and its kind; each takes 2 units. S of the next tile of keys is issued before P V of this
-# one, and its softmax overlaps with that P V. No two products overlap.
+# Steps of two alternating warpgroups: start in warpgroup 0, delay of warpgroup 1, and kind. Each
+# step takes 2 units. S of the next key tile is issued before P V of the current tile, so that the
+# next tile's softmax overlaps with this P V. No two products overlap.
 BEGINNING = ((2, 2, SCORES), (4, 2, SOFTMAX), (6, 4, SCORES), (8, 4, OUTPUT), (8, 4, SOFTMAX))
 TURNS = (*BEGINNING, (14, 2, OUTPUT), (16, 2, FINISH))
-# The same for two tiles of Q, of which the second begins before O of the first is written.
+# The steps for two tiles of Q; the second tile begins before O of the first tile is written.
 PERSISTENT_TURNS = (
     *BEGINNING,
     (14, 4, OUTPUT),
@@ -512,7 +510,7 @@ PERSISTENT_COPIES = (0, 2, 8, 14)  # three buffers: the last copy waits until th
 
 
 def _in_turns(turns: Sequence[tuple[float, float, str]], start: float = 0) -> list[Step]:
-    """Returns what both warpgroups do."""
+    """Returns the steps of both warpgroups; each step takes 2 units of time."""
     return [
         (1 + warpgroup, start + at + later * warpgroup, 2, kind)
         for at, later, kind in turns
@@ -521,7 +519,10 @@ def _in_turns(turns: Sequence[tuple[float, float, str]], start: float = 0) -> li
 
 
 def ping_pong() -> list[Step]:
-    """Warpgroups take turns on the tensor cores; the next block begins when one has ended."""
+    """Returns a schedule in which two warpgroups alternate on the tensor cores.
+
+    Each block begins when the previous block has ended.
+    """
     steps: list[Step] = []
     at = 0.0
     for _ in range(ROW_TILES):
@@ -532,18 +533,17 @@ def ping_pong() -> list[Step]:
 
 
 def persistent() -> list[Step]:
-    """A block computes both tiles of Q, and the second begins before the first has ended."""
+    """Returns a schedule in which a block begins its second tile of Q before the first one ends."""
     steps: list[Step] = [(0, at, 2, COPY) for at in PERSISTENT_COPIES]
     return steps + _in_turns(PERSISTENT_TURNS)
 
 
 def ending(steps: Sequence[Step]) -> float:
-    """Returns the time at which the last step ends."""
     return max(start + length for _, start, length, _ in steps)
 
 
 def pipeline(c: Canvas) -> str:
-    """Draws idealised timelines of two tiles of Q in five kinds of kernels, to one scale."""
+    """Draws idealised timelines of two tiles of Q in five kinds of kernels, at the same scale."""
     lanes = (c.say("copies", "复制"), c.say("warps", "各 warp"))
     groups = (c.say("producer", "生产者"), "warpgroup 0", "warpgroup 1")
     kinds = (
@@ -592,7 +592,7 @@ def pipeline(c: Canvas) -> str:
     )
 
 
-LATE = (0, 0, 0, 8)  # start time of each block; the last one waits for a busy SM
+LATE = (0, 0, 0, 8)  # start time of each block; the last block waits for a busy SM
 
 
 def in_order(work: Sequence[int], blocks: int) -> list[list[int]]:
@@ -765,7 +765,7 @@ def course(c: Canvas) -> str:
     speeds = measured_speeds()
     title = c.say("TFLOP/s of the steps, H200, float16", "各步的 TFLOP/s，H200，float16")
     c.text(8, 18, title, anchor="start", bold=True)
-    left, unit, lowest = 130, 52, 0.01  # logarithmic axis: `unit` per factor of ten
+    left, unit, lowest = 130, 52, 0.01  # logarithmic axis; a factor of ten spans `unit`
     decades = [(left + unit * number, lowest * 10**number) for number in range(5)]
     for x, speed in decades:
         c.text(x, 36, f"{speed:g}", size=10)

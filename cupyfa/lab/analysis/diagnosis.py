@@ -56,7 +56,7 @@ class Finding(ShownRow):
 
 @dataclass(frozen=True)
 class Probe:
-    """The functions that examine a component, and the backends that need it."""
+    """How to examine a component, and the backends that cannot work without the component."""
 
     thing: str
     look: Callable[..., Finding | list[Finding]]
@@ -168,7 +168,9 @@ def _cupy() -> Finding:
     if not wheels:
         return Finding("CuPy", MISSING, "not installed")
     if len(wheels) > 1:
-        return Finding("CuPy", FAULT, f"several are installed; keep one: {', '.join(wheels)}")
+        return Finding(
+            "CuPy", FAULT, f"several wheels are installed; keep one of {', '.join(wheels)}"
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module(_CUDA)
@@ -176,7 +178,7 @@ def _cupy() -> Finding:
 
 
 def _driver(answer: Mapping[str, int] | None, error: str | None) -> Finding:
-    """Reports the driver. ``answer`` maps driver and CuPy to CUDA versions; 12090 is 12.9."""
+    """Reports the driver. ``answer`` maps driver and CuPy to CUDA versions; 12090 means 12.9."""
     if answer is None:
         return Finding("driver", FAULT, gist(error or ""))
     version = environment.kernel_driver()

@@ -143,7 +143,7 @@ def plans(
             found.setdefault((id(record), dtype, record.target or arch), (able, arch))
         except Unsupported as error:
             dtype_fits = isinstance(kernel, str) or kernel.takes(dtype)
-            # An unsupported dtype is reported only if there is no other reason.
+            # The reason for a supported dtype is more useful than that of an unsupported dtype.
             if isinstance(refused, ValueError) or dtype_fits:
                 refused = error
     if not found:
@@ -159,7 +159,7 @@ def problem_to_compile(
     options: AttentionOptions | None,
     arrays: Mapping[str, Any] | None = None,
 ) -> Problem:
-    """Returns the problem to compile for. Its heads, queries and keys only affect tile sizes.
+    """Returns the problem to compile for; its numbers of heads, queries and keys affect only tiles.
 
     arrays: forms of optional arrays, in the notation of ``shape_language``.
     """
@@ -191,7 +191,7 @@ def sass(compiled: Compiled) -> str:
     if done.returncode:
         said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
         raise Unsupported(
-            f"{tool} cannot read sm_{compiled.arch} ({said}); install a newer version"
+            f"{tool} cannot read sm_{compiled.arch} ({said}); install a newer CUDA toolkit"
         )
     return done.stdout
 

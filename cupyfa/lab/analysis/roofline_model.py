@@ -60,7 +60,7 @@ class Roof(ShownRow):
     precision: the dtype of the matrix products' operands.
     parts: the dtype of the hi and lo halves of split operands; None if operands are not split.
     measured: a benchmark's measurement of the computation, if any.
-    note: why a kernel does not support the problem, in which case there are no figures.
+    note: the reason if a kernel does not support the problem; tables then print no figures.
     """
 
     computation: str
@@ -170,7 +170,7 @@ def roofline(
     is "naive", "tiled" and every rung that supports the problem.
     ``device`` is a name from ``peaks.DEVICES``, a Device, or "this": this machine's GPU with the
     measured rates of large products and copies. "auto" is "this" if there is a GPU, else "h100".
-    ``sizes`` are the sizes that ``sweeps.problems`` takes, each a single value or a list.
+    ``sizes`` are the sizes that ``sweeps.problems`` accepts, each a single value or a list.
 
     Raises ValueError for invalid arguments, and Unsupported if ``device`` is "this" but there is no
     GPU, or if none of the named kernels supports any of the problems.
@@ -180,14 +180,16 @@ def roofline(
     operation = _common_operation(records, backward)
     if operation == "softmax":
         names = ", ".join(x.name for x in records)
-        raise ValueError(f"{names} computes softmax; give kernels for attention or its gradients")
+        raise ValueError(
+            f"{names} computes softmax; a roofline requires kernels for attention or its gradients"
+        )
     sweeps.refuse_foreign([operation], sizes)
     problems = sweeps.problems(operation, sizes, *records)
     given = next((p.wrt for p in problems if p.wrt), ())
     if given and operation != "backward" and all(x in (NAIVE, TILED) for x in chosen):
         raise ValueError(
-            f"wrt is {','.join(given)}, but the forward pass computes no gradients; give "
-            "backward=True, or leave wrt out"
+            f"wrt is {','.join(given)}, but the forward pass computes no gradients; pass "
+            "backward=True or omit wrt"
         )
     backend = gpu()
     target, is_here = _device(device, backend)
@@ -215,7 +217,7 @@ def measured_roofs(
     """Returns a Roof for each row of a benchmark, after "naive" and "tiled" for each problem.
 
     ``kernels`` and ``sizes`` select rows, as in ``roofline``. ``device`` defaults to
-    the device that the results name. Kernels of other libraries are assumed to move as many bytes
+    the device named in the results. Kernels of other libraries are assumed to move as many bytes
     as tiled attention.
 
     Raises ValueError if no row is selected, if the simulator measured the times, or if no data
@@ -317,7 +319,7 @@ def _input_sizes(operation: str, p: Problem) -> dict[str, int]:
 
 
 def tiled_bytes(operation: str, p: Problem) -> int:
-    """Counts the bytes moved if inputs are read once and outputs are written once, except lse."""
+    """Counts the bytes moved if each input is read once and each output but lse is written once."""
     outputs = OPERATIONS[operation].outputs_of(p).items()
     written = sum(x.bytes(p) for name, x in outputs if name != "lse")
     return sum(_input_sizes(operation, p).values()) + written
@@ -420,7 +422,7 @@ def _roof(
 
 
 def roofs(rows: Sequence[Roof]) -> str:
-    """Renders a table whose estimates have three digits, and notes below it.
+    """Renders a table with estimates rounded to three digits, followed by notes.
 
     Values that are equal in all rows are printed once, above the table.
     """

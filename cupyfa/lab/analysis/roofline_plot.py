@@ -22,8 +22,8 @@ def draw_roofs(rows: Sequence[Roof], path: str | Path) -> None:
     """Plots TFLOP/s against FLOP per byte, on logarithmic axes, for rows of one device.
 
     Filled markers show measured performance, empty markers attainable performance. A dashed line is
-    the roof of exponentials where it is below the roof of the arithmetic. ``plots.draw`` takes the
-    same file types and raises the same errors.
+    the roof of exponentials where it is below the roof of the arithmetic. File types and errors are
+    the same as in ``plots.draw``.
     """
     path, rows = Path(path), [row for row in rows if row.tflops]
     plots.check(path)

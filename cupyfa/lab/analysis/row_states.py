@@ -21,10 +21,10 @@ def states(
 ) -> Iterator[_State] | None:
     """Returns a row's intermediate results after each tile, in the first head.
 
-    A tile has ``size`` keys from one of ``starts`` on. The results are the state of the online
-    softmax or, for a backward pass, dQ of the row. With ``of_keys`` they are dK and dV of a key
-    after each tile of rows. Returns None for ragged batches, pages, dropout and arrays that modify
-    scores.
+    Each tile begins at one of ``starts`` and contains ``size`` keys. The results are the state of
+    the online softmax or, for a backward pass, the row's dQ. With ``of_keys`` they are a key's dK
+    and dV after each tile of rows. Returns None for ragged batches, pages, dropout and arrays that
+    modify scores.
     """
     p = case.problem
     if p.is_ragged or p.pages or p.options.dropout:

@@ -31,7 +31,7 @@ _ACTIONS = {
     Kind.MARKED: "mark",
     Kind.COPIES_BEGUN: "copy",
 }
-# Maps operations and actions to the arrays that the action reads and those that it writes.
+# Maps operations and actions to the arrays that the action reads, and the arrays that it writes.
 _ARRAYS = {
     "softmax": {"softmax": ("S", ""), "epilogue": ("S", "P")},
     "forward": {
@@ -49,7 +49,7 @@ _ARRAYS = {
         "epilogue": ("", "dQ dK dV"),
     },
 }
-_RESULTS = {"columns": "dK dV", "rows": "dQ", "scores": "P dS"}  # outputs by part of entry name
+_RESULTS = {"columns": "dK dV", "rows": "dQ", "scores": "P dS"}  # part of an entry name: outputs
 
 
 class _Work(NamedTuple):
@@ -65,7 +65,7 @@ class _Work(NamedTuple):
 
 @dataclass
 class _Step:
-    """Work that several warps do together, and the time at which each of these warps begins."""
+    """A piece of work that several warps perform together, with the start time of each warp."""
 
     work: _Work
     times: dict[int, float]
@@ -74,12 +74,13 @@ class _Step:
 def save(timeline: Timeline, case: Case, path: Path) -> None:
     """Writes the page of a block to a file atomically.
 
-    Raises ValueError unless the timeline records one block in the simulator, and if there are more
-    than _MOST_STEPS steps.
+    Raises ValueError if the timeline does not record a single block in the simulator, or if the
+    block runs more than _MOST_STEPS steps.
     """
     if not (timeline.in_steps and timeline.is_detailed):
         raise ValueError(
-            "a page plays one block of the simulator; give --backend simulator and a --block"
+            "a page shows a single block in the simulator; use --backend simulator and choose a "
+            "block with --block"
         )
     data = json.dumps(_data(timeline, case), separators=(",", ":"), allow_nan=False)
     escaped = data.replace("<", "\\u003c")  # so that data cannot end the script
@@ -99,8 +100,8 @@ def _data(timeline: Timeline, case: Case) -> dict[str, Any]:
     steps = _steps(timeline, operation, visits, (height, width))
     if len(steps) > _MOST_STEPS:
         raise ValueError(
-            f"the block has {len(steps):,} steps, and a page plays at most {_MOST_STEPS:,}; give "
-            "smaller sizes, such as -M 64 -N 64"
+            f"the block runs {len(steps):,} steps, but a page shows at most {_MOST_STEPS:,}; "
+            "choose smaller sizes, such as -M 64 -N 64"
         )
     visible = p.visible()
     phases = list(dict.fromkeys(x.name for x in timeline.phases))
@@ -182,7 +183,7 @@ def _work(
     visits: Sequence[Visit],
     size: tuple[int, int],
 ) -> Iterator[tuple[Span, _Work]]:
-    """Yields each phase of a warp and its work, derived from its position in the tile's phases."""
+    """Yields a warp's phases, each with the work that its position within the tile implies."""
     times = [x.time for x in visits]
     by_visit = {
         number: list(own)
@@ -262,7 +263,7 @@ def _loaded(timeline: Timeline, load: Span, of_tile: Sequence[Span], has_queries
 def _copied(
     timeline: Timeline, group: Span, height: int, width: int
 ) -> tuple[str, str, int | None, int | None]:
-    """Returns the arrays that a cp.async group reads, "" (it writes none), and its row and key."""
+    """Returns the arrays that a cp.async group reads and writes (""), and its first row and key."""
     groups = [x.start for x in timeline.copies if (x.warp, x.name) == (group.warp, group.name)]
     before = max((x for x in groups if x < group.start), default=-1)
     found: dict[str, int] = {}
@@ -270,7 +271,7 @@ def _copied(
         if copy.warp == group.warp and before < copy.time <= group.start:
             for name, array in timeline.arrays.items():
                 if (row := array.row_at(copy.address)) is not None:
-                    found.setdefault(name.partition("_")[0], row)  # Q for Q_high and Q_low
+                    found.setdefault(name.partition("_")[0], row)  # Q_high and Q_low count as Q
     rows = [row // height * height for name, row in found.items() if name[0] in "Qd"]
     keys = [row // width * width for name, row in found.items() if name[0] in "KV"]
     return " ".join(found), "", next(iter(rows), None), next(iter(keys), None)
@@ -282,7 +283,7 @@ def _rows(
     """Yields steps for JSON: action, row, key, active warps, and phases of all warps.
 
     Active warps and phases are lists of runs of adjacent warps, each with its first and last warp.
-    The phases are 0 if they equal those of the previous step.
+    The phases are replaced by 0 if they equal the previous step's phases.
     """
     numbers, codes = ({x: i for i, x in enumerate(names)} for names in (phases, actions))
     columns = [_phases_of_warp(timeline, steps, warp) for warp in range(timeline.warps)]
@@ -299,7 +300,7 @@ def _rows(
 def _phases_of_warp(timeline: Timeline, steps: Sequence[_Step], warp: int) -> Iterator[str | None]:
     """Yields a warp's phase at each step, or None after the warp's end.
 
-    At steps in which the warp does not take part, the phase is its current wait, if there is one.
+    At a step that other warps perform, the phase is the warp's current wait, if there is one.
     """
     phases = [x for x in timeline.phases if x.warp == warp]
     starts = [x.start for x in phases]
@@ -323,7 +324,7 @@ def _phases_of_warp(timeline: Timeline, steps: Sequence[_Step], warp: int) -> It
 
 
 def _times(steps: Sequence[_Step]) -> list[float]:
-    """Returns, for each step, when it and all earlier steps have begun in all their warps."""
+    """Returns, for each step, the time by which its warps have begun this and all earlier steps."""
     return list(accumulate((max(x.times.values()) for x in steps), max))
 
 
@@ -365,8 +366,8 @@ def _state(
     if not found:
         return None
     first_row, first_key = next(iter(found))
-    # With a causal mask this row sees the most keys of all rows in its tile; the key is the one
-    # that the most rows see.
+    # With a causal mask, the last row of a tile sees more keys than the tile's other rows, and the
+    # first key is visible to more rows than the tile's other keys.
     index = first_key if of_keys else min(first_row + height, case.problem.M) - 1
     of_tile = {
         row if of_keys else key: number

@@ -70,12 +70,12 @@ def draw(timeline: Timeline, path: str | Path, window: tuple[float, float] | Non
         raise ValueError(f"there is nothing to plot: no warp of {timeline.entry} recorded anything")
     if window is not None and not window[0] < window[1]:
         raise ValueError(
-            f"the window {window[0]:g}:{window[1]:g} is empty; give the earlier time first"
+            f"the window {window[0]:g}:{window[1]:g} is empty; its start must precede its end"
         )
     if window is not None and not (window[0] < timeline.end and window[1] > 0):
         raise ValueError(
             f"the window {window[0]:g}:{window[1]:g} lies outside the timeline, which runs from 0 "
-            f"to {timeline.end:g} {timeline.unit}; give two times within the timeline"
+            f"to {timeline.end:g} {timeline.unit}; choose a window within the timeline"
         )
     said = [
         *summary.lines(timeline),
@@ -124,7 +124,7 @@ def _is_shown(x: Span | Arrow, window: tuple[float, float]) -> bool:
 
 
 def _mark_break(first: Any, second: Any, unit: str) -> None:
-    """Marks the break between two axes with torn edges and the amount of time left out."""
+    """Marks the break between two axes with torn edges and the length of the omitted time."""
     torn: dict[str, Any] = {"marker": [(-0.5, -1), (0.5, 1)], "markersize": 9, "linestyle": "none"}
     torn |= {"color": INK, "markeredgewidth": 1, "clip_on": False, "zorder": 5}
     for axes, at in ((first, 1.0), (second, 0.0)):
@@ -201,7 +201,9 @@ def _short(name: str) -> str:
 
 
 def _bars(axes: Any, bars: Sequence[tuple[Span, float, float, Fill]]) -> None:
-    """Draws each (span, top, height, fill) as a rectangle; for speed, one path per fill.
+    """Draws each (span, top, height, fill) as a rectangle.
+
+    For speed, all rectangles with the same fill form one path.
 
     The limits of the axes must already be set.
     """
@@ -310,7 +312,7 @@ _GRID: tuple[tuple[str, Fill], ...] = (
 
 
 def _grid_figure(timeline: Timeline, window: tuple[float, float] | None) -> Any:
-    """Draws a row for each multiprocessor, with a lane for each block that it runs at a time.
+    """Draws a row for each multiprocessor; blocks that run at the same time get separate lanes.
 
     In the simulator each block has its own row.
     """

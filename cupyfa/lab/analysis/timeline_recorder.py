@@ -160,7 +160,7 @@ class GlobalArray(NamedTuple):
     rows: int
 
     def row_at(self, address: int) -> int | None:
-        """Returns the row at an address / 16, modulo 2^32; None outside the array."""
+        """Returns the row at byte ``16 * address`` (modulo 2^36), or None outside the array."""
         distance = (address - self.start // 16) % 2**32 * 16
         return distance // self.row_bytes % self.rows if distance < self.bytes else None
 
@@ -185,7 +185,7 @@ class Timeline(Shown):
     entry: str
     problem: str
     device: str
-    in_steps: bool  # whether times are simulator steps rather than measured
+    in_steps: bool  # whether times are simulator steps rather than measured times
     grid: int  # number of blocks in the launch
     warps: int  # warps per block
     blocks: tuple[int, ...]  # indices of the recorded blocks
@@ -269,7 +269,7 @@ def record(
     if not entries:
         raise ValueError(
             f"no warp of {chosen.entry} recorded anything, because no code in {chosen.path} was "
-            f"executed; move the body of {chosen.entry} into this file"
+            f"executed; move the body of {chosen.entry} into that file"
         )
     table = backend.download(members) if members is not None else None
     texts = source.texts(chosen)
@@ -361,7 +361,7 @@ def _chosen(plan: Plan, name: str | None) -> PlannedLaunch:
     """Returns the launch with this index or entry point; by default the kernel's main launch."""
     there = _launches(plan)
     if not there:
-        raise ValueError(f"{plan.problem} has no rows, so nothing is launched; give larger sizes")
+        raise ValueError(f"{plan.problem} has no rows, so nothing is launched; choose larger sizes")
     if name is not None:
         for number, one in enumerate(there):
             if name in (one.entry, str(number)):
@@ -370,7 +370,7 @@ def _chosen(plan: Plan, name: str | None) -> PlannedLaunch:
         more = f" and {len(there) - _LISTED} more" if len(there) > _LISTED else ""
         raise ValueError(
             f"{plan.kernel.name} has no launch {name!r}{nearest(name, [x.entry for x in there])}; "
-            f"its launches are {known}{more}; give the number or name of a launch"
+            f"its launches are {known}{more}; choose a launch by number or name"
         )
     usual = plan.kernel.name
     alike = [x for x in there if x.entry == usual] or [
@@ -393,14 +393,14 @@ def _recording(launch: PlannedLaunch, block: int | None, backend: Backend) -> Re
     if block is not None:
         if not 0 <= block < count:
             known = "0" if count == 1 else f"0 to {count - 1}"
-            raise ValueError(f"{launch.entry} has no block {block}; give {known}, or 'all'")
+            raise ValueError(f"{launch.entry} has no block {block}; use {known}, or 'all'")
         return Recording(block, 1, CAPACITY)
     detailed = backend.name != "cuda"
     capacity = _MOST_BYTES // (count * launch.warps * _ENTRY_BYTES) - 1
     capacity = min(capacity, CAPACITY if detailed else _MANY)
     if capacity < _FEWEST:
         raise Unsupported(
-            f"recording all {count} blocks would take more than {_MOST_BYTES >> 20} MiB; give "
+            f"recording all {count} blocks would take more than {_MOST_BYTES >> 20} MiB; choose "
             "smaller sizes, or record a single block with --block"
         )
     return Recording(0, count, capacity, detailed)
@@ -439,7 +439,7 @@ def _entries(
 
 
 def _complete(entries: Sequence[Entry], full: Container[tuple[int, int]]) -> Sequence[Entry]:
-    """Truncates each block that lost entries: all its warps end at the time of its first loss."""
+    """Truncates blocks that lost entries: their warps end at the time of the block's first loss."""
     # PLACED entries hold device time, which cannot be compared with the other entries' cycles.
     by_warp = _by_warp([x for x in entries if x.kind is not Kind.PLACED])
     ends: dict[int, float] = {}
@@ -465,8 +465,8 @@ class _Barriers:
     """Names of barriers. A barrier in shared memory is named after its member of struct Shared.
 
     ``table`` holds four numbers per member in ``names``: its size, its alignment, the size of an
-    element, and an element's number of "full" barriers. A named barrier is named after the constant
-    that the sources ``texts`` pass to barrier_sync or barrier_arrive.
+    element, and the number of "full" barriers per element. A named barrier is named after the
+    constant that the sources ``texts`` pass to barrier_sync or barrier_arrive.
     """
 
     def __init__(
@@ -627,7 +627,7 @@ def _phases(
 
 
 def _in_flight(entries: Sequence[Entry], kind: Kind, wait: Kind, name: str) -> Iterator[Span]:
-    """Yields one warp's groups of async copies or wgmma, each until a wait for it ends."""
+    """Yields a span for each of a warp's async copy or wgmma groups, up to the end of its wait."""
     groups: list[Entry] = []
     begun: Entry | None = None
     pending = 0
@@ -687,9 +687,7 @@ def _copies(
 def _buffers(
     by_warp: Mapping[tuple[int, int], Sequence[Entry]], barriers: _Barriers
 ) -> list[BufferChange]:
-    """Returns when copies into a buffer begin, when a warp finds them complete, and when the last
-    warp has read them.
-    """
+    """Returns when copies into each buffer begin and end, and when the last warp has read it."""
     events = []
     for own in by_warp.values():
         waited = 0
@@ -740,7 +738,7 @@ def _of_all_blocks(
 ) -> Timeline:
     """Builds the timeline of all blocks, in microseconds from the start of the first block.
 
-    The simulator runs blocks one by one; there each block starts at 0 and has its own row.
+    In the simulator, which runs blocks one by one, each block starts at 0 and has its own row.
     """
     if made.in_steps:
         entries = _in_steps(_complete(entries, full))

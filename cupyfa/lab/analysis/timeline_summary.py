@@ -11,7 +11,7 @@ from typing import Any
 from cupyfa.lab.analysis.timeline_recorder import Kind, Span, Timeline
 from cupyfa.numerics.shown import ShownRow
 
-_SHORT = 0.05  # warps active for a smaller fraction of the block's time are idle or only copy
+_SHORT = 0.05  # a warp active for at most this fraction of the block's time does no work
 Interval = tuple[float, float]
 
 
@@ -169,7 +169,7 @@ def _facts_of_all(timeline: Timeline) -> dict[str, float]:
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """Merges intervals into a sorted list of disjoint ones."""
+    """Merges intervals into a sorted list of disjoint intervals."""
     made: list[Interval] = []
     for start, end in sorted(intervals):
         if made and start <= made[-1][1]:

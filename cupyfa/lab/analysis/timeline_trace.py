@@ -77,7 +77,7 @@ def _events(timeline: Timeline, place_of: _Places) -> Iterator[dict[str, Any]]:
     in_flight = [("wgmma", f"wgmma of warp {x.warp}", x) for x in timeline.products]
     in_flight += [("copy", f"copy of {x.name}", x) for x in timeline.copies]
     for number, (kind, name, x) in enumerate(in_flight):  # async events, which may overlap
-        # An id that is local to a process: Perfetto shows the event in that process.
+        # The id is local to a process, so Perfetto shows the event below that process.
         own = {"local": hex(number)}
         common = {"cat": kind, "name": name, "id2": own, **place_of(x)}
         size = {"args": {"bytes": x.bytes}} if x.bytes else {}

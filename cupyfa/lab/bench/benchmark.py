@@ -79,7 +79,7 @@ def bench(
     caches before each launch; ``graph`` replays the launches of a call as a CUDA graph. A kernel
     that, judging by an earlier problem, would take longer than ``patience`` seconds is skipped.
     ``so_far`` is called with all rows after each problem. ``watch`` tracks the running call;
-    problems that it lists as done are skipped.
+    problems that ``watch`` lists as done are skipped.
 
     Returns a row for each kernel, peer and problem; a note explains why a row was not measured.
     Warns about peers that cannot be measured. Raises ValueError or TypeError for invalid arguments,
@@ -91,7 +91,9 @@ def bench(
     named = cache(record_named)  # loading a script again would create another record
     chosen = [x if isinstance(x, Kernel) or x == "auto" else named(x) for x in names]
     if not isinstance(tiles or {}, Mapping):
-        raise TypeError(f'tiles is {described(tiles)}; give tile sizes by name, as {{"Br": 64}}')
+        raise TypeError(
+            f'tiles is {described(tiles)}; pass a dict of tile sizes, for example {{"Br": 64}}'
+        )
     given = {x: y if isinstance(y, Sequence) else [y] for x, y in (tiles or {}).items()}
     by_operation: dict[str, list[str | Kernel]] = defaultdict(list)
     for x in chosen:
@@ -149,7 +151,7 @@ def _check(
 ) -> None:
     """Raises ValueError for unknown names of sizes, tiles and peers."""
     if not kernels:
-        raise ValueError("no kernel was given; give at least one")
+        raise ValueError("kernels is empty; pass at least one kernel")
     peers.check_names(against)
     sweeps.refuse_foreign(operations, sizes, tiles="tiles")
     known = {name for x in kernels if isinstance(x, Kernel) for name in x.choice.names}
@@ -276,7 +278,7 @@ class _Measuring:
         ) == [None]
 
     def note(self, text: str) -> None:
-        """Issues a warning, but only once if several problems cause the same note."""
+        """Issues a warning, but only once if several problems cause the same warning."""
         what = text.replace(str(self.case.problem), "")
         if what not in self.noted:
             self.noted.add(what)
@@ -394,7 +396,7 @@ class _Measuring:
             return
         seconds = (alike[-1].time or 0.0) / 1e3 * row.flops / max(alike[-1].flops, 1)
         if seconds > self.patience:
-            raise Unsupported(f"skipped: a launch would take about {seconds:.2g} s")
+            raise Unsupported(f"skipped: one launch would take about {seconds:.2g} s")
 
     def peers(self, entries: Sequence[_Entry]) -> list[_Entry]:
         """Returns the peers that support the problem; compares the kernels' results with theirs."""

@@ -51,7 +51,7 @@ class Comparison(ShownRow):
 
     @property
     def measurement(self) -> Measurement:
-        """The later of the two measurements, or the only one."""
+        """The later measurement, or the only measurement if the other is missing."""
         found = self.after or self.before
         assert found is not None, "a comparison has at least one side"
         return found

@@ -39,7 +39,7 @@ class Device(Shown):
     clock: GHz at which the tensor-core peak is reached, None if unknown.
     tensor, plain: TFLOP/s of tensor cores and of CUDA cores, by dtype or "tf32".
     bandwidth: memory bandwidth in GB/s.
-    source: publication of the figures.
+    source: publication that lists the figures.
     called: device names reported by CUDA, without "NVIDIA".
     """
 
@@ -154,7 +154,7 @@ def _best(
     call: Callable[[int], timing.Call],
     work: Callable[[int], float],
 ) -> float | None:
-    """Returns a cached rate, or measures increasing sizes and returns the best rate.
+    """Returns a cached rate, or measures problems of increasing size and returns the best rate.
 
     A rate is work per millisecond.
     """

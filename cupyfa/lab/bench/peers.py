@@ -1,7 +1,7 @@
 """Attention of other libraries, for comparison of times and results.
 
-All libraries are optional; Unsupported gives the reason if one cannot be used. Arrays are shared
-through DLPack without copies. Masks have the same meaning as in cupyfa.
+All libraries are optional; if a library cannot be used, Unsupported states the reason. Arrays are
+shared through DLPack without copies. Masks have the same meaning as in cupyfa.
 """
 
 import sys
@@ -38,7 +38,7 @@ OPTIONS_OF_PEERS = ("causal", "scale")
 
 @dataclass(frozen=True)
 class Peer:
-    """Another library's attention or gradients on given arrays, with the first call's ``outputs``.
+    """Another library's attention or gradients on fixed arrays, with the first call's ``outputs``.
 
     ``call`` recomputes the outputs on the backend's stream; gradients exclude the forward pass.
     ``capture`` captures a CUDA graph and returns a function that replays it.
@@ -263,7 +263,9 @@ def _packed(
     longest = [max(x.rows) for x in p.lengths]
     is_top_left = p.causal == "top-left" and p.lengths[0] != p.lengths[1]
     if name == "fa2" and is_top_left:
-        raise Unsupported("this implementation aligns causal masks to the bottom right")
+        raise Unsupported(
+            "this implementation supports only causal masks aligned to the bottom right"
+        )
     if name == "efficient" and p.group > 1:
         raise Unsupported("this implementation requires one key head per query head")
 
@@ -300,7 +302,7 @@ def _flex(
 
 
 def _usual(p: Problem) -> dict[str, Any]:
-    """Returns the arguments that scaled_dot_product_attention and flex_attention share.
+    """Returns the arguments that scaled_dot_product_attention and flex_attention have in common.
 
     ``enable_gqa`` is only passed if needed, since older torch versions lack it.
     """
@@ -314,9 +316,9 @@ def _causal(name: str, p: Problem) -> dict[str, Any]:
     if p.causal_offset == 0:
         return {"is_causal": True}
     if name == "cudnn":
-        raise Unsupported("this implementation aligns causal masks to the top left")
+        raise Unsupported("this implementation supports only causal masks aligned to the top left")
     if p.M > p.N:
-        raise Unsupported("this implementation returns NaN for rows without visible keys")
+        raise Unsupported("this implementation returns NaN for rows that see no keys")
     bias = import_module("torch.nn.attention.bias")
     return {"attn_mask": bias.causal_lower_right(p.M, p.N)}
 

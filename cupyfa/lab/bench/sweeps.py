@@ -17,7 +17,7 @@ from cupyfa.problem.options import OPTIONS, PLAIN
 from cupyfa.problem.problem import PAGE_SIZES, SIZES, Problem, check_page_size
 from cupyfa.problem.wrt import WRT
 
-# Default sizes of benchmarks, tuning and profiles, and smaller ones for the simulator.
+# Default sizes of benchmarks, tuning and profiles, and smaller sizes for the simulator.
 _ATTENTION: dict[str, Any] = {"batch": 4, "heads": 16, "M": 2048, "d": 64, "dtype": "float32"}
 _SOFTMAX: dict[str, Any] = {"M": 16384, "N": 4096, "dtype": "float32"}
 USUAL = {"forward": _ATTENTION, "backward": _ATTENTION, "softmax": _SOFTMAX}
@@ -56,7 +56,7 @@ def parsed(text: str) -> tuple[str, list[Any]]:
     if name in (shape_language.BLOCK_MASK, shape_language.DLSE, shape_language.RETURN_MAX):
         return name, [_truth(name, value.strip()) for value in values.split(",")]
     if name == shape_language.CAPTURED:
-        raise ValueError(f"captured cannot have several values; use --captured {values.strip()}")
+        raise ValueError(f"-p cannot vary captured inputs; use --captured {values.strip()}")
     if name in OWN_ARRAYS:
         return name, [value.strip() for value in values.split(",")]
     if ":" in values:
@@ -72,17 +72,17 @@ def problems(
 ) -> list[Problem]:
     """Returns a problem for each combination of sizes; each size has one value or several.
 
-    Sizes are those of ``Problem.of_sizes``. N defaults to M, dv to d, kv_heads to heads, and the
-    dtype to one that the kernels support. ``tokens`` is batch * M, ``width`` is heads * d. Several
+    Sizes are named as in ``Problem.of_sizes``. N defaults to M, dv to d, kv_heads to heads, and
+    dtype to a dtype that the kernels support. ``tokens`` is batch * M, ``width`` heads * d. Several
     values are passed as a list or a tuple. Several windows, shapes or values of ``wrt`` must be
-    passed as a list, since a single one may be a tuple. ``options`` is an AttentionOptions.
-    Score-modifying arrays are given as forms of ``shape_language``:
+    passed as a list, since a tuple may be a single value. ``options`` is an AttentionOptions.
+    Score-modifying arrays are described by forms of ``shape_language``:
     ``bias="1hmn", captured={"slope": "f32[heads]"}, wrt="bias,slope"``; ``block_mask=True`` turns
     masks into a block mask. ``lengths``, as in ``Problem.of_sizes``, replaces batch, M and N;
-    several values of it must be passed as a list. A softmax has M rows of N elements.
+    several ``lengths`` must be passed as a list. A softmax has M rows of N elements.
 
     ``cache``, "contiguous" or "paged", selects decoding: each sequence has M new tokens (1 by
-    default) and ``lengths`` or N keys, including the new ones; with ``lengths``, N is the capacity.
+    default) and ``lengths`` or N keys, including new keys; with ``lengths``, N is the capacity.
     ``page`` is the number of keys per page (16 by default). Other sizes default to USUAL, or to
     SMALL for the simulator if ``small``.
     """
@@ -96,9 +96,9 @@ def problems(
         if value is not None or (has_options and name in OPTIONS):
             several[name] = value if _is_several(name, value) else [value]
             if not several[name]:
-                raise ValueError(f"{name} is {value}; give at least one value")
+                raise ValueError(f"{name} is {value}; pass at least one value")
     if (count := prod(map(len, several.values()))) > MOST:
-        raise ValueError(f"sizes have {count:,} combinations; give at most {MOST:,}")
+        raise ValueError(f"the sizes form {count:,} combinations; the limit is {MOST:,}")
     combined = (dict(zip(several, values)) for values in product(*several.values()))
     return list(dict.fromkeys(_problem(operation, usual, one) for one in combined))
 
@@ -124,7 +124,7 @@ def refuse_foreign(
     known = _OF_SOFTMAX if set(operations) == {"softmax"} else (*AXES, "options", "tokens", "width")
     unknown = sorted(name for name in sizes if sizes[name] is not None and name not in known)
     if names := ", ".join(unknown):
-        remedy = tile_remedy({name: sizes[name] for name in unknown}, tiles) or "leave it out"
+        remedy = tile_remedy({name: sizes[name] for name in unknown}, tiles) or f"omit {names}"
         raise ValueError(
             f"{' and '.join(operations)} kernels have no size or option {names}; {remedy}. The "
             f"sizes and options are {', '.join(known)}"
@@ -139,17 +139,17 @@ def _problem(operation: str, usual: Mapping[str, Any], given: Mapping[str, Any])
     if cache is not None:
         return _of_cache(operation, sizes, given, cache, page)
     if page is not None:
-        raise ValueError(f"page is {page}, but cache is not given; add cache='paged'")
+        raise ValueError(f"page is {page}, but cache is omitted; use cache='paged'")
     if given.get(shape_language.LENGTHS_OF) is not None:
         if given.get("tokens") is not None:
             raise ValueError(
-                "lengths and tokens are both given; leave out tokens, which lengths determine"
+                "lengths and tokens cannot be combined; omit tokens, which lengths determine"
             )
         sizes = {x: y for x, y in sizes.items() if x in given or x not in ("batch", "M", "N")}
     for whole, count, each in (("tokens", "batch", "M"), ("width", "heads", "d")):
         if (total := sizes.pop(whole, None)) is not None:
             if count in given:
-                raise ValueError(f"{whole} and {count} are both given; leave one of them out")
+                raise ValueError(f"{whole} and {count} cannot be combined; omit {whole} or {count}")
             if not sizes[each] or total % sizes[each]:
                 raise ValueError(f"{whole}={total} is not a multiple of {each}={sizes[each]}")
             sizes[count] = total // sizes[each]
@@ -164,10 +164,11 @@ def _of_cache(
         raise ValueError(f"cache is {described(cache)}; use one of {', '.join(CACHES)}")
     if operation != "forward":
         raise ValueError(
-            f"decoding has no {operation} kernels; give forward kernels, or omit cache"
+            f"cache requires forward kernels, not {operation} kernels; choose forward kernels or "
+            "omit cache"
         )
     if cache == "contiguous" and page is not None:
-        raise ValueError(f"page is {page}, but the cache is contiguous; give cache='paged'")
+        raise ValueError(f"page is {page}, but the cache is contiguous; use cache='paged'")
     if (size := sizes.get(shape_language.PAGE_SIZE)) is not None:
         raise ValueError(
             f"page_size is {size}, which cannot be combined with cache; use page= instead"
@@ -184,7 +185,7 @@ def _of_cache(
         lengths = [room] * sizes["batch"]
     elif "batch" in given:
         raise ValueError(
-            "lengths and batch are both given; leave out batch, which lengths determine"
+            "lengths and batch cannot be combined; omit batch, which lengths determine"
         )
     else:
         q, k = lengths_of(asked)
@@ -196,8 +197,8 @@ def _of_cache(
         lengths, room = list(k.rows), given.get("N", 0)
     if few := [n for n in lengths if 0 < n < tokens]:  # a sequence of length 0 has no new tokens
         raise ValueError(
-            f"M is {tokens}, but a sequence has only {few[0]} keys, including those of the new "
-            f"tokens; M must be at most {few[0]}"
+            f"M is {tokens}, but a sequence has only {few[0]} keys, including the keys of the "
+            f"new tokens; M must be at most {few[0]}"
         )
     return problem_of_cache(lengths, capacity=room, page=page, M=tokens, **own)
 
@@ -208,7 +209,7 @@ def problem_of_cache(
     """Returns a decoding problem; each sequence has ``lengths`` keys, including M new ones.
 
     capacity: number of keys for which each sequence has room, at least the longest length. page:
-    keys per page; None for a contiguous cache. Other sizes are those of ``Problem.of_sizes``.
+    keys per page; None for a contiguous cache. Other sizes are named as in ``Problem.of_sizes``.
     """
     if page is not None:
         check_page_size("page", page)
@@ -235,12 +236,12 @@ def _refuse_in_decoding(sizes: Mapping[str, Any]) -> None:
     if (causal := asked.pop("causal")) == "top-left":
         raise ValueError(
             f"causal is {causal!r}, but the new tokens are always the last tokens of the cache; "
-            "leave out causal"
+            "omit causal"
         )
     for name, value in asked.items():
         is_off = value is None or value is False or (name == "dropout" and not value)
         if not is_off:
-            raise ValueError(f"decoding does not support {name}; leave out {name} or cache")
+            raise ValueError(f"decoding does not support {name}; omit {name} or cache")
 
 
 def _range(text: str) -> Iterator[int]:
@@ -270,5 +271,5 @@ def _value(name: str, text: str) -> Any:
     if name not in AXES and (near := nearest(name, AXES)) and not text.lstrip("+-").isdecimal():
         raise ValueError(f"{name!r} is neither a size nor an option{near}")
     least = 0 if name in AXES else 1
-    example = f"give for example {name}=64"
+    example = f"for example {name}=64"
     raise ValueError(f"{name}={text!r} is not a whole number of at least {least}; {example}")

@@ -33,7 +33,7 @@ _NORMAL_WIDTH = 1.683  # 20th to 80th percentile of a normal distribution, in st
 def checked_budget(budget: float) -> float:
     """Returns the budget. Raises ValueError unless it is a number of at least 0."""
     if not budget >= 0:  # also true for NaN
-        raise ValueError(f"budget is {budget}; give a number of seconds, at least 0")
+        raise ValueError(f"budget is {budget}; it must be a number of seconds, at least 0")
     return budget
 
 

@@ -1,7 +1,7 @@
 """Converts a problem's masks, biases and expressions to arguments of torch's attention functions.
 
-scaled_dot_product_attention takes a single mask array; flex_attention takes functions of a score
-and its indices.
+scaled_dot_product_attention accepts a single mask array; flex_attention accepts functions of a
+score and its indices.
 """
 
 import ast

@@ -128,7 +128,7 @@ def accuracy(
     values: kinds of input values in ``case.VALUES``.
     sizes: sizes of the problem, for example ``M=256, d=128, dtype="float16"``.
 
-    All kernels get the same inputs. Raises ValueError for invalid arguments, and Unsupported if a
+    All kernels read the same inputs. Raises ValueError for invalid arguments, and Unsupported if a
     kernel does not support the problem.
     """
     backend = backend_named(backend)

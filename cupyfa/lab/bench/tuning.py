@@ -76,7 +76,7 @@ class Candidate(ShownRow):
         row = {**self.measurement.row(), **vars(self), "x_own": self.factor}
         if not self.rounds:
             row["ms"] = None
-        options = [name for name in OPTIONS if name != "scale"]  # equal for all candidates
+        options = [name for name in OPTIONS if name != "scale"]
         columns = ("kernel", *SIZES, "lengths", "dtype", *options, "arrays", "constants", *_COLUMNS)
         return {name: row[name] for name in columns}
 
@@ -118,7 +118,7 @@ def tune(
     problems = sweeps.problems(operation, sizes, *records, small=small)
     for problem in problems:
         if not OPERATIONS[operation].flops(problem):
-            raise ValueError(f"there is nothing to compute for {problem}; give sizes of at least 1")
+            raise ValueError(f"{problem} requires no computation; all sizes must be at least 1")
     cache_folder.warn_unless_kept()
     tried = [
         candidates(select(record, operation, problem, backend.limits), problem, backend.limits)
@@ -190,7 +190,7 @@ class _Tuning:
 
     @property
     def ranked(self) -> list[str]:
-        """All keys, best first: finalists, other correct candidates, untried, failed.
+        """The keys of all candidates: finalists, other correct, untried and failed candidates.
 
         The finalists, and the other correct candidates, are sorted by speed.
         """
@@ -252,7 +252,7 @@ class _Tuning:
 
     @property
     def pacer(self) -> str:
-        """The candidate timed in every round: the first correct one, usually the default."""
+        """The candidate timed in every round: the first correct candidate, usually the default."""
         return next(key for key in self.keyed if key in self.right)
 
     def pace(self, key: str) -> float:
@@ -366,7 +366,7 @@ _FACT = records.record(
 
 
 def _sound(recalled: Mapping[str, Any], keys: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Returns the valid facts about the candidates ``keys`` among those recalled from a file."""
+    """Returns the facts about the candidates ``keys`` that a file holds, without invalid facts."""
     found = {}
     for key in keys:
         with suppress(ValueError):

@@ -38,7 +38,7 @@ class Watch:
 
     @property
     def verdict(self) -> str:
-        """The note in the row of a call that did not return."""
+        """The note that tables print for a call that did not return."""
         return f"timed out after {self.timeout:g} s"
 
     def begins(self, call: str) -> None:

@@ -54,7 +54,7 @@ sweep_option = click.option(
 @click.option(
     "--cache",
     type=click.Choice(sweeps.CACHES),
-    help="Decoding: -M new tokens, 1 by default, and a cache of --lengths keys, or of -N for each.",
+    help="Decoding: -M new tokens, 1 by default, and --lengths or -N cached keys per sequence.",
 )
 @click.option(
     "--page",
@@ -101,7 +101,7 @@ def bench(
     on = backend_to_measure(backend)
     check_target(save, on)
     if how["graph"] and on.name == "simulator":
-        raise Unsupported("the simulator does not support CUDA graphs; leave --graph out")
+        raise Unsupported("the simulator does not support CUDA graphs; omit --graph")
     sizes, several = split(swept, {**how, **tiles})
     all_tiles = {name: [value] for name, value in tiles.items()} | several
     others = [name.strip() for name in (against or "").split(",") if name.strip()]
@@ -157,8 +157,8 @@ def partial_results(
 ) -> Iterator[Callable[[list[Measurement]], None]]:
     """Yields a callback for ``so_far`` of ``bench`` that saves the rows after each problem.
 
-    The file keeps them even if the process is killed. If a signal or an error ends the benchmark,
-    the rows measured so far are also shown. A file that cannot be written is reported at the end.
+    The saved rows survive if the process is killed. If a signal or an error ends the benchmark, the
+    rows measured so far are also printed. A file that cannot be written is reported at the end.
     """
     # A stream such as /dev/stdout is written only once, after the last problem.
     is_file = save is not None and not cache_folder.is_stream(save)
@@ -190,10 +190,10 @@ def split(swept: Sequence[str], given: Mapping[str, Any]) -> tuple[dict[str, Any
         name, values = sweeps.parsed(text)
         group = sizes if name in (*sweeps.AXES, "tokens", "width") else tiles
         if name in group:
-            raise ValueError(f"-p {name} is given twice; list all its values in one -p")
+            raise ValueError(f"-p {name} is repeated; list all values of {name} in one -p")
         if given.get(name) is not None:
             raise ValueError(
-                f"{name} is given twice, as {given[name]} and by -p {text}; leave one out"
+                f"{name} is set twice, to {given[name]} and by -p {text}; omit one of the options"
             )
         group[name] = values
     return sizes, tiles
@@ -208,13 +208,13 @@ def check_target(save: Path | None, on: Backend | None = None) -> None:
         folder = (save.resolve() if save.is_symlink() else save).parent
         if os.path.isdir(folder):
             raise ValueError(
-                f"{save} cannot be written in the folder {folder}; give another folder"
+                f"{save} cannot be written in the folder {folder}; choose another folder"
             )
         raise ValueError(f"{save} cannot be written; check that the folder {folder} exists")
     is_simulated = on is not None and on.name == "simulator"
     if save and is_simulated and save.is_file() and (device := _measured_on(save)):
         raise ValueError(
-            f"{save} contains times of {device}, which simulator times would overwrite; give "
+            f"{save} contains times of {device}, which simulator times would overwrite; choose "
             "another file, or remove this file"
         )
 

@@ -18,7 +18,7 @@ class _Kind(click.Choice):  # type: ignore[type-arg]  # not generic before click
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if value == "cupy":
-            self.fail("other programs use 'cupy' too; add --cupy to clear it", param, ctx)
+            self.fail("other programs also use the files of 'cupy'; add --cupy", param, ctx)
         return super().convert(value, param, ctx)
 
 
@@ -52,7 +52,7 @@ def size(form: str) -> None:
 @click.option("--dry-run", is_flag=True, help="Print what would be removed.")
 @command_options.format_option
 def clear(kinds: tuple[str, ...], cupy: bool, dry_run: bool, form: str) -> None:
-    """Remove the files of the given KINDs, by default of all except cupy.
+    """Remove the files of KINDs; by default, of all kinds except cupy.
 
     Unfinished files of killed processes are also removed once they are an hour old. The column
     "left" counts files that could not be removed.

@@ -101,7 +101,7 @@ def check(
     KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own. Each
     failure is printed with a command that repeats it; the first failures of each kernel are also
     saved to files for `cupyfa replay`. Failures of the fuzz grid are first reduced to small cases.
-    Attention options replace those of the grid. With --format csv or md only the counts are
+    Attention options replace the grid's options. With --format csv or md only the counts are
     printed. The exit code is 1 if any case fails.
     """
     if jobs == 0:

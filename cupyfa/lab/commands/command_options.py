@@ -46,7 +46,7 @@ from cupyfa.runtime.simulator import MOST_MULTIPROCESSORS, MULTIPROCESSORS, Simu
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _OF_DTYPE = "Dtype of q, k and v, or of the rows of a softmax."
-DTYPE = "float32, or the first that the kernel can do"
+DTYPE = "float32, or the first dtype that the kernel supports"
 _SIZES = {
     "batch": ("-B", "Batch size."),
     "heads": ("-H", "Heads of Q."),
@@ -212,7 +212,7 @@ def array_options(command: Command) -> Command:
             metavar="AXES",
             is_flag=False,
             flag_value=x.usual_axes,
-            help=f"{x.help}  [default if given alone: {x.usual_axes}]",
+            help=f"{x.help}  [default if used without a value: {x.usual_axes}]",
         )
         for x in OPTIONAL_INPUTS.values()
         if x.usual_axes
@@ -222,7 +222,7 @@ def array_options(command: Command) -> Command:
         multiple=True,
         metavar="NAME=VALUE",
         callback=lambda context, option, given: _captured(given),
-        help="A number that --score-mod and --mask-mod name, such as cap=30.0, or the dtype "
+        help="A number that --score-mod and --mask-mod use, such as cap=30.0, or the dtype "
         "and sizes of an array, slope=f32[heads] or doc=i32[M]; may be repeated.",
     )
     wrt = click.option(
@@ -241,7 +241,7 @@ def array_options(command: Command) -> Command:
         _long(shape_language.DLSE),
         is_flag=True,
         default=None,
-        help="Backward kernels: take the gradient of lse as a further input.",
+        help="Backward kernels: read the gradient of lse as a further input.",
     )
     row_max = click.option(
         _long(shape_language.RETURN_MAX),
@@ -265,7 +265,7 @@ def array_options(command: Command) -> Command:
 def kernel_and_problem(
     name: str, sizes: dict[str, Any], limits: Limits, *, small: bool = False
 ) -> tuple[Kernel, Problem]:
-    """Returns the named kernel, or the one that "auto" selects, and the problem of these sizes."""
+    """Returns the named kernel, or the kernel that "auto" selects, and the problem to compute."""
     records = [] if name == "auto" else [record_named(name)]
     operation = records[0].operation if records else "forward"
     refuse_foreign([operation], *sizes)
@@ -290,7 +290,7 @@ def _lengths(both: str | None, q: str | None, k: str | None) -> Any:
     if q is None and k is None:
         return both
     if both is not None or q is None or k is None:
-        raise ValueError("give --lengths, or both --lengths-q and --lengths-k")
+        raise ValueError("use either --lengths, or both --lengths-q and --lengths-k")
     return q, k
 
 
@@ -303,7 +303,7 @@ def _captured(given: Sequence[str]) -> dict[str, Any] | None:
                 f"captured {text!r} is not NAME=VALUE, for example cap=30.0 or slope=f32[heads]"
             )
         if name in found:
-            raise ValueError(f"captured input {name} is given twice; remove one")
+            raise ValueError(f"captured input {name} is set twice; omit one --captured {name}=")
         found[name] = shape_language.value_of(value)
     return found or None
 
@@ -314,7 +314,7 @@ def _long(name: str) -> str:
 
 
 # Maps each option with an optional value to the implied value, a predicate for valid values, and a
-# description of these.
+# description of the valid values.
 _FLAGS: Mapping[str, tuple[str, Callable[[str], bool], str]] = {
     _long(name): (x.flag, partial(contains, x.choices or ()), " or ".join(x.choices or ()))
     for name, x in OPTIONS.items()
@@ -326,7 +326,7 @@ _FLAGS: Mapping[str, tuple[str, Callable[[str], bool], str]] = {
 
 
 def with_flag_values(arguments: Sequence[str]) -> list[str]:
-    """Appends the implied value to each option that is given without a value.
+    """Appends the implied value to each option that is used without a value.
 
     Otherwise click would read the next argument, such as a kernel's name, as the option's value.
     """
@@ -357,7 +357,7 @@ _REMEDY_CAPTURED = re.compile(r'\bin captured=\{"(\w+)": \.\.\.\}')
 def on_command_line(message: str) -> str:
     """Replaces Python arguments in a message of the library with command-line options."""
     message = _REMEDY_CAPTURED.sub(
-        r"by --captured \1=VALUE, a number or a form as f32[heads]", message
+        r"by --captured \1=VALUE, a number or a form such as f32[heads]", message
     )
     message = _REMEDY_BACKEND.sub(r"--backend \1", message)
     return _REMEDY.sub(lambda found: _long(found[1]), message)
@@ -429,8 +429,8 @@ def input_options(command: Command) -> Command:
 def case_options(command: Command) -> Command:
     """Adds --padded, --descales and --new-keys, which only ``run`` needs."""
     names = {
-        "padded": "Give batch elements different lengths of queries (q), keys (k) or both (q,k).",
-        "descales": "Inputs in float8_e4m3fn that get a scale factor: q,k,v or some of these.",
+        "padded": "Use different lengths of queries (q), keys (k) or both (q,k) in the batch.",
+        "descales": "Inputs in float8_e4m3fn that have a scale factor: q,k,v or a subset.",
     }
     return _with(
         command,
@@ -440,7 +440,7 @@ def case_options(command: Command) -> Command:
             "tokens",
             type=click.Choice(list(TOKENS)),
             default="cached",
-            help="With --page-size: how the keys of the queries get into the cache. "
+            help="With --page-size: how the cache receives the keys of the new tokens. "
             + " ".join(f"{name}: {what}." for name, what in TOKENS.items()),
         ),
     )
@@ -472,13 +472,13 @@ def _tiles(Br: int | None, Bc: int | None, tiles: tuple[str, ...]) -> dict[str, 
                 f"tile {tile!r} is not NAME=VALUE with a whole number, for example Br=64"
             )
         if name in given:
-            raise ValueError(f"{name} is given twice, as {given[name]} and {value}; leave one out")
+            raise ValueError(f"{name} is set twice, to {given[name]} and {value}; omit one value")
         given[name] = int(value)
     return given
 
 
 def given_sizes(sizes: dict[str, Any]) -> dict[str, Any]:
-    """Drops the sizes and options that were not given."""
+    """Drops the sizes and options that the command line does not set."""
     return {name: value for name, value in sizes.items() if value is not None and value != ()}
 
 
@@ -490,7 +490,7 @@ def refuse_foreign(operations: Collection[str], *names: str) -> None:
 
 
 def given_options(*names: str) -> dict[str, str]:
-    """Maps each of the parameters ``names`` that was given on the command line to its option."""
+    """Maps the parameters among ``names`` that the command line sets to their options."""
     context = click.get_current_context()
     return {
         parameter.name: parameter.opts[-1]
@@ -501,18 +501,18 @@ def given_options(*names: str) -> dict[str, str]:
 
 
 def refuse_idle(why: str, *names: str) -> None:
-    """Raises ValueError if one of the parameters ``names`` was given, since it has no effect."""
+    """Raises ValueError if the command line sets one of ``names``, which would have no effect."""
     if idle := given_options(*names):
         has = "has" if len(idle) == 1 else "have"
         raise ValueError(
-            f"{why}, so {', '.join(idle.values())} {has} no effect; leave one of these options out"
+            f"{why}, so {', '.join(idle.values())} {has} no effect; omit one of these options"
         )
 
 
 def kernel_names(kernels: Sequence[str], every: bool) -> list[str]:
     """Returns the given kernel names, or all names of the ladder if ``every``."""
     if every == bool(kernels):
-        raise ValueError(f"give either kernel names or --all{', not both' if every else ''}")
+        raise ValueError(f"use either kernel names or --all{', not both' if every else ''}")
     return [name for group in LADDER.values() for name in group] if every else list(kernels)
 
 
@@ -539,7 +539,7 @@ def note(text: object) -> None:
 
 @contextmanager
 def progress_bar(label: str) -> Iterator[Callable[[int, int, str], None]]:
-    """Yields a ``progress`` function, shown as a bar on a terminal and else by notes on stderr."""
+    """Yields a ``progress`` function that draws a bar on a terminal, or else prints notes."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

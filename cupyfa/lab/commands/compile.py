@@ -20,7 +20,7 @@ from cupyfa.problem.shape_language import NAMES
     "--arch",
     "arches",
     default=",".join(ARCHES),
-    help="Compute capabilities; those that a kernel does not support are skipped.",
+    help="Compute capabilities; unsupported ones are skipped for each kernel.",
 )
 @click.option(
     "--dtype",

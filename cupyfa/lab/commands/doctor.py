@@ -14,7 +14,7 @@ from cupyfa.lab.report.tables import render
 def doctor(form: str) -> None:
     """Report what is installed, and whether a kernel runs.
 
-    Lists versions, devices and caches, and tells whether each backend compiles and runs a kernel.
+    Lists versions, devices and caches, and reports whether each backend compiles and runs a kernel.
     The exit code is 3 if neither a GPU nor the simulator can run kernels.
     """
     with command_options.progress_bar("examining") as progress:

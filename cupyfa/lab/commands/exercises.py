@@ -40,7 +40,7 @@ WORDS = {
         "zh": "阅读 {0}/task.md，补全 {0}/{1}，然后运行：cupyfa exercise check {0}",
     },
     "untouched": {
-        "en": "{0} is as it was written; complete it as {1}/task.md says.",
+        "en": "{0} is unchanged; complete the file as {1}/task.md describes.",
         "zh": "{0} 还没有改动；请按 {1}/task.md 补全。",
     },
     "states": {"en": "open begun solved", "zh": "未开始 进行中 已完成"},
@@ -49,12 +49,13 @@ WORDS = {
 _UNCOMPILED = re.compile(
     r"example '.*?': (?:it does not compile: |(?=(?:Syntax|Indentation|Tab)Error: ))(.*)", re.S
 )
-# Failures of cupyfa, unless they name the learner's file.
+# Failures of cupyfa, unless the message names the learner's file.
 _OF_CUPYFA = re.compile(
     r"it does not compile: .*\berror:(?! undefined)|No module named 'cupyfa|CompilerNotFound: ",
     re.S,
 )
-_INCLUDED = re.compile(r"(?:In file included |^ +)from .*$", re.M)  # names the file of any header
+# Lines that name the including file, wherever the error is.
+_INCLUDED = re.compile(r"(?:In file included |^ +)from .*$", re.M)
 
 
 def _usual_language() -> str:
@@ -110,7 +111,7 @@ def start(name: str, language: str) -> None:
     chosen = exercise_named(name)
     folder = Path(name)
     if folder.exists():
-        raise ValueError(f"the folder {name} exists already; delete it to start anew")
+        raise ValueError(f"the folder {name} already exists; delete the folder to start over")
     folder.mkdir()
     (folder / "task.md").write_text(chosen.statement(language), encoding="utf-8")
     (folder / chosen.file).write_text(chosen.to_complete(), encoding="utf-8")
@@ -123,16 +124,16 @@ def start(name: str, language: str) -> None:
 @name_argument
 @language_option
 def check_solution(name: str, language: str) -> None:
-    """Run your solution of an exercise, and say what is wrong with it.
+    """Run your solution of an exercise, and explain its mistakes.
 
-    The exit code is 1 if it is wrong.
+    The exit code is 1 if the solution is wrong.
     """
     chosen = exercise_named(name)
     file = Path(name, chosen.file)
     if not file.exists() and Path(chosen.file).exists():
         raise ValueError(f"{chosen.file} is in this folder; run the command in the folder above")
     if not file.exists():
-        raise ValueError(f"{file} is missing; write it with: cupyfa exercise start {name}")
+        raise ValueError(f"{file} is missing; create the file with: cupyfa exercise start {name}")
     text = file.read_text(encoding="utf-8")
     if text == chosen.to_complete():
         raise ValueError(_say("untouched", language, file, name))
@@ -150,7 +151,7 @@ def check_solution(name: str, language: str) -> None:
 
 
 def _fails_outside(file: str, symptom: str) -> bool:
-    """Whether a solution failed because of cupyfa's files or installation, not of its file."""
+    """Returns whether cupyfa's files or installation, not the solution, caused a failure."""
     from cupyfa.runtime.simulator.machine import ENTRY
 
     said = _INCLUDED.sub("", symptom)
@@ -166,7 +167,7 @@ def _praise(chosen: Exercise, verdict: Verdict, language: str) -> None:
 
 
 def _page_in(language: str, page: str) -> str:
-    """Returns a page of the documentation in a language, or as it is if it has not been written."""
+    """Returns the translation of a documentation page, or the page itself if there is none."""
     translated = page.replace("docs/", f"docs/{language}/", 1)
     return translated if (ROOT / translated).is_file() else page
 

@@ -71,7 +71,7 @@ def ladder(
         plots.check(plot)
         check_target(plot)
         if sizes["N"] is not None:
-            raise ValueError("--plot sweeps lengths with N = M; leave -N out")
+            raise ValueError("--plot sweeps lengths with N = M; omit -N")
     results = Results.load(saved) if saved else None
     on = None if results else backend_to_measure(backend)
     check_target(save, on)

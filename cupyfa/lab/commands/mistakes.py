@@ -13,20 +13,20 @@ ARGUMENTS = "cupyfa.arguments"  # key of the command line's arguments in a comma
 # Maps (command, option) to a replacement, for options that the command does not have.
 _ELSEWHERE = {
     **{
-        ("tune", name): f"`tune` tries the tile sizes of a kernel, and takes no {name}; to measure "
-        "given ones, write cupyfa bench KERNEL -p Br=64,128"
+        ("tune", name): f"`tune` tries all tile sizes itself and has no {name}; to measure chosen "
+        "tile sizes, write cupyfa bench KERNEL -p Br=64,128"
         for name in ("--Br", "--Bc", "--tile", "--tiles", "-t")
     },
     **{
-        ("ladder", name): f"`ladder` measures all rungs, and takes no {name}; to measure some, "
-        "write cupyfa bench KERNEL KERNEL"
+        ("ladder", name): f"`ladder` measures all rungs and has no {name}; to measure chosen "
+        "kernels, write cupyfa bench KERNEL KERNEL"
         for name in ("--rung", "--rungs", "--kernel", "--kernels", "--against")
     },
 }
 # Maps removed commands to their replacements.
 _REMOVED = {
-    "memory": "cupyfa show KERNEL --plan has the bytes that a kernel holds, cupyfa roofline those "
-    "that it moves",
+    "memory": "cupyfa show KERNEL --plan prints how many bytes a kernel allocates, cupyfa roofline "
+    "how many bytes a kernel transfers",
     "warm": "a program that calls cupyfa.compile fills the cache",
     "profile": "run a profiler on cupyfa run: ncu --set full cupyfa run KERNEL",
 }
@@ -76,7 +76,7 @@ def refuse_one_dash(
     for word in arguments:
         name, equals, value = word.partition("=")
         if equals and len(name) == len("-M") and name in options:
-            remedy = f"{word} has a = after a short option; write {name} {value}"
+            remedy = f"{word} uses = after a short option; write {name} {value}"
             raise click.UsageError(remedy, ctx=context)
         if re.fullmatch("-[A-Za-z][A-Za-z-]+", name) and f"-{name}" in options:
             raise click.NoSuchOption(name, ctx=context)
@@ -90,7 +90,7 @@ def _instead_of(name: str, context: click.Context) -> str:
     for parameter in context.command.params:
         is_argument = isinstance(parameter, click.Argument)
         if is_argument and word.lower().rstrip("s") == (parameter.name or "").rstrip("s"):
-            return f": {parameter.human_readable_name} is written without an option"
+            return f": {parameter.human_readable_name} is an argument, not an option"
     known = {x.lstrip("-"): x for x in _options(context.command)}
     by_case = {x.lower(): known[x] for x in known}
     if len(word) == 1 or word in known or word.lower() in by_case:

@@ -68,12 +68,12 @@ def _copied(name: str, rung: str, operation: str | None) -> dict[str, str]:
     """Returns the text of each new file: a rung's sources and a record derived from the rung's."""
     if ".py" in rung:
         raise ValueError(
-            f"{rung!r} is not a rung, and --from copies only rungs; copy your own files by hand"
+            f"{rung!r} is not a rung, and --from copies only rungs; copy the files by hand"
         )
     kernel = record_named(rung)
     if operation not in (None, kernel.operation):
         raise ValueError(
-            f"{rung} computes {kernel.operation}, not {operation}; leave one of them out"
+            f"{rung} computes {kernel.operation}, not {operation}; omit the operation or --from"
         )
     paths = _own_paths(kernel)
     files = {
@@ -100,7 +100,6 @@ def _paths(kernel: Kernel) -> dict[str, Path]:
 
 
 def _filled(template: str, name: str, rung: str = "") -> str:
-    """Reads a template and fills in the names."""
     text = (TEMPLATES / template).read_text(encoding="utf-8")
     return text.replace("RUNG", rung).replace("NAME", name)
 
@@ -115,7 +114,7 @@ def _require_name(name: str) -> None:
         )
     if name in [kernel.name for kernel in kernels()]:
         raise ValueError(
-            f"NAME {name!r} is the name of a rung{hint}; to copy that rung, give --from {name}"
+            f"NAME {name!r} is the name of a rung{hint}; to copy that rung, use --from {name}"
         )
     if keyword.iskeyword(name) or name in _taken():
         raise ValueError(f"NAME {name!r} is already used in Python or in {name}.py{hint}")

@@ -27,7 +27,7 @@ from cupyfa.runtime.backend import Backend
     "--kernel",
     type=command_options.KernelName(),
     metavar="KERNEL",
-    help="Run this kernel instead of the one that failed.",
+    help="Run this kernel instead of the kernel that failed.",
 )
 @timeout_option
 @command_options.backend_options
@@ -35,7 +35,7 @@ from cupyfa.runtime.backend import Backend
 def replay(
     files: Sequence[Path], kernel: str | None, timeout: float | None, backend: Backend, form: str
 ) -> None:
-    """Run failures of `cupyfa check` again, on their inputs.
+    """Run failures of `cupyfa check` again, on their stored inputs.
 
     A FILE holds the inputs of a failure and the kernel's results. Prints the stored and the new
     results. The exit code is 1 if a kernel fails again. Scripts named in a FILE are not run;

@@ -34,7 +34,7 @@ from cupyfa.lab.report.tables import render
     "--from",
     "saved",
     type=click.Path(dir_okay=False),
-    help="Measurements of an earlier `bench --save` or `ladder --save`; the arguments select some.",
+    help="Measurements of an earlier `bench --save` or `ladder --save`; arguments select rows.",
 )
 @command_options.format_option
 def roofline(
@@ -47,7 +47,7 @@ def roofline(
     form: str,
     **sizes: Any,
 ) -> None:
-    """Compute what bounds attention on a device, and its least time.
+    """Compute which resource bounds attention, and the minimum time.
 
     KERNEL is `naive` (S and P are stored in memory), `tiled` (each input is read once, the output
     is written once), a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your

@@ -43,7 +43,7 @@ def show(kernel: str, arch: str, tiles: dict[str, int], form: str, **sizes: Any)
     """
     views = [name for name in VIEWS if sizes.pop(name)]
     if len(views) > 1:
-        raise ValueError(f"--{' and --'.join(views)} cannot be combined; give one of these options")
+        raise ValueError(f"--{' and --'.join(views)} cannot be combined; choose one of them")
     view = views[0] if views else "resources"
     arch = command_options.architecture(arch)
     limits = limits_of(arch)

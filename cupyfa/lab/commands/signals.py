@@ -19,7 +19,7 @@ _patience = _USUAL_PATIENCE
 
 
 def take_time() -> None:
-    """Gives the running command more time after a signal, so that it can print its results."""
+    """Extends the command's time limit after a signal, so that it can print its results."""
     global _patience
     _patience = _LONG_PATIENCE
 

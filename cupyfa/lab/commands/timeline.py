@@ -31,7 +31,7 @@ class _Block(click.ParamType):
         if value == ALL or isinstance(value, int):
             return value
         if not (str(value).isdecimal() and str(value).isascii()):
-            self.fail(f"{value!r} is neither a number from 0 nor {ALL}", param, ctx)
+            self.fail(f"{value!r} is neither a block number nor {ALL}", param, ctx)
         return int(value)
 
 
@@ -48,7 +48,7 @@ class _Window(click.ParamType):
         except ValueError:
             start = end = 0.0
         if not -inf < start < end < inf:
-            self.fail(f"{value!r} is not two times, first the earlier; write 0:5000", param, ctx)
+            self.fail(f"{value!r} is not a window START:END, for example 0:5000", param, ctx)
         return start, end
 
 
@@ -106,7 +106,7 @@ def timeline(
 ) -> None:
     """Record what each warp does and waits for.
 
-    One launch of KERNEL is recorded: either one of its blocks, or when and where each block runs.
+    One launch of KERNEL is recorded: the phases of one block, or when and where each block runs.
     KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own. The
     table shows the share of each phase in the time of the block's warps. On a GPU times are clock
     cycles of the multiprocessor; the simulator counts steps.
@@ -120,7 +120,7 @@ def timeline(
     files = {"--save": save, "--plot": plot, "--html": html}
     for (one, first), (other, second) in combinations(files.items(), 2):
         if first and second and first.resolve() == second.resolve():
-            raise ValueError(f"{one} and {other} both write {first}; give two different files")
+            raise ValueError(f"{one} and {other} both write {first}; choose two different files")
     if zoom and not plot:
         command_options.refuse_idle("without --plot, nothing is plotted", "zoom")
     small = on.name == "simulator"
@@ -148,7 +148,7 @@ def timeline(
     if found.other_launches and launch is None:
         others = ", ".join(found.other_launches)
         command_options.note(
-            f"{found.entry} is recorded; --launch NAME records another one: {others}"
+            f"recorded {found.entry}; to record another launch, use --launch NAME: {others}"
         )
     rows = [x.row() for x in shares(found)]
     if form != "table":

@@ -65,12 +65,12 @@ def tune(kernel: str, timeout: float | None, backend: str, form: str, **how: Any
         click.echo(render([candidate.row() for candidate in found], form))
     right = {p: best for p, (best, *_) in by_problem.items() if best.state == RIGHT}
     for p, best in right.items():
-        tiles = text(best.measurement.constants) or "there are no tiles to choose"
+        tiles = text(best.measurement.constants) or "the kernel has no tile sizes"
         columns = "" if p.is_softmax else f", d={p.d}"
         command_options.note(f"fastest for {p.arithmetic}{columns}: {tiles}")
     if right and on.name == "simulator":
         command_options.note(
-            "plans ignore these tiles: times of the simulator say nothing about a GPU"
+            "plans ignore these tiles, because simulator times do not predict GPU times"
         )
     sys.exit(0 if len(right) == len(by_problem) else WRONG)
 
@@ -109,6 +109,8 @@ def _print_notes(found: Sequence[Candidate]) -> None:
     if untried := sum(x.state == UNTRIED for x in found):
         were = "was" if untried == 1 else "were"
         remedy = (
-            "the same command continues" if cache_folder.is_kept() else "give a larger --budget"
+            "run the command again to continue"
+            if cache_folder.is_kept()
+            else "use a larger --budget"
         )
         command_options.note(f"{untried} {were} not tried in time; {remedy}")

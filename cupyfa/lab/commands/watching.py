@@ -60,7 +60,7 @@ def watched(backend: Backend, timeout: float | None, *, ends: bool = False) -> I
     if state := os.environ.pop(_STATE, None):
         watch.load(Path(state))
         Path(state).unlink()
-        command_options.note(f"{watch.hung[-1]}: {watch.verdict}; continuing without it")
+        command_options.note(f"{watch.hung[-1]}: {watch.verdict}; continuing without this call")
     ended = threading.Event()
     stop = _end if ends else _restart
     threading.Thread(target=_look, args=(watch, ended, stop), daemon=True).start()
@@ -77,7 +77,6 @@ def _look(watch: Watch, ended: threading.Event, stop: Callable[[Watch, str], Non
 
 
 def _clear_line() -> None:
-    """Erases the progress bar from the terminal."""
     if sys.stderr and sys.stderr.isatty():
         click.echo(_CLEAR_LINE, err=True, nl=False)
 

@@ -23,7 +23,7 @@ INK, PALE = "#424a53", "#d8dee4"
 COLOURS = ("#1c6afa", "#e60d1a", "#792191", "#521a0e", "#d10881", "#0d009e", "#a35954", "#450dff")
 MARKERS = "osD^vPX"
 _DASHES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)))
-# Maps the prefix of kernels' names ("" for any other) to the units that compute their products.
+# Maps prefixes of kernel names ("" for all other kernels) to the units that compute the products.
 FAMILIES = {"": "cuBLAS, CUDA cores, WMMA", "mma": "mma.sync", "wgmma": "wgmma"}
 # SVG files store text as text rather than outlines, so they are smaller, searchable, and accessible
 # to screen readers. matplotlib computes the layout with DejaVu Sans. Verdana has the same width;
@@ -255,7 +255,7 @@ def place_labels(
 def _off_lines(
     bottoms: Sequence[float], heights: Sequence[float], lines: Sequence[float]
 ) -> list[float]:
-    """Moves boxes of a column, given from bottom to top, off the lines that they cover.
+    """Moves the boxes of a column, sorted from bottom to top, off the lines that they cover.
 
     Returns the new bottoms, or ``bottoms`` if there is not enough room below.
     """
@@ -285,7 +285,7 @@ def text_size(text: Any) -> tuple[float, float]:
 def _figure(
     curves: Mapping[str, list[tuple[int, float]]], title: str, endings: Sequence[str] = ()
 ) -> Any:
-    """Draws a panel for each family that has kernels besides the first one, and notes below."""
+    """Draws a panel for each family with kernels other than the first kernel, and notes below."""
     first = next(iter(curves))
     families: dict[str, list[str]] = {}
     for name in curves:

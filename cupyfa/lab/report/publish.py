@@ -42,14 +42,16 @@ def at_length(rows: Sequence[Measurement], M: int | None) -> list[Measurement]:
     is_twice = len(chosen) > len({row.kernel for row in chosen})
     if len(problems) > 1 and (is_twice or len({_unrounded(x) for x in problems}) > 1):
         found = ", ".join(map(str, problems))
-        raise ValueError(f"a ladder requires measurements of a single problem; found {found}")
+        raise ValueError(
+            f"a ladder requires measurements of a single problem; the results contain {found}"
+        )
     if not chosen:
         raise ValueError(f"M={M} was not measured; choose from {', '.join(map(str, lengths))}")
     return chosen
 
 
 def problem_of(rows: Sequence[Measurement]) -> Problem:
-    """Returns the problem that all rows share, without precision if rows differ in it."""
+    """Returns the problem that all rows share; omits the precision if it differs between rows."""
     first = rows[0].problem
     return first if all(row.problem == first for row in rows) else _unrounded(first)
 

@@ -106,7 +106,7 @@ def trial_row(result: Trial, case: Case, backend: Backend) -> Row:
 def trial_lines(
     result: Trial, case: Case, backend: Backend, passed_over: Mapping[str, str] | None = None
 ) -> str:
-    """Renders a trial. ``passed_over`` maps faster kernels to why "auto" rejected them."""
+    """Renders a trial. ``passed_over`` maps faster kernels to the reasons for their rejection."""
     plan, row = result.plan, result.measurement
     lines = {
         "kernel": f"{plan.kernel.name}: {plan.kernel.adds}",
@@ -197,7 +197,7 @@ def _drop_sizes(table: Sequence[dict[str, Any]], rows: Sequence[Measurement]) ->
 
 
 def drop_followers(table: Sequence[dict[str, Any]], *kept: str) -> None:
-    """Removes N, kv_heads and dv where equal to M, heads and d in all rows, except ``kept``."""
+    """Removes the columns N, kv_heads and dv that equal M, heads and d, unless in ``kept``."""
     follows = {"N": "M", "kv_heads": "heads", "dv": "d"}
     alike = [x for x in follows if all(row[x] in (None, row[follows[x]]) for row in table)]
     drop(table, *(x for x in alike if x not in kept))
@@ -229,7 +229,7 @@ def plan_row(plan: Plan, launch: PlannedLaunch) -> Row:
 
 
 def plan_lines(plan: Plan, passed_over: Mapping[str, str] | None = None) -> str:
-    """Renders the facts of a plan, then those of each launch, one per line.
+    """Renders the facts of a plan and then of each launch, one fact per line.
 
     ``passed_over`` maps faster kernels to the reasons why "auto" rejected them.
     """

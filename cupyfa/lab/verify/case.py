@@ -71,11 +71,11 @@ LAYOUTS = {
 }
 # How a paged cache receives the keys and values of new tokens.
 TOKENS = {
-    "cached": "they are already stored",
-    "appended": "they are appended first",
-    "rotated": "they are rotated like the queries, in pairs (x, x + angles), and appended",
-    "interleaved": "they are rotated in pairs (2 x, 2 x + 1) and appended",
-    "turned": "they are already stored, and only the queries are rotated",
+    "cached": "the cache already holds the keys",
+    "appended": "the keys are appended first",
+    "rotated": "queries and keys are rotated in pairs (x, x + angles), and the keys appended",
+    "interleaved": "queries and keys are rotated in pairs (2 x, 2 x + 1), and the keys appended",
+    "turned": "the cache already holds the keys, and only the queries are rotated",
 }
 WRITTEN = ("appended", "rotated", "interleaved")  # kinds of TOKENS that write to the cache
 # Kinds of values that cause neither NaN nor infinity.
@@ -124,8 +124,8 @@ class Case:
 
         For a custom ``kernel``, also returns its additional inputs.
 
-        For gradients, the reference computes O and lse. If that would take too long and a backend
-        is given, the backend's fastest kernel computes them: the gradients are well-defined for
+        For gradients, the reference computes O and lse. If the reference is too slow and there is
+        a backend, the backend's fastest kernel computes both: the gradients are well-defined for
         any O and lse. Raises Unsupported if the backend does not support this layout.
         """
         if backend is not None:
@@ -177,7 +177,7 @@ class Case:
         """Adds lengths and a page table, and writes NaN to keys that no batch element uses.
 
         Lengths are 0, 1, near a multiple of the page size, or the maximum. Pages are in random
-        order, two elements may share their first page, and table entries after an element's last
+        order, two batch elements may share a first page, and table entries after an element's last
         page are invalid. For "nan" and "inf", one batch element is chosen, and the keys that only
         it uses become NaN or infinity.
         """
@@ -242,8 +242,8 @@ class Case:
     def _read(self, x: Operand) -> np.ndarray:
         """Draws an array that expressions read, independently of all other arrays.
 
-        ALiBi slopes are between 0 and 1, most elements of a mask are True, and a dropout seed is
-        any number of its dtype. All other integers ascend along the last axis and stay within the
+        ALiBi slopes are between 0 and 1, most elements of a mask are True, and dropout seeds span
+        the range of their dtype. All other integers ascend along the last axis and stay within the
         axes that they index.
         """
         rng, p = np.random.default_rng((self.seed, *x.name.encode())), self.problem
@@ -407,7 +407,7 @@ def _in_tiles(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
 
 def _spread_ends(bias: np.ndarray, rng: np.random.Generator) -> None:
     """Writes the dtype's lowest number to about a third of a bias's rows and columns, and half of
-    its largest number to a few elements of the remaining rows.
+    the dtype's largest number to a few elements of the remaining rows.
     """
     ends = ml_dtypes.finfo(bias.dtype)
     rows, keys = (rng.random(n) < 0.3 for n in bias.shape[2:])

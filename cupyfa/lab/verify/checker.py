@@ -161,10 +161,10 @@ def check(
     samples: number of cases to draw. The default is all cases; for ``fuzz``, 40 per kernel in the
         simulator and 160 on a GPU.
     seed: seed of the drawn cases and of their inputs.
-    dtypes: replace the grid's dtypes.
-    options: options of attention, which replace the grid's. Unless dtypes are given, a precision
+    dtypes: dtypes to use instead of the grid's.
+    options: options of attention to use instead of the grid's. If ``dtypes`` is None, a precision
         implies float32 inputs, and an out_dtype of float32 implies 16-bit inputs. Score-modifying
-        arrays are given as forms of ``shape_language``. ``lengths`` makes every case a ragged
+        arrays are described by forms of ``shape_language``. ``lengths`` makes every case a ragged
         batch of these sequences.
     schedules: number of thread orders in which the simulator runs each case; each run is compared
         with the reference.
@@ -198,7 +198,7 @@ def check(
     if folder:
         _require_room(folder)
     if jobs:
-        _require_pickling(drawn, f"jobs is {jobs}", "give jobs=0")
+        _require_pickling(drawn, f"jobs={jobs}", "pass jobs=0")
     tasks = [replace(task, reruns=reruns, timeout=timeout) for task in drawn]
     sheet = _Sheet(tasks, backend, progress)
     workers: list[Worker] = [Process(backend, i) for i in range(jobs)] or [Here(backend)]
@@ -241,7 +241,7 @@ def tasks_of(
     if schedules > 1 and not isinstance(backend, Simulator):
         raise ValueError(
             f"schedules is {schedules}, but only the simulator can vary the order of threads, not "
-            f'{backend.limits.device}; use backend="simulator", or give reruns'
+            f'{backend.limits.device}; use backend="simulator", or set reruns instead'
         )
     if grid not in grids.GRIDS:
         known = ", ".join(grids.GRIDS)
@@ -346,7 +346,7 @@ def replay(
     task = replace(task, case=case, reruns=stored.reruns, inputs=stored.inputs, constants=constants)
     if timeout is not None:
         task = replace(task, timeout=_checked_timeout(timeout))
-        _require_pickling([task], f"timeout is {timeout}", "leave out timeout")
+        _require_pickling([task], f"timeout={timeout}", "omit timeout")
     worker = Here(backend) if timeout is None else Process(backend)
     try:
         (now,) = worker.run(task)
@@ -373,12 +373,12 @@ def _named(
     """Maps names to pairs: the kernel as passed, and its record (None for "auto")."""
     chosen = [kernels] if isinstance(kernels, KernelOrName) else list(kernels)
     if not chosen:
-        raise ValueError("no kernel was given; give at least one")
+        raise ValueError("kernels is empty; pass at least one kernel")
     named = cache(record_named)  # loading a script again would create another record
     found: dict[str, tuple[KernelOrName, Kernel | None]] = {}
     for kernel in chosen:
         if not isinstance(kernel, KernelOrName):
-            raise TypeError(f"kernels contains {kernel!r}; give names or records")
+            raise TypeError(f"kernels contains {kernel!r}; pass names or Kernel records")
         name = name_of(kernel)
         record: Kernel | None = None  # stays None for AUTO
         if isinstance(kernel, Kernel):
@@ -392,7 +392,9 @@ def _named(
 
 def _checked_timeout(timeout: float) -> float:
     if not 0 < timeout <= _LONGEST:
-        raise ValueError(f"timeout is {timeout}; give more than 0 and at most {_LONGEST:,} seconds")
+        raise ValueError(
+            f"timeout is {timeout}; it must be more than 0 and at most {_LONGEST:,} seconds"
+        )
     return timeout
 
 
@@ -400,7 +402,9 @@ def _require_room(folder: Path) -> None:
     """Raises ValueError if a folder cannot be written to; does not create it."""
     there = next((x for x in (folder, *folder.parents) if os.path.exists(x)), folder)
     if not cache_folder.can_write(there):
-        raise ValueError(f"failures is {folder}, but {there} is not writable; give another folder")
+        raise ValueError(
+            f"failures is {folder}, but {there} is not writable; choose another folder"
+        )
 
 
 def _require_pickling(tasks: Sequence[Task], given: str, remedy: str) -> None:
@@ -409,7 +413,7 @@ def _require_pickling(tasks: Sequence[Task], given: str, remedy: str) -> None:
         pickle.dumps([task.kernels for task in tasks])
     except pickle.PicklingError as error:
         raise ValueError(
-            f"{given}, which requires a worker process, but {error}; or {remedy}"
+            f"{given} requires a worker process, but {error}; alternatively, {remedy}"
         ) from None
 
 
@@ -421,7 +425,7 @@ def _refuse_foreign(
 ) -> None:
     """Raises an error for an option that no kernel supports; warns if a softmax ignores options.
 
-    Attention kernels that lack an option supported by others report their cases as not supported.
+    If only some attention kernels support an option, the others report cases as not supported.
     """
     softmaxes = [x.name for x in records if x and x.operation == "softmax"]
     others = [x for x in records if x is None or x.operation != "softmax"]
@@ -442,7 +446,7 @@ def _refuse_foreign(
 
 
 def _together(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns an option with related options, such as captured arrays or a dropout seed."""
+    """Returns an option together with related options, such as the seed of a dropout."""
     groups = (*TEXTS, *NAMES), DROPOUT, (name,)
     together = next(group for group in groups if name in group)
     return {x: given[x] for x in together if x in given}
@@ -569,7 +573,7 @@ def _run(workers: Sequence[Worker], tasks: Mapping[int, Task], sheet: _Sheet) ->
         if left and not alone:
             later[i] = _only(tasks[i], *left)
         for name in left if alone else ():
-            given_up = f"given up after it hung or died {_PATIENCE} times"
+            given_up = f"given up after hanging or dying {_PATIENCE} times"
             sheet.add(i, Outcome(name, kinds.UNSUPPORTED, given_up))
     if later:
         for worker in workers:
@@ -601,7 +605,7 @@ def _examined(
                 found[i] = replace(closer, file=_written(folder, backend, failed[i][0], closer))
             except OSError as error:  # a missing file must not end the check
                 why = f"{folder} cannot be written to ({error.strerror})"
-                warnings.warn(f"{why}; repeat failures by their commands instead", stacklevel=2)
+                warnings.warn(f"{why}; repeat failures by command instead", stacklevel=2)
                 folder = None
     alike = Counter(failure.command for failure in found.values())
     different = {failure.command: failure for failure in found.values()}
@@ -645,7 +649,7 @@ def _closer(
     known = [x for tried, x in found if x.kind == kinds.NO_ANSWER and tried == smaller]
     again = known[-1] if known else worker.run(replace(smaller, keep=True))[0]
     if again.kind != outcome.kind:
-        flaky = f"{outcome.message}; it did not fail again, so the command may not repeat it"
+        flaky = f"{outcome.message}; a repetition did not fail, so the command may not fail either"
         return _failure(backend, task, replace(outcome, message=flaky))
     failure = _failure(backend, smaller, again)
     return failure if smaller == task else replace(failure, found_on=task.case)

@@ -57,7 +57,7 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True, repr=False)
 class Outcome(Shown):
-    """The outcome of one kernel on one case, with arrays to store in a file if they are kept."""
+    """The outcome of one kernel on one case, optionally with the arrays to store in a file."""
 
     kernel: str
     kind: str
@@ -190,7 +190,9 @@ def read(path: str | Path) -> Stored:
         members = _members(path)
         written = members.pop("about")
         if written.dtype.kind != "U" or written.shape:
-            raise ValueError(f"about is {written.dtype} {written.shape}; it must be a string")
+            raise ValueError(
+                f"the entry 'about' is {written.dtype} {written.shape}; it must be a string"
+            )
         about = _ABOUT(records.parsed(str(written)))
         arrays = {name: _viewed(members, name, x) for name, x in about["dtypes"].items()}
         outcome = Outcome(
@@ -256,7 +258,7 @@ def _members(path: str | Path) -> dict[str, np.ndarray]:
     """
     with Path(path).open("rb") as file:
         if not zipfile.is_zipfile(file):  # np.load would read it as a pickle
-            raise ValueError("not an .npz file")
+            raise ValueError("the file is not an .npz file")
         size = file.seek(0, io.SEEK_END)
         with zipfile.ZipFile(file) as archive:
             found = archive.infolist()
@@ -297,7 +299,7 @@ def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
 def _viewed(members: Mapping[str, np.ndarray], name: str, dtype: str) -> np.ndarray:
     """Returns a stored array, viewed as its original dtype."""
     if name not in members:
-        raise ValueError(f"{name} is missing")
+        raise ValueError(f"the array {name} is missing")
     found, wanted = members[name], INPUTS[dtype].numpy if dtype in INPUTS else np.dtype(dtype)
     as_bits = np.dtype(f"u{wanted.itemsize}") if wanted.kind == "V" else wanted
     if found.dtype != as_bits:
@@ -312,7 +314,7 @@ def _check_arrays(stored: Stored) -> None:
     require_inputs(inputs, operation.inputs_of(p), p)
     results = sum(x.bytes(p) for x in operation.outputs_of(p).values())
     if results > _MOST_BYTES:
-        raise ValueError(f"the results of {p} take {results:,} bytes; the limit is {_MOST_BYTES:,}")
+        raise ValueError(f"the results of {p} need {results:,} bytes; the limit is {_MOST_BYTES:,}")
     _check_lengths(inputs, p)
 
 
@@ -320,7 +322,7 @@ def require_inputs(arrays: Arrays, wanted: Mapping[str, Input], p: Problem) -> N
     """Raises ValueError unless all required inputs exist with the right shapes and dtypes."""
     for name, x in wanted.items():
         if name not in arrays:
-            raise ValueError(f"{name} is missing")
+            raise ValueError(f"the array {name} is missing")
         array = arrays[name]
         if array.shape != x.shape(p) or array.dtype != x.dtype(p):
             raise ValueError(f"{name} is {array.dtype} {array.shape}, which does not match {p}")
@@ -348,7 +350,7 @@ def _check_lengths(inputs: Arrays, p: Problem) -> None:
     if PAGE_TABLE in given and p.page_size:
         table, lengths = given[PAGE_TABLE], given.get(PADDED[1])
         if lengths is None:
-            raise ValueError(f"{PADDED[1]} is missing")
+            raise ValueError(f"the array {PADDED[1]} is missing")
         needed = np.arange(table.shape[1]) < -(-lengths[:, None] // p.page_size)
         if (needed & ((table < 0) | (table >= p.pages))).any():
             raise ValueError(f"{PAGE_TABLE} contains page numbers that are out of range")

@@ -62,12 +62,12 @@ from cupyfa.runtime.simulator import Simulator
 
 Value = TypeVar("Value")
 
-# Subjects of successive groups of samples. Plain groups find most faults.
+# What successive groups of samples test. Plain groups find most faults.
 _GROUPS = (
     *(*("plain",) * 4, "arrays", "texts", "expressions", "sequences of texts"),
     *("pages", "new tokens"),
 )
-# Replaces subjects: "pages" for kernels that do not support pages, "new tokens" for gradients.
+# Replacements for groups that the kernel does not support, and for groups of gradient kernels.
 _INSTEAD = {"pages": "padded", "new tokens": "arrays"}
 _OF_GRADIENTS = {"pages": "padded", "new tokens": "gradient of a bias"}
 _MODIFIED = {"texts", "sequences of texts", "arrays", "expressions", "gradient of a bias"}
@@ -76,7 +76,7 @@ SAMPLES = {"simulator": 40, "cuda": 160}  # default number of samples per kernel
 _ONE_IS_LOWEST = 7  # one in this many samples has scores near the limits of float32
 TOGETHER = 4  # number of successive samples that share one compilation
 _MOST_WORK = {"simulator": 3 * 2**24, "cuda": 2**29}  # maximum multiply-adds per case
-_MOST_REPAIRED = 512  # maximum rows and keys per case to repair; each takes a whole block
+_MOST_REPAIRED = 512  # maximum rows and keys per case to repair; each occupies a whole block
 _ATTEMPTS = 8  # number of attempts to draw a sample that kernel and backend support
 # Kinds of (query, key) lengths; "many" exceeds what the kernel processes at once.
 _LENGTHS = (("below", "edge"), ("edge", "beyond"), ("beyond", "below"), ("many", "many"))
@@ -88,14 +88,14 @@ _HEADS = (
     (3, 1, 2),
     (1, 2, 5),
     (2, 1, 1),
-)  # batch, kv_heads, group
+)  # batch, kv_heads, query heads per key head
 _DIMS = ("odd", 64, "edge", "usual", 128, "wide")
 _USUAL_DIMS = (8, 16, 32, 48, 80, 96, 112, 144, 160, 192, 208, 256)
 _PLAIN_DIM = 64
 _NARROW, _NARROW_GROUP = 64, 3
 _WIDEST = 640  # largest d drawn for kernels that support any d
-# Kinds of lengths, and (batch, kv_heads, group), if heads have so few rows that several may share a
-# row tile.
+# Kinds of lengths, and (batch, kv_heads, query heads per key head), for heads with so few rows that
+# several may share a row tile.
 _FEW, _FEW_HEADS = ("few", "beyond"), (2, 2, 3)
 _HEADS_OF_LENGTHS = ((3, 2, 2), (5, 2, 1), (2, 2, 3), (3, 1, 5))
 _PAGE_SIZES = (16, 64, 32, 128)
@@ -232,7 +232,7 @@ class Fuzz:
         return self._operation == "backward" and turns.i % len(_GROUPS) == _NARROW_GROUP
 
     def _is_ragged(self, turns: "_Turns") -> bool:
-        """Returns whether the group has ragged batches, of drawn or given lengths."""
+        """Returns whether the group has ragged batches, with drawn or the caller's lengths."""
         return self._kind(turns).startswith("sequences")
 
     def _has_texts(self, turns: "_Turns") -> bool:
@@ -303,7 +303,7 @@ class Fuzz:
         return each.choose("crowd", found) if found else None
 
     def _in_kind(self, p: Problem, turns: "_Turns", pick: random.Random) -> Problem:
-        """Adds the features of the group's subject: pages, padded lengths or descales."""
+        """Adds the features that the group tests: pages, padded lengths or descales."""
         kind = self._kind(turns)
         if kind in ("pages", "new tokens"):
             sizes = _SMALL_PAGES if kind == "pages" else _PAGE_SIZES
@@ -470,7 +470,6 @@ class Fuzz:
         return {"dropout": tried[-1], **seeds}
 
     def _able(self, name: str, values: Sequence[Any]) -> list[Any]:
-        """Returns the values of an option that the kernel's features allow."""
         features = OPTIONS[name].features.items()
         return [
             x for x in values if all(self._has(what) or not needs(x) for what, needs in features)
@@ -479,7 +478,7 @@ class Fuzz:
     def _constants(self, record: Kernel, p: Problem, turns: "_Turns") -> Mapping[str, int]:
         """Returns the plan's constants.
 
-        About half of the groups get a small ``room`` for score tiles, which forces more rounds.
+        About half of the groups use a small ``room`` for score tiles, which forces more rounds.
         """
         constants = dict(self._plan(record, p, {}).constants)
         if "room" in constants and turns.choose("room", (True, False)):
@@ -681,7 +680,7 @@ def covers(plan: Plan, limits: Limits) -> dict[str, bool]:
 
 
 def other_options() -> list[str]:
-    """Returns the names of options that define values to try, except those drawn separately."""
+    """Returns the names of options that define values to try, except options drawn separately."""
     own = ("causal", "window", "scale", "out_dtype")
     return [name for name, option in OPTIONS.items() if option.tried and name not in own]
 

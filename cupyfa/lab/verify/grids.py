@@ -47,10 +47,10 @@ def cases(
 ) -> list[Case]:
     """Returns the cases of a grid other than ``fuzz``, or a sample that covers many value pairs.
 
-    dtypes, options (of attention), arrays (their forms): replace those of the grid. samples: number
-    of cases to draw, by default all. seed: seed of the sample and of the inputs. can: one predicate
-    per kernel, which tells whether the kernel can run a case. Samples alternate between kernels so
-    that each kernel gets cases; cases that no kernel can run are drawn only if no case can run.
+    dtypes, options (of attention), arrays (their forms): replace the grid's. samples: number of
+    cases to draw, by default all. seed: seed of the sample and of the inputs. can: one predicate
+    per kernel, which returns whether the kernel can run a case. Samples alternate between kernels
+    so that each kernel gets cases; cases that no kernel can run are drawn only if no case can run.
     """
     chosen = _choices(grid, operation == "softmax", dtypes)
     if operation == "backward":
@@ -242,7 +242,7 @@ def _sampled(
     pick = random.Random(seed)
     left, met = list(found), set[Any]()
     chosen: list[Case] = []
-    of_others: list[Case] = []  # drawn cases that the kernel in turn cannot run
+    of_others: list[Case] = []  # drawn cases that their kernel cannot run
     while left and len(chosen) < samples:
         tried = pick.sample(range(len(left)), min(_TRIED, len(left)))
         best = max(tried, key=lambda i: len(_pairs(_fields(left[i])) - met))

@@ -17,7 +17,7 @@ _OTHERS = {*SEEDS, PAGE_TABLE, *SCALES}
 
 
 def may_be_mixed(plan: Plan) -> bool:
-    """Returns whether the plan's problem can be passed as arrays in two memories."""
+    """Returns whether a call on the plan's problem accepts arrays in two memories."""
     p, read = plan.problem, {x.name for x in plan.problem.modifiers.arrays}
     is_plain = plan.kernel.is_plain and plan.kernel.operation == "forward"
     is_dense = not (p.pages or p.block_mask or p.sequences is not None)

@@ -46,7 +46,7 @@ def draw_expression(
     names: the arrays and numbers that the expression may capture, by name. A form is a number or
         a string that ``shape_language`` accepts under "captured", such as "f32[heads]",
         "bool[batch,N]" or "i32[M|N]". An axis with a named size is indexed only by the index of
-        that size, so arrays fit problems of any size; an axis of fixed size takes any index.
+        that size, so arrays fit problems of any size; an axis of fixed size accepts any index.
 
     Pass the results to ``Problem.of_sizes(..., score_mod=text, captured=captured)``. Integer arrays
     must hold numbers from 0 to 3, and float arrays moderate numbers, as ``Case`` draws them.

@@ -93,6 +93,6 @@ def some_arrays(pick: random.Random, *, has_sink: bool, in_blocks: bool) -> dict
 
 
 def _formed(pick: random.Random, axes: Sequence[str]) -> str:
-    """Draws a form: one of the given axes, with a random float dtype or the default dtype."""
+    """Draws a form: one of ``axes``, with a random float dtype or the default dtype."""
     short, letters = pick.choice(_FLOATS), pick.choice(axes)
     return f"{short}[{letters}]" if short else letters

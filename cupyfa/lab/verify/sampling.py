@@ -51,7 +51,10 @@ class Judge:
         return cls(plan.operation, plan.problem, readable, chosen)
 
     def expected(self, *roundings: str | None) -> list[list[Mapping[str, Expected]]]:
-        """Returns, per rounding, the expected values of all excerpts; roundings share most work."""
+        """Returns, per rounding, the expected values of all excerpts.
+
+        One call for several roundings is faster, because most of the work is done only once.
+        """
         if new := [x for x in dict.fromkeys(roundings) if x not in self._known]:
             p, reference = self.problem, self.operation.reference
             found = [reference(self.inputs, p, new, excerpt) for excerpt in self.excerpts]

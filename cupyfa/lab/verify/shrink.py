@@ -71,7 +71,7 @@ def _smaller(p: Problem) -> Iterator[Problem]:
 
 
 def _of_fewer_rows(p: Problem) -> Iterator[Problem]:
-    """Yields a dense problem, then ragged ones with fewer sequences, less padding or fewer rows."""
+    """Yields a dense problem, then ragged problems with fewer sequences, rows or padding rows."""
     assert p.lengths is not None
     q, k = p.lengths
     yield transforms.make_dense(p)

@@ -47,12 +47,12 @@ class Tile:
         self.has_splits = any("num_splits" in x.numbers for x in plan.launches)
 
     def is_left(self, p: Problem) -> bool:
-        """Returns whether the stages cannot hold all keys (for gradients, or all rows) at once."""
+        """Returns whether the stages are too few for all keys or, for gradients, for all rows."""
         rows = self.row_stages * self.rows
         return self.stages * self.keys < p.N or (self.row_stages > 1 and rows < p.M)
 
     def length(self, kind: str, size: int, stages: int, pick: random.Random) -> int:
-        """Draws a number of rows or keys of the given kind, relative to tiles of ``size``."""
+        """Draws a number of rows or keys of this kind, relative to tiles of ``size``."""
         if pick.random() < _EMPTY:
             return 0
         if kind == "below":  # log-uniform
@@ -88,7 +88,7 @@ def is_on_few_blocks(plan: Plan, limits: Limits) -> bool:
 class Crowd:
     """Sizes and a number of multiprocessors that trigger a schedule for many tiles or heads."""
 
-    heads: tuple[int, int, int]  # batch, kv_heads, group
+    heads: tuple[int, int, int]  # batch, kv_heads, query heads per key head
     M: int
     N: int
     multiprocessors: int | None = None
@@ -159,7 +159,7 @@ def lengths_near(tile: "Tile", like: Packed, pick: random.Random, *, is_full: bo
     def drawn(of: Sequence[str], size: int, is_used: bool) -> Lengths:
         fixed = {"none": 0, "one": 1}
         rows = [fixed[x] if x in fixed else tile.length(x, size, 1, pick) for x in of]
-        # Half of the rows are unused in the longest sequence and in some others, chosen at random.
+        # Half of the rows are unused in the longest sequence and in some random sequences.
         halved = [n == max(rows) or pick.random() < 0.3 for n in rows]
         used = tuple(n // 2 if x else n for n, x in zip(rows, halved)) if is_used else None
         before, after = (pick.choice((0, 0, 1, size + 1)) for _ in range(2))

@@ -63,7 +63,7 @@ def has_name(kernel: KernelOrName) -> bool:
 
 
 def backend_of(task: Task, backend: Backend) -> Backend:
-    """Returns a task's backend: the given one, or a simulator with the task's settings."""
+    """Returns ``backend``, or a simulator with the task's settings if the task has any."""
     asked = {x: getattr(task, x) for x in ("schedule", "multiprocessors")}
     changes = {name: value for name, value in asked.items() if value is not None}
     return backend.like(**changes) if changes and isinstance(backend, Simulator) else backend

@@ -23,7 +23,9 @@ def written(backend: Backend, case: Case, inputs: Arrays) -> Arrays:
         return inputs
     p = case.problem
     if not p.pages or not 0 < p.M <= p.N:
-        raise ValueError(f"tokens is {case.tokens!r}, which requires a page_size and M from 1 to N")
+        raise ValueError(
+            f"tokens is {case.tokens!r}, which requires page_size and an M between 1 and N"
+        )
     rng = np.random.default_rng((case.seed, *b"tokens"))
     lengths, table = inputs[f"mods.{PADDED[1]}"], inputs[f"mods.{PAGE_TABLE}"]
     filled = {name: inputs[name].copy() for name in "KV"}

@@ -60,7 +60,7 @@ def differentiate(p: Problem, names: Sequence[str]) -> Problem:
 def pad(p: Problem, sides: Collection[str]) -> Problem:
     """Returns the problem with a length per batch element, for queries ("q"), keys ("k") or both.
 
-    On a side that is not named, all rows are used.
+    On a side that is not in ``sides``, all rows are used.
     """
     if p.pages:
         raise ValueError(
@@ -114,7 +114,7 @@ def make_dense(p: Problem) -> Problem:
 
 
 def replace_arrays(p: Problem, arrays: Mapping[str, Any]) -> Problem:
-    """Returns the problem with arrays of these forms, and with sizes limited to what they allow.
+    """Returns the problem with arrays of these forms, and limits its sizes to what the forms allow.
 
     A form may have a fixed size: if an expression indexes an f32[4] with key, N becomes at most 4.
     """

@@ -74,7 +74,7 @@ class Here:
 
 
 class Process:
-    """Runs tasks in a separate process with one thread, on a backend like the given one.
+    """Runs tasks in a separate process with one thread, on a backend of the same kind.
 
     Processes are assigned to the visible GPUs round-robin, by ``number``.
     """

@@ -28,7 +28,7 @@ NO_DRIVER = "CUDARuntimeError: cudaErrorInsufficientDriver: CUDA driver version 
 
 
 def look(thing, *answer):
-    """Runs one probe; `answer`, if given, replaces this machine's answer to the probe."""
+    """Runs one probe; `answer`, if passed, replaces this machine's answer to the probe."""
     return next(probe for probe in diagnosis.PROBES if probe.thing == thing).look(*answer)
 
 
@@ -217,7 +217,7 @@ def test_no_cupy_is_missing_and_two_are_a_fault(wheels):
     assert look("CuPy") == Finding("CuPy", MISSING, "not installed")
     wheels("cupy-cuda13x", "cupy-cuda12x")
     assert look("CuPy").state == FAULT
-    assert "keep one: cupy-cuda12x, cupy-cuda13x" in look("CuPy").found
+    assert "keep one of cupy-cuda12x, cupy-cuda13x" in look("CuPy").found
 
 
 def test_cupys_import_message_is_reduced_to_the_error(monkeypatch, wheels):

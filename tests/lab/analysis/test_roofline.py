@@ -94,7 +94,7 @@ def test_bounds_by_hand():
     full, masked = (row("naive", M=4096, causal=causal) for causal in (False, True))
     assert masked.flops / full.flops == pytest.approx(0.5, abs=0.001)
     assert masked.bytes == full.bytes
-    # Gradients take five matrix products, the forward pass two.
+    # Gradients require five matrix products, the forward pass two.
     forward, backward = row("tiled"), row("tiled", backward=True)
     assert backward.flops == 2.5 * forward.flops
     naive, tiled = rows("naive", "tiled", batch=1, heads=1, M=1024, backward=True)
@@ -121,7 +121,7 @@ def test_rungs_with_and_without_tensor_cores():
         "mma_fp16x2",
         "mma_f64",
         "wgmma_fp16x2",
-    }  # these do not support float16
+    }  # these kernels do not support float16
     peaks = {x.computation: x.peak for x in of_all}
     assert (peaks["fa2"], peaks["wgmma"]) == (66.9, 989.4)
     assert row("mma_tf32", dtype="float32", device="h100").peak == 494.7
@@ -262,7 +262,7 @@ def test_no_text_of_a_picture_hides_another_or_a_point(name):
 @pytest.mark.parametrize("device", [x for x in DEVICES if "float32" in DEVICES[x].plain])
 @pytest.mark.parametrize("backward", [False, True])
 def test_no_mark_lies_above_its_roof(device, backward):
-    """Markers must use unrounded figures: rounded to two digits, some would exceed the roof."""
+    """Markers must use unrounded figures; with two digits, some markers would exceed the roof."""
     for dtype in ("float16", "float32"):
         found = [x for x in rows(device=device, dtype=dtype, backward=backward) if x.tflops]
         axes = plotting._figure(found).axes[0]

@@ -220,14 +220,14 @@ def test_a_recording_is_in_the_body_of_the_entry_point():
 
 
 def test_blocks_and_launches_that_are_not_there():
-    with pytest.raises(ValueError, match=r"wgmma_overlap has no block 7; give 0, or 'all'"):
+    with pytest.raises(ValueError, match=r"wgmma_overlap has no block 7; use 0, or 'all'"):
         recorded("wgmma_overlap", block=7)
     kernel = record_named("wgmma_two_pass")
     case = standard(kernel, SIZES, small=True)
-    with pytest.raises(ValueError, match="its launches are 0: .*, 2: wgmma_two_pass_rows; give"):
+    with pytest.raises(ValueError, match="its launches are 0: .*, 2: wgmma_two_pass_rows; choose"):
         record(kernel, case, Simulator(), block=0, launch="wgmma")
     huge = standard(record_named("fa2"), {"M": 2**24}, small=True)
-    with pytest.raises(Unsupported, match="give smaller sizes, or record a single block"):
+    with pytest.raises(Unsupported, match="choose smaller sizes, or record a single block"):
         record(record_named("fa2"), huge, Simulator(), block=None)
 
 
@@ -541,7 +541,7 @@ def test_blocks_and_windows_that_are_refused(tmp_path, overlap):
     for kind, odd in ((commands._Block(), "²"), *((commands._Window(), x) for x in ODD_WINDOWS)):
         with pytest.raises(click.BadParameter, match="is n"):
             kind.convert(odd, None, None)
-    with pytest.raises(ValueError, match="is empty; give the earlier time first"):
+    with pytest.raises(ValueError, match="is empty; its start must precede its end"):
         draw(overlap, tmp_path / "x.png", (5, 5))
     with pytest.raises(ValueError, match=f"outside the timeline, .* 0 to {overlap.end:g} steps"):
         draw(overlap, tmp_path / "x.png", (overlap.end, overlap.end + 1))

@@ -211,10 +211,10 @@ def test_texts_of_a_page_end_no_script(tmp_path):
 def test_recordings_that_are_no_steps_of_a_block_are_refused(tmp_path, monkeypatch):
     timeline, case = recorded("fa2")
     for other in (replace(timeline, in_steps=False), replace(timeline, is_detailed=False)):
-        with pytest.raises(ValueError, match=r"one block of the simulator; give --backend sim"):
+        with pytest.raises(ValueError, match=r"single block in the simulator; use --backend sim"):
             pages.save(other, case, tmp_path / "page.html")
     monkeypatch.setattr(pages, "_MOST_STEPS", 3)
-    with pytest.raises(ValueError, match=r"has \d+ steps, and a page plays at most 3; give sm"):
+    with pytest.raises(ValueError, match=r"runs \d+ steps, but a page shows at most 3; choose sm"):
         pages.save(timeline, case, tmp_path / "page.html")
     assert not list(tmp_path.iterdir())
 
@@ -225,7 +225,7 @@ def test_the_command_writes_a_page(tmp_path):
     cli("timeline", "fa2", *sizes, "--html", path)
     assert Scripts(path.read_text()).data
     refused = cli("timeline", "fa2", *sizes, "--html", path, "--save", path, code=2)
-    assert f"--save and --html both write {path}; give two different files" in refused.output
+    assert f"--save and --html both write {path}; choose two different files" in refused.output
 
 
 # In a browser

@@ -253,7 +253,7 @@ def test_every_precision_has_a_peak_here(facts, dtype):
 
 
 class Paced(Simulator):
-    """A simulator in which each kernel takes a given time in milliseconds on a drifting clock."""
+    """A simulator in which each kernel takes a fixed number of milliseconds on a drifting clock."""
 
     def __init__(self, **milliseconds):
         super().__init__()
@@ -386,7 +386,7 @@ def test_bench_of_a_cache_on_the_command_line(tmp_path):
     assert "cache in pages of 16" in out.stdout and "cache in pages of 32" in out.stdout
     assert "GB/s counts keys and values" in out.stderr
     assert "not measured on a GPU" in cli("compare", file, file).stdout
-    assert "add cache='paged'" in refused("bench", "fa2", "--page", 16, *sizes, code=2)
+    assert "use cache='paged'" in refused("bench", "fa2", "--page", 16, *sizes, code=2)
 
 
 def test_registers_are_the_largest_of_all_launches():
@@ -419,7 +419,6 @@ def test_the_peak_is_that_of_what_the_kernel_multiplies_in(facts):
 
 @pytest.fixture
 def two_of_a_name(tmp_path):
-    """Writes two scripts, each with a kernel named mine."""
     for folder in ("old", "new"):
         (tmp_path / folder).mkdir()
         own_kernel.write(tmp_path / folder)
@@ -490,7 +489,7 @@ class Cramped(Simulator):
 
 
 def test_problems_that_do_not_fit_in_memory_are_left_out():
-    sizes = {**TINY, "M": [8, 80]}  # for M = 80, S and P take 51,200 bytes and O takes 5,120
+    sizes = {**TINY, "M": [8, 80]}  # for M = 80, S and P need 51,200 bytes, O 5,120
     rows = bench("baseline_online", backend=Cramped(), budget=0, **sizes)
     assert [(row.problem.M, row.time is not None, row.note) for row in rows] == [
         (8, True, ""),
@@ -510,8 +509,8 @@ def test_slow_kernels_end_early():
         ("fa2", 20),
         ("fa2", 40),
     ]
-    assert "a launch would take about 4" in rows[2].note
-    assert "a launch would take about 1" in rows[4].note
+    assert "one launch would take about 4" in rows[2].note
+    assert "one launch would take about 1" in rows[4].note
 
 
 WRONG = ("sum = sum * factor + weight;", "sum = sum * factor + weight * (key > 0);")
@@ -555,7 +554,7 @@ def test_graphs_are_replayed_and_incomplete_ones_found():
 
 @pytest.fixture
 def peer(monkeypatch):
-    """Returns a function that installs a peer with results computed by a given function."""
+    """Returns a function that installs a peer whose results a given function computes."""
 
     def make(function):
         def prepare(name, engine, problem, arrays, operation):
@@ -680,7 +679,7 @@ def test_measurements_before_an_error_are_printed_and_saved(tmp_path):
 
 
 def test_given_constants_are_printed_once():
-    """Constants with one value are printed above the table, others in a column."""
+    """Constants with one value are printed above the table, all other constants in a column."""
     for values, above, rows in (("8", "Br=8", 0), ("8,16", "", 2)):
         head, *table = cli(
             "bench", "fa2", *SMALL, "--alone", "-p", f"Br={values}"

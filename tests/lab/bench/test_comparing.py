@@ -186,7 +186,6 @@ def test_files_without_the_kind_of_problem_can_be_loaded(tmp_path):
 
 @pytest.fixture
 def files(tmp_path):
-    """Writes rows to files a.json and b.json and returns their names."""
 
     def write(old, new, **about):
         names = [str(tmp_path / "a.json"), str(tmp_path / "b.json")]

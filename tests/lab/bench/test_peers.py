@@ -120,11 +120,15 @@ def test_nothing_is_copied_for_torch(simulator, name):
     "name, sizes, reason",
     [
         ("cudnn", {}, "torch cudnn cannot compute batch=2 heads=4 M=24 .*: ."),
-        ("cudnn", {"causal": True}, "this implementation aligns causal masks to the top left"),
+        (
+            "cudnn",
+            {"causal": True},
+            "this implementation supports only causal masks aligned to the top left",
+        ),
         (
             "fa2",
             {"causal": True, "M": 50},
-            "this implementation returns NaN for rows without visible keys",
+            "this implementation returns NaN for rows that see no keys",
         ),
         (
             "cudnn-frontend",
@@ -178,7 +182,7 @@ def gradients_agree(cuda, name, **sizes):
 
 
 def are_near(peer, arrays, problem):
-    """Compares gradients with fixed tolerances: there are no bounds for delta from a peer's O."""
+    """Compares gradients with fixed tolerances; bounds do not cover a delta from a peer's O."""
     expected = OPERATIONS["backward"].reference(arrays, problem, [None])[None]
     for grad, x in peer.outputs.items():
         np.testing.assert_allclose(x.astype(float), expected[grad].value, atol=0.05, rtol=0.05)
@@ -221,7 +225,7 @@ def test_torch_has_no_texts_and_no_slopes(simulator):
 
 
 def test_texts_become_functions_of_tensors():
-    """NumPy stands in for torch, since its functions have the same names."""
+    """NumPy stands in for torch, which has functions of the same names."""
     p = Problem.of_sizes(**{**SIZES, "M": 40, **EVERYTHING})
     names = {name: getattr(np, name, None) for name in FUNCTIONS}
     functional = SimpleNamespace(softplus=lambda x: np.logaddexp(0, x))

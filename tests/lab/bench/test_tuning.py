@@ -128,7 +128,7 @@ def test_plans_ignore_times_of_the_simulator(laps, engine, cache):
     record = records.record_named(laps)
     done = cli("tune", laps, *SIZES)
     assert "laps=1 " in done.stdout
-    assert "note: plans ignore these tiles: times of the simulator say nothing" in done.stderr
+    assert "note: plans ignore these tiles, because simulator times" in done.stderr
     assert planned(record, engine, **TINY) == {"laps": 200}
     assert not (cache / "tuned").is_dir() or not list((cache / "tuned").iterdir())
 
@@ -257,7 +257,7 @@ def test_close_candidates_are_distinguished_despite_clock_drift(laps, engine, mo
     assert [row.measurement.constants["laps"] for row in rows] == [2, 200, 1]
     assert rows[0].factor == pytest.approx(1.005, abs=0.003)
     assert rows[0].rounds == rows[1].rounds > rows[2].rounds > 0
-    times = [row.measurement.time for row in rows]  # the last one has fewer rounds
+    times = [row.measurement.time for row in rows]  # the last row has fewer rounds
     assert times == sorted(times) and times[2] / times[1] == pytest.approx(30 / 10.05, rel=0.02)
     first, *later = bouts[3:]
     assert len(first) == 3 and later and all(sorted(names) == [2, 200] for names in later)
@@ -452,8 +452,8 @@ def test_notes_have_singular_and_plural(monkeypatch):
         monkeypatch.setattr(tuning, "tune", lambda *_, **__: list(of_states(*states)))
         return cli("tune", "fa2", *SIMULATOR, code=1).stderr
 
-    assert "note: 1 was not tried in time; the same" in notes("untried", "wrong")
-    assert "note: 2 were not tried in time; the same" in notes("untried", "untried")
+    assert "note: 1 was not tried in time; run" in notes("untried", "wrong")
+    assert "note: 2 were not tried in time; run" in notes("untried", "untried")
     assert "note: laps=0 and 1 other: wrong: off" in notes("wrong", "wrong")
     assert "note: laps=0 and 2 others: wrong: off" in notes("wrong", "wrong", "wrong")
 
@@ -464,8 +464,8 @@ def test_an_unwritable_cache_is_reported_once(laps, engine, monkeypatch):
     done = cli("tune", laps, *SIZES[:-4], "--budget", 0, "--backend", "simulator")
     assert done.stderr.count("note: /proc/x cannot be written, so nothing is stored") == 1
     assert "set CUPYFA_CACHE_DIR" in done.stderr
-    assert "not tried in time; give a larger --budget" in done.stderr
-    assert "the same command" not in done.stderr
+    assert "not tried in time; use a larger --budget" in done.stderr
+    assert "run the command again" not in done.stderr
 
 
 @pytest.mark.parametrize("columns", [80, 120])

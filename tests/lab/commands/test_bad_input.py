@@ -53,7 +53,6 @@ from cupyfa.runtime import transfer
 
 @pytest.fixture(scope="module", autouse=True)
 def own_folders(tmp_path_factory):
-    """Sets up a private cache and temporary directory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUPYFA_CACHE_DIR", str(with_runtime(tmp_path_factory.mktemp("cache"))))
         patch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("temporary")))
@@ -82,7 +81,6 @@ def alike(dtype, **options):
 
 
 def backward(**change):
-    """Calls ``cupyfa.backward`` with some arguments replaced."""
     arrays = {name: a(4, 8) for name in ("dout", "q", "k", "v", "out")}
     given = {**arrays, "lse": a(4), "backend": "simulator", **change}
     return cupyfa.backward(**given)
@@ -161,14 +159,13 @@ def cache():
 
 
 def kv(last=61, **change):
-    """Makes a cache of six sequences; ``last`` is the length of the last one."""
+    """Makes a cache of six sequences; ``last`` is the length of the last sequence."""
     given = {"k": a(6, 64, 2, 24), "v": a(6, 64, 2, 16), "layout": "bshd"}
     given["lengths"] = np.array([0, 1, 15, 16, 17, last], np.int32)
     return cupyfa.KVCache(**{**given, **change})
 
 
 def kv_e4m3(rows=(6, 64), k_scale=None, v_scale=None, **change):
-    """Makes a cache of six sequences in e4m3."""
     arrays = {x: a(*rows, 2, columns, dtype=E4M3) for x, columns in (("k", 24), ("v", 16))}
     scales = {x: of for x, of in (("k", k_scale), ("v", v_scale)) if of is not None}
     arrays |= {x: Scaled(arrays[x], of) for x, of in scales.items()}
@@ -176,7 +173,6 @@ def kv_e4m3(rows=(6, 64), k_scale=None, v_scale=None, **change):
 
 
 def keys(batch=1, heads=2, dtype=np.float32):
-    """Makes keys and values for a prefix of five keys."""
     return tuple(a(batch, heads, 5, columns, dtype=dtype) for columns in (24, 16))
 
 
@@ -226,7 +222,7 @@ def gpu_array():
 
 
 def several(numbers):
-    """Calls attention on some of three devices; the third one is a different model."""
+    """Calls attention on some of three devices; the third device is a different model."""
     far = FarDevice()
     far.models = ("A", "A", "B")
     return attention(backend=Devices(numbers, backend=far))
@@ -237,7 +233,6 @@ def launch(grid=lambda p, c: 1, threads=lambda p, c: 32, args="Q K V O M N scale
 
 
 def own(**change):
-    """Makes a record of a kernel that has no source file."""
     return Kernel(**{"name": "own", "adds": "", "launches": (launch(),), "folder": "/", **change})
 
 
@@ -262,7 +257,7 @@ def test_errors_of_calls_are_one_line_and_leave_no_traces(call, error, words, ca
     assert "\n" not in message
     says(message, *(word.replace("ONE_OF", ONE_OF) for word in words))
     if any(array() is not None for array in ALIVE):
-        gc.collect()  # only if needed, since it is slow in a process with many tests
+        gc.collect()  # only if needed, since collection is slow in a process with many tests
     assert not [array for array in ALIVE if array() is not None], "arrays of the call are alive"
     assert files() == before
     still_works()

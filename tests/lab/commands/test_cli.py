@@ -445,8 +445,8 @@ def test_commands_are_one_family():
                 about.append(option.help.partition("  [default")[0])
             families.setdefault(option.opts[0], {}).setdefault(str(about), []).append(names)
     differing = {name: found for name, found in families.items() if len(found) > 1}
-    # `compile --arch` takes a list, `new --from` takes a rung rather than a file, and `timeline
-    # --format` has one more choice.
+    # `compile --arch` accepts a list, `new --from` a rung rather than a file, and `timeline
+    # --format` one more choice.
     assert set(differing) == {"--arch", "--from", "--format"}
 
 
@@ -500,4 +500,4 @@ def test_the_shell_completes_kernels_and_choices(words, expected):
 
 
 def test_help_of_clear_names_the_kinds():
-    assert "by default of all except cupy" in cli("cache", "clear", "--help").stdout
+    assert "by default, of all kinds except cupy" in cli("cache", "clear", "--help").stdout

@@ -19,7 +19,6 @@ FILES = ("mine.cu", "mine.py", "test_mine.py")
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """Makes an empty folder the current one."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -83,7 +83,6 @@ def built(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def warm(built, tmp_path_factory):
-    """Makes a cache that all tests share and fill."""
     return shutil.copytree(built, tmp_path_factory.mktemp("cache"), dirs_exist_ok=True)
 
 
@@ -447,7 +446,7 @@ def test_invalid_compilers(own_folders, fresh, monkeypatch, tmp_path, script, wo
 
 
 def test_temporary_files_of_a_compiler_are_removed(tmp_path):
-    """The compiler leaves a file, like a killed linker; its path and the cache's are relative."""
+    """The compiler leaves a file, as a killed linker would; all folders are relative paths."""
     (tmp_path / "temporary").mkdir()
     makes = f'touch "$TMPDIR/left.o" && echo made >> {tmp_path}/log'
     usual = shlex.join(machine.compiler())
@@ -494,7 +493,7 @@ def place(tmp_path, warm):
 def interrupted(args, place, begun, number, *, program=CLI, wait=0.2, speaks=False, again=None):
     """Starts a command, sends it a signal once it has begun, and checks how it ends.
 
-    Sends the signal again ``again`` seconds later, unless that is None. Returns stderr.
+    Sends the signal again ``again`` seconds later, unless ``again`` is None. Returns stderr.
     """
     cache, temporary = place["CUPYFA_CACHE_DIR"], place["TMPDIR"]
     env = {**os.environ, **{name: str(value) for name, value in place.items()}}

@@ -39,7 +39,7 @@ def as_long_as_it_takes(monkeypatch):
 
 
 def drawn(seed):
-    """Draws the cases that the fuzz grid has for softmax_safe, the kernel of broken_kernels."""
+    """Draws the fuzz grid's cases for softmax_safe, the kernel that broken_kernels changes."""
     record = cupyfa.kernel("softmax_safe")
     drawing = Fuzz(record, Simulator(), seed, dtypes=["float32"])
     return [drawing.sample(i).case for i in range(12)]
@@ -74,7 +74,6 @@ def the_failure(checked):
 
 
 def repeat(failure):
-    """Runs the command that repeats a failure in a new process."""
     program, *arguments = shlex.split(failure.command)
     assert program == "cupyfa"
     return subprocess.run([*CLI, *arguments], capture_output=True, text=True, check=False)
@@ -199,7 +198,7 @@ def test_a_kernel_that_hangs_is_killed_and_others_continue(tmp_path):
     assert failure.outcome.message == "no answer within 1 s"
     assert (failure.case.problem.M, failure.case.problem.N) == (1, 3)
     assert mine.runs - mine.right == 3
-    assert set(mine.not_run) <= {"given up after it hung or died 3 times"}
+    assert set(mine.not_run) <= {"given up after hanging or dying 3 times"}
     assert other.right == other.runs == 12
     again = repeat(failure)
     assert again.returncode == 3 and "no answer within 1 s" in again.stderr

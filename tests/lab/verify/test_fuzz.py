@@ -218,7 +218,6 @@ OF_EVERY_SEED = {
 
 
 def counted(name, seed):
-    """Counts the default samples that cover each feature, including new tokens."""
     found = Counter()
     for drawn in samples(name, SAMPLES["simulator"], seed=seed):
         found["new tokens"] += drawn.case.tokens != "cached"
@@ -239,7 +238,7 @@ def test_the_default_samples_cover_what_a_kernel_has(name, seed):
 def test_default_samples_reach_every_schedule(seed):
     """Schedules: merging in several rounds, blocks without a tile, and both sorts of counters.
 
-    wgmma_columns counts the finished blocks of a head, or the tiles that persistent blocks take.
+    wgmma_columns counts the finished blocks of a head, or the tiles that persistent blocks fetch.
     """
 
     def plans(name):
@@ -256,7 +255,7 @@ def test_default_samples_reach_every_schedule(seed):
 def has_a_block_without_a_tile(plan):
     """Returns whether some block gets no tile.
 
-    The condition is that of static_schedule.cuh for d > 64 and heads of 2 to 8 tiles.
+    static_schedule.cuh has the same condition for d > 64 and heads of 2 to 8 tiles.
     """
     p, blocks = plan.problem, plan.launches[0].grid[0]
     tiles = -(-p.M // plan.constants["Br"])

@@ -1,4 +1,4 @@
-"""`cupyfa.replay`: stored failures, and files that are damaged or hold something else."""
+"""`cupyfa.replay`: stored failures, damaged files, and files that hold no failure."""
 
 import json
 import re
@@ -33,7 +33,7 @@ def stored(tmp_path, fault, case=CASE, reruns=0):
 
 
 def kernel_of(file):
-    """Returns the name of the kernel whose failure a file holds, to pass it to ``replay``."""
+    """Returns the name of the kernel whose failure a file holds, as ``replay`` accepts it."""
     return failures.read(file).outcome.kernel
 
 

@@ -75,7 +75,7 @@ def test_a_row_that_is_not_a_new_one_must_stay(monkeypatch):
 
 def test_tokens_without_pages_are_refused():
     case = Case("forward", Problem.of_sizes(M=3, d=8), tokens="appended")
-    with pytest.raises(ValueError, match="requires a page_size"):
+    with pytest.raises(ValueError, match="requires page_size"):
         written(SIMULATOR, case, case.inputs())
 
 

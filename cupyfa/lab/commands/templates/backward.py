@@ -54,7 +54,7 @@ def sum_of_groups(x, p):
 
 NAME = Kernel(
     name="NAME",
-    adds="gradients of damped scores",  # what the kernel adds, for tables
+    adds="gradients of damped scores",  # short description that tables print
     operation="backward",
     launches=(
         # args= lists the parameters of the entry point in the .cu file, in the same order. A new

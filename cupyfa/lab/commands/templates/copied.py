@@ -26,7 +26,7 @@ def own_file(step):
 NAME = replace(
     rung,
     name="NAME",
-    adds="changes in RUNG",  # what the kernel adds, for tables
+    adds="changes in RUNG",  # short description that tables print
     launches=tuple(map(own_file, rung.launches)),
     folder=Path(__file__).parent,
     # Replace other fields of the rung's record in the same way, such as tiles=, features= or a

@@ -25,7 +25,7 @@ def reference(arrays, p, c):
 
 NAME = Kernel(
     name="NAME",
-    adds="damped scores",  # what the kernel adds, for tables
+    adds="damped scores",  # short description that tables print
     launches=(
         Launch(
             "NAME_forward",
