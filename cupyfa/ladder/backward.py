@@ -584,12 +584,43 @@ FEWEST_FINISHING = 128  # minimum number of key heads: about as many as an H100 
 
 
 def finishes(p: Problem) -> bool:
-    """Returns whether the last block of each key head computes dQ; see add_dQ.cuh.
+    """Returns whether the last block of each head computes dQ; see add_dQ.cuh.
 
     This pays off for many key heads with few rows each. Otherwise a separate launch is faster.
     """
-    are_many = p.batch * p.kv_heads >= FEWEST_FINISHING
-    return are_many and p.M * p.group <= 4096 and not p.is_ragged and not is_persistent(p)
+    heads = heads_of_blocks(p)
+    are_many = p.batch * heads >= FEWEST_FINISHING
+    return are_many and p.M * p.heads // heads <= 4096 and not p.is_ragged and not is_persistent(p)
+
+
+SHORTEST_SHARED = 1024  # minimum number of queries for which blocks share a group
+
+
+def takes_one_head(p: Problem) -> bool:
+    """Returns whether a block of wgmma_columns takes one query head of its key tile's group.
+
+    Without a mask, blocks that take the whole group read the same rows at the same time. Under a
+    mask they differ in length, read different heads at a time, and reread rows from memory.
+    """
+    is_masked = p.causal or p.window != (None, None)
+    return p.group > 1 and is_masked and p.M >= SHORTEST_SHARED and not is_wide(p)
+
+
+def heads_of_blocks(p: Problem) -> int:
+    """Returns the number of heads that have their own blocks: query heads or key heads."""
+    return p.heads if takes_one_head(p) else p.kv_heads
+
+
+def shared_key_tiles(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the number of key tiles whose dK and dV several blocks sum."""
+    return key_tiles(p, c) if takes_one_head(p) else 0
+
+
+def key_sums(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the number of accumulators of dK and dV in memory; see key_sums.cuh."""
+    width = wgmma_sums_width(p, c)
+    columns = sum(round_up(round_up(x, 16), width) for x in (p.d, p.dv))
+    return shared_key_tiles(p, c) * c.Bc * columns
 
 
 FEWEST_PERSISTENT = 2 * 132  # minimum number of tiles: two per SM of an H100
@@ -600,12 +631,18 @@ def is_persistent(p: Problem) -> bool:
     hides = p.modifiers.mask or any(x.name in MAPS for x in p.operands)
     if p.is_ragged or p.window != (None, None) or hides:
         return False
-    if cdiv(p.N, 128) * p.kv_heads * p.batch < FEWEST_PERSISTENT or not p.M:
+    heads = heads_of_blocks(p)
+    if cdiv(p.N, 128) * heads * p.batch < FEWEST_PERSISTENT or not p.M:
         return False  # without rows, no block of begin_rows clears the tile counter
-    length, d = max(p.M * p.group, p.N), max(p.d, p.dv)
+    length, d = max(p.M * p.heads // heads, p.N), max(p.d, p.dv)
     if d <= 64:
         return length <= (4096 if p.causal else 1024)
     return d <= 128 and bool(p.causal) and 1024 <= length <= 2048
+
+
+def wgmma_columns_blocks(p: Problem, c: SimpleNamespace) -> int:
+    blocks = key_tiles(p, c) // p.kv_heads * heads_of_blocks(p)
+    return min(c.multiprocessors, blocks) if is_persistent(p) else blocks
 
 
 def wgmma_parts(p: Problem, c: SimpleNamespace) -> int:
@@ -689,18 +726,21 @@ WGMMA_COLUMNS = Kernel(
     (
         Launch(
             "begin_rows",
-            args="O dO lse row_sums.data dQ_sum.data counts.data M heads group mods",
+            args="O dO lse row_sums.data dQ_sum.data counts.data key_sums.data key_counts.data "
+            "key_tiles M heads group mods",
             grid=lambda p, c: (row_tiles(p, c), 1),
             threads=lambda p, c: LANES_OF_ROW * c.Br,
-            constants=BY_LENGTHS,
+            constants={**BY_LENGTHS, "one_head": lambda p, c: takes_one_head(p)},
+            numbers={"key_tiles": shared_key_tiles},
         ),
         replace(
             WGMMA_COLUMNS_LAUNCH,
-            args=WGMMA_COLUMNS_LAUNCH.args.replace("mods", "batch mods"),
-            grid=lambda p, c: (
-                min(c.multiprocessors, key_tiles(p, c)) if is_persistent(p) else key_tiles(p, c)
+            args=WGMMA_COLUMNS_LAUNCH.args.replace("mods", "batch mods").replace(
+                "counts.data", "counts.data key_sums.data key_counts.data"
             ),
+            grid=wgmma_columns_blocks,
             constants={
+                "one_head": lambda p, c: takes_one_head(p),
                 "finishes": lambda p, c: finishes(p),
                 "persistent": lambda p, c: is_persistent(p),
                 "bias_bytes": lambda p, c: bias_bytes(p),
@@ -742,7 +782,9 @@ WGMMA_COLUMNS = Kernel(
     scratch={
         "row_sums": (lambda p, c: 2 * row_tiles(p, c) * c.Br, "real"),
         "dQ_sum": (lambda p, c: row_tiles(p, c) * c.Br * wgmma_sums_width(p, c), "real"),
-        "counts": (lambda p, c: 4 * p.batch * p.kv_heads, "byte"),
+        "counts": (lambda p, c: 4 * p.batch * heads_of_blocks(p), "byte"),
+        "key_sums": (key_sums, "real"),
+        "key_counts": (lambda p, c: 4 * 2 * shared_key_tiles(p, c), "byte"),
     },
     arch="90a",
     largest_d=256,

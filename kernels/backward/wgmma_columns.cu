@@ -13,10 +13,10 @@
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   row_sums [batch, heads, cdiv(M, Br)]    dQ_sum [batch, heads, cdiv(M, Br), parts]
-//   counts [batch, kv_heads]
-//   grid (max(cdiv(N, Bc), 1) * kv_heads * batch), or one block per SM if persistent
+//   key_sums, key_counts [kv_heads, batch * cdiv(N, Bc), 2]    counts [batch, heads or kv_heads]
+//   grid (max(cdiv(N, Bc), 1) * (heads or kv_heads) * batch), or one block per SM if persistent
 //   block (384)
-//   the host sets: scalar, result, real, Br, Bc, stages, dS_stages, finishes, persistent,
+//   the host sets: scalar, result, real, Br, Bc, stages, dS_stages, finishes, persistent, one_head,
 //   bias_bytes, batch_first, d, dv, threads, shared_bytes and options (extent.cuh)
 #include <attention/bias_tile.cuh>
 #include <backward/parts/add_dQ.cuh>
@@ -28,9 +28,10 @@
 
 constexpr int depth = cdiv(d, step) * step;   // columns of the Q and K tiles, zero-padded
 constexpr int width = cdiv(dv, step) * step;  // columns of the dO and V tiles
-using Task = KeyTile<Br, Bc>;
+using Task = KeyTile<Br, Bc, one_head>;
 using Layout = QueryLayout<Br, d, dv>;
 using Part = RegisterTile<Layout::width>;
+using OfKeys = KeySums<Layout::width, depth, width>;
 using Bias = OfWarps<StagedBiasColumns<bias_bytes, Br / 8>, 4 * consumers>;
 // Whether V stays in registers, so that it is read from shared memory only once. Expressions that
 // read indices or arrays leave too few registers for it.
@@ -50,7 +51,7 @@ struct Shared {
   RowSums<Br> sums[stages];
   Pipeline<1> K_pipeline, V_pipeline;
   Pipeline<stages> Q_pipeline, dO_pipeline;
-  int is_last[consumers];
+  int is_last[consumers], is_summed[consumers];
   TileQueue queue;
   Bias bias;
 };
@@ -113,6 +114,19 @@ struct Consumer {
     shared.K_pipeline.release(keys);
     shared.V_pipeline.release(keys);
     keys.advance();
+  }
+
+  // Adds dK and dV to the sums of all blocks of the key tile. Returns whether these are complete,
+  // and then reads them.
+  __device__ __forceinline__ bool share(OfKeys* sums, const Task& task) {
+    pass_parts(dK, shared.dQ[own.warpgroup], own.warpgroup);
+    pass_parts(dV, shared.dQ[own.warpgroup], own.warpgroup);
+    barrier_sync(sums_left, leaving_threads);
+    if (!shared.is_summed[own.warpgroup]) return false;
+    const OfKeys& all = sums[task.slot * consumers + own.warpgroup];
+    all.template read<false>(dK);
+    all.template read<true>(dV);
+    return true;
   }
 
   // Starts the warpgroup's part of dQ = dS K: its rows, its columns, or the sum over its keys.
@@ -188,7 +202,7 @@ struct Consumer {
     begin_output(Q, dS, dK, true, first);
     barrier_arrive(sums_read + rows.stage, reading_threads);
     wgmma_wait_group<1>(dQ);
-    pass_dQ(dQ, shared.dQ[own.warpgroup], own.warpgroup);
+    pass_part(dQ, shared.dQ[own.warpgroup], own.warpgroup);
     wgmma_wait_group<0>(dK);
     shared.Q_pipeline.release(rows);
     dS_tile.advance();
@@ -201,16 +215,18 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
     const __grid_constant__ TensorMap V_map, const __grid_constant__ TensorMap dO_map,
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
     Tensor<const real> lse, const RowSums<Br>* row_sums, Part* dQ_sum, int* counts,
-    Tensor<result> dQ, Tensor<result> dK, Tensor<result> dV, Sizes sizes, int heads, int kv_heads,
+    OfKeys* key_sums, int* key_counts, Tensor<result> dQ, Tensor<result> dK, Tensor<result> dV, Sizes sizes, int heads, int kv_heads,
     int group, real scale, int batch, const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
   if (gridDim.x <= few_blocks) launch_dependents();
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
-  const int tiles = persistent ? max(cdiv(sizes.N, Bc), 1) * kv_heads * batch : gridDim.x;
+  const int rounds = one_head ? heads : kv_heads;
+  const int tiles = persistent ? max(cdiv(sizes.N, Bc), 1) * rounds * batch : gridDim.x;
   const auto task_of = [&](int number) {
-    return key_tile<Br, Bc, batch_first>(sizes, mods, kv_heads, group, heads, number, tiles);
+    return key_tile<Br, Bc, batch_first, one_head>(sizes, mods, kv_heads, group, heads, number,
+                                                 tiles);
   };
   const auto own_tiles = [&](int* counter = nullptr) {
     if constexpr (persistent)
@@ -233,9 +249,16 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
     for (auto own = own_tiles(); own.has_tile; own.advance()) {
       const Task task = task_of(own.number);
       add_dQ<Layout>(shared.dQ[of], dQ_sum, task, of, of % Layout::count, of % Layout::count + 1);
+      if constexpr (one_head) {
+        const int sums = task.slot * consumers + of;
+        add_parts(shared.dQ[of], key_sums[sums], of);
+        leave_sums(shared.is_summed[of], key_counts[sums], group);
+      }
       if constexpr (finishes)
-        leave_sums(shared.is_last[of], counts[task.batch * kv_heads + task.kv_head],
+        leave_sums(shared.is_last[of],
+                   counts[task.batch * rounds + (one_head ? task.head : task.kv_head)],
                    consumers * max(cdiv(sizes.N, Bc), 1));
+      if constexpr (finishes || one_head) barrier_arrive(sums_left, leaving_threads);
     }
     return;
   }
@@ -250,13 +273,17 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
     const StatsOfTiles<Br> stats = {row_sums, task.number, lse, task.batch};
     const Repair<d, dv, scalar, StatsOfTiles<Br>> repair = {
         task.extent, Q, K, V, dO, stats, scorer, task.batch, task.kv_head};
-    store_or_repair<false>(consumer.dK, dK, consumer.own, task, repair);
-    store_or_repair<true>(consumer.dV, dV, consumer.own, task, repair);
+    bool is_complete = true;
+    if constexpr (one_head) is_complete = consumer.share(key_sums, task);
+    if (is_complete) {
+      store_or_repair<false>(consumer.dK, dK, consumer.own, task, repair);
+      store_or_repair<true>(consumer.dV, dV, consumer.own, task, repair);
+    }
     __syncwarp();  // reconverges, so that the next products use uniform registers
     if constexpr (finishes) {
-      barrier_sync(sums_left, leaving_threads);
+      if constexpr (!one_head) barrier_sync(sums_left, leaving_threads);
       if (shared.is_last[0] || shared.is_last[1])
-        finish_heads<Br, d, dv>({repair, dQ_sum, dQ}, group);
+        finish_heads<Br, d, dv>({repair, dQ_sum, dQ}, task.first_head(), task.end_head());
     }
   }
 }

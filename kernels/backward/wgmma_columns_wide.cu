@@ -185,9 +185,11 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns_wide(
     if (warp == 0 || warp > consumers) return;
     add_dQ<Layout>(shared.dQ[of], dQ_sum, task, of, first_part<Layout>(of),
                    first_part<Layout>(of + 1));
-    if constexpr (finishes)
+    if constexpr (finishes) {
       leave_sums(shared.is_last[of], counts[task.batch * kv_heads + task.kv_head],
                  consumers * max(cdiv(sizes.N, Bc), 1));
+      barrier_arrive(sums_left, leaving_threads);
+    }
     return;
   }
   increase_registers<consumer_registers>();
@@ -212,6 +214,6 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns_wide(
   if constexpr (finishes) {
     barrier_sync(sums_left, leaving_threads);
     if (shared.is_last[0] || shared.is_last[1])
-      finish_heads<Br, d, dv>({repair, dQ_sum, dQ}, group);
+      finish_heads<Br, d, dv>({repair, dQ_sum, dQ}, task.first_head(), task.end_head());
   }
 }

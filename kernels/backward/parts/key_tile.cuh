@@ -7,18 +7,21 @@
 #include <backward/parts/row_tile_number.cuh>
 #include <timeline.cuh>
 
-// A key tile and, in each query head of its group, the row tiles that see some of its keys.
-template <int Br, int Bc>
+// A key tile and, in each query head of its group, the row tiles that see some of its keys. With
+// one_head, the block processes only one query head, and `group` blocks share the key tile.
+template <int Br, int Bc, bool one_head = false>
 struct KeyTile {
   Extent extent;
   int first_key, kv_head, batch, first_row, end_row, group;
+  int head;  // the block's query head, if one_head
+  int slot;  // index of the key tile, over all key heads
   TilesOfRows<Br> number;
 
   // Calls body(head, first row, tile index) for each row tile.
   template <class Body>
   __device__ __forceinline__ void for_tiles(Body body) const {
 #pragma unroll 1
-    for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+    for (int head = first_head(); head < end_head(); ++head) {
       const auto map = map_of(head);
 #pragma unroll 1
       for (int row = map.template from<Br>(first_row); row < end_row;
@@ -27,6 +30,10 @@ struct KeyTile {
         body(head, row, number(head, row));
       }
     }
+  }
+  __device__ __forceinline__ int first_head() const { return one_head ? head : kv_head * group; }
+  __device__ __forceinline__ int end_head() const {
+    return one_head ? head + 1 : (kv_head + 1) * group;
   }
   // Returns the first row of the next row tile of a head, or -1 after the last one.
   __device__ __forceinline__ int after(int head, int row) const {
@@ -41,18 +48,24 @@ struct KeyTile {
   }
 };
 
-// Returns key tile `number` of `all`. By default a block is not persistent and has one tile.
-template <int Br, int Bc, bool batch_first = false>
-__device__ __forceinline__ KeyTile<Br, Bc> key_tile(const Sizes& sizes, const Mods& mods,
-                                                    int kv_heads, int group, int heads,
-                                                    int number = blockIdx.x, int all = gridDim.x) {
-  const int tiles = max(cdiv(sizes.N, Bc), 1), batches = all / (tiles * kv_heads);
-  const auto [tile, first, second] = place_of_keys<Bc>(longest_first(number, all, tiles), sizes,
-                                                       mods, batch_first ? batches : kv_heads);
-  const int kv_head = batch_first ? second : first, batch = batch_first ? first : second;
+// Returns key tile `number` of `all`. By default a block is not persistent and has one tile, and
+// processes all query heads of its key head.
+template <int Br, int Bc, bool batch_first = false, bool one_head = false>
+__device__ __forceinline__ KeyTile<Br, Bc, one_head> key_tile(
+    const Sizes& sizes, const Mods& mods, int kv_heads, int group, int heads,
+    int number = blockIdx.x, int all = gridDim.x) {
+  const int rounds = one_head ? heads : kv_heads;  // how often the keys of a head are processed
+  const int tiles = max(cdiv(sizes.N, Bc), 1), batches = all / (tiles * rounds);
+  const int index = longest_first(number, all, tiles);
+  const auto [tile, first, second] =
+      place_of_keys<Bc>(index, sizes, mods, batch_first ? batches : rounds);
+  const int head = batch_first ? second : first, batch = batch_first ? first : second;
+  const int kv_head = one_head ? head / group : head;
   const Extent extent = extent_of(sizes, mods, batch, kv_head * group);
   const int first_key = tile * Bc, first_row = row_begin(extent, first_key) / Br * Br;
   const int end_row = extent.N > 0 ? row_end(extent, first_key, Bc) : 0;
   const auto numbers = tiles_of<Br>(mods, batch, heads, sizes.M);
-  return {extent, first_key, kv_head, batch, first_row, end_row, group, numbers};
+  const int of_head = all / rounds;  // number of key tiles per head, in all batch elements
+  const int slot = kv_head * of_head + (packed ? index % of_head : batch * tiles + tile);
+  return {extent, first_key, kv_head, batch, first_row, end_row, group, head, slot, numbers};
 }
