@@ -588,32 +588,33 @@ def finishes(p: Problem) -> bool:
 
     This pays off for many key heads with few rows each. Otherwise a separate launch is faster.
     """
-    heads = heads_of_blocks(p)
-    are_many = p.batch * heads >= FEWEST_FINISHING
-    return are_many and p.M * p.heads // heads <= 4096 and not p.is_ragged and not is_persistent(p)
+    heads = block_heads(p)
+    are_many = p.batch * p.heads // heads >= FEWEST_FINISHING
+    return are_many and p.M * heads <= 4096 and not p.is_ragged and not is_persistent(p)
 
 
 SHORTEST_SHARED = 1024  # minimum number of queries for which blocks share a group
 
 
-def takes_one_head(p: Problem) -> bool:
-    """Returns whether a block of wgmma_columns takes one query head of its key tile's group.
+def block_heads(p: Problem) -> int:
+    """Returns the number of query heads that a block of wgmma_columns processes.
 
-    Without a mask, blocks that take the whole group read the same rows at the same time. Under a
-    mask they differ in length, read different heads at a time, and reread rows from memory.
+    By default, a block processes its key head's group. Without a mask, such blocks read the same
+    rows at the same time. Under a mask they differ in length, read different heads at a time, and
+    reread rows from memory; then blocks share a group.
     """
     is_masked = p.causal or p.window != (None, None)
-    return p.group > 1 and is_masked and p.M >= SHORTEST_SHARED and not is_wide(p)
+    shares = p.group > 1 and is_masked and p.M >= SHORTEST_SHARED and not is_wide(p)
+    return 1 if shares else p.group
 
 
-def heads_of_blocks(p: Problem) -> int:
-    """Returns the number of heads that have their own blocks: query heads or key heads."""
-    return p.heads if takes_one_head(p) else p.kv_heads
+def shares_groups(p: Problem) -> bool:
+    return block_heads(p) < p.group
 
 
 def shared_key_tiles(p: Problem, c: SimpleNamespace) -> int:
     """Returns the number of key tiles whose dK and dV several blocks sum."""
-    return key_tiles(p, c) if takes_one_head(p) else 0
+    return key_tiles(p, c) if shares_groups(p) else 0
 
 
 def key_sums(p: Problem, c: SimpleNamespace) -> int:
@@ -631,17 +632,17 @@ def is_persistent(p: Problem) -> bool:
     hides = p.modifiers.mask or any(x.name in MAPS for x in p.operands)
     if p.is_ragged or p.window != (None, None) or hides:
         return False
-    heads = heads_of_blocks(p)
-    if cdiv(p.N, 128) * heads * p.batch < FEWEST_PERSISTENT or not p.M:
+    heads = block_heads(p)
+    if cdiv(p.N, 128) * (p.heads // heads) * p.batch < FEWEST_PERSISTENT or not p.M:
         return False  # without rows, no block of begin_rows clears the tile counter
-    length, d = max(p.M * p.heads // heads, p.N), max(p.d, p.dv)
+    length, d = max(p.M * heads, p.N), max(p.d, p.dv)
     if d <= 64:
         return length <= (4096 if p.causal else 1024)
     return d <= 128 and bool(p.causal) and 1024 <= length <= 2048
 
 
 def wgmma_columns_blocks(p: Problem, c: SimpleNamespace) -> int:
-    blocks = key_tiles(p, c) // p.kv_heads * heads_of_blocks(p)
+    blocks = key_tiles(p, c) * (p.group // block_heads(p))
     return min(c.multiprocessors, blocks) if is_persistent(p) else blocks
 
 
@@ -727,20 +728,21 @@ WGMMA_COLUMNS = Kernel(
         Launch(
             "begin_rows",
             args="O dO lse row_sums.data dQ_sum.data counts.data key_sums.data key_counts.data "
-            "key_tiles M heads group mods",
+            "key_tiles M heads block_heads mods",
             grid=lambda p, c: (row_tiles(p, c), 1),
             threads=lambda p, c: LANES_OF_ROW * c.Br,
-            constants={**BY_LENGTHS, "one_head": lambda p, c: takes_one_head(p)},
-            numbers={"key_tiles": shared_key_tiles},
+            constants={**BY_LENGTHS, "shares_groups": lambda p, c: shares_groups(p)},
+            numbers={"key_tiles": shared_key_tiles, "block_heads": lambda p, c: block_heads(p)},
         ),
         replace(
             WGMMA_COLUMNS_LAUNCH,
-            args=WGMMA_COLUMNS_LAUNCH.args.replace("mods", "batch mods").replace(
-                "counts.data", "counts.data key_sums.data key_counts.data"
-            ),
+            args=WGMMA_COLUMNS_LAUNCH.args.replace("mods", "batch mods")
+            .replace("counts.data", "counts.data key_sums.data key_counts.data")
+            .replace("group", "group block_heads"),
             grid=wgmma_columns_blocks,
+            numbers={"block_heads": lambda p, c: block_heads(p)},
             constants={
-                "one_head": lambda p, c: takes_one_head(p),
+                "shares_groups": lambda p, c: shares_groups(p),
                 "finishes": lambda p, c: finishes(p),
                 "persistent": lambda p, c: is_persistent(p),
                 "bias_bytes": lambda p, c: bias_bytes(p),
@@ -782,7 +784,7 @@ WGMMA_COLUMNS = Kernel(
     scratch={
         "row_sums": (lambda p, c: 2 * row_tiles(p, c) * c.Br, "real"),
         "dQ_sum": (lambda p, c: row_tiles(p, c) * c.Br * wgmma_sums_width(p, c), "real"),
-        "counts": (lambda p, c: 4 * p.batch * heads_of_blocks(p), "byte"),
+        "counts": (lambda p, c: 4 * p.batch * (p.heads // block_heads(p)), "byte"),
         "key_sums": (key_sums, "real"),
         "key_counts": (lambda p, c: 4 * 2 * shared_key_tiles(p, c), "byte"),
     },

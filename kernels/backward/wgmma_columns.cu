@@ -13,11 +13,11 @@
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   row_sums [batch, heads, cdiv(M, Br)]    dQ_sum [batch, heads, cdiv(M, Br), parts]
-//   key_sums, key_counts [kv_heads, batch * cdiv(N, Bc), 2]    counts [batch, heads or kv_heads]
-//   grid (max(cdiv(N, Bc), 1) * (heads or kv_heads) * batch), or one block per SM if persistent
+//   key_sums, key_counts [kv_heads, batch * cdiv(N, Bc), 2]    counts [batch, shares]
+//   grid (max(cdiv(N, Bc), 1) * shares * batch), or one block per SM if persistent
 //   block (384)
-//   the host sets: scalar, result, real, Br, Bc, stages, dS_stages, finishes, persistent, one_head,
-//   bias_bytes, batch_first, d, dv, threads, shared_bytes and options (extent.cuh)
+//   the host sets: scalar, result, real, Br, Bc, stages, dS_stages, finishes, persistent,
+//   shares_groups, bias_bytes, batch_first, d, dv, threads, shared_bytes and options (extent.cuh)
 #include <attention/bias_tile.cuh>
 #include <backward/parts/add_dQ.cuh>
 #include <backward/parts/load_rows.cuh>
@@ -28,7 +28,7 @@
 
 constexpr int depth = cdiv(d, step) * step;   // columns of the Q and K tiles, zero-padded
 constexpr int width = cdiv(dv, step) * step;  // columns of the dO and V tiles
-using Task = KeyTile<Br, Bc, one_head>;
+using Task = KeyTile<Br, Bc>;
 using Layout = QueryLayout<Br, d, dv>;
 using Part = RegisterTile<Layout::width>;
 using OfKeys = KeySums<Layout::width, depth, width>;
@@ -215,18 +215,19 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
     const __grid_constant__ TensorMap V_map, const __grid_constant__ TensorMap dO_map,
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
     Tensor<const real> lse, const RowSums<Br>* row_sums, Part* dQ_sum, int* counts,
-    OfKeys* key_sums, int* key_counts, Tensor<result> dQ, Tensor<result> dK, Tensor<result> dV, Sizes sizes, int heads, int kv_heads,
-    int group, real scale, int batch, const __grid_constant__ Mods mods) {
+    OfKeys* key_sums, int* key_counts, Tensor<result> dQ, Tensor<result> dK, Tensor<result> dV,
+    Sizes sizes, int heads, int kv_heads, int group, int block_heads, real scale, int batch,
+    const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
   if (gridDim.x <= few_blocks) launch_dependents();
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
-  const int rounds = one_head ? heads : kv_heads;
-  const int tiles = persistent ? max(cdiv(sizes.N, Bc), 1) * rounds * batch : gridDim.x;
+  const int shares = shares_groups ? heads / block_heads : kv_heads;
+  const int tiles = persistent ? max(cdiv(sizes.N, Bc), 1) * shares * batch : gridDim.x;
   const auto task_of = [&](int number) {
-    return key_tile<Br, Bc, batch_first, one_head>(sizes, mods, kv_heads, group, heads, number,
-                                                 tiles);
+    return shared_key_tile<Br, Bc, batch_first, shares_groups>(
+        sizes, mods, kv_heads, group, heads, shares_groups ? block_heads : group, number, tiles);
   };
   const auto own_tiles = [&](int* counter = nullptr) {
     if constexpr (persistent)
@@ -249,16 +250,15 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
     for (auto own = own_tiles(); own.has_tile; own.advance()) {
       const Task task = task_of(own.number);
       add_dQ<Layout>(shared.dQ[of], dQ_sum, task, of, of % Layout::count, of % Layout::count + 1);
-      if constexpr (one_head) {
+      if constexpr (shares_groups) {
         const int sums = task.slot * consumers + of;
         add_parts(shared.dQ[of], key_sums[sums], of);
-        leave_sums(shared.is_summed[of], key_counts[sums], group);
+        leave_sums(shared.is_summed[of], key_counts[sums], group / block_heads);
       }
       if constexpr (finishes)
-        leave_sums(shared.is_last[of],
-                   counts[task.batch * rounds + (one_head ? task.head : task.kv_head)],
+        leave_sums(shared.is_last[of], counts[task.batch * shares + task.share],
                    consumers * max(cdiv(sizes.N, Bc), 1));
-      if constexpr (finishes || one_head) barrier_arrive(sums_left, leaving_threads);
+      if constexpr (finishes || shares_groups) barrier_arrive(sums_left, leaving_threads);
     }
     return;
   }
@@ -274,14 +274,14 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
     const Repair<d, dv, scalar, StatsOfTiles<Br>> repair = {
         task.extent, Q, K, V, dO, stats, scorer, task.batch, task.kv_head};
     bool is_complete = true;
-    if constexpr (one_head) is_complete = consumer.share(key_sums, task);
+    if constexpr (shares_groups) is_complete = consumer.share(key_sums, task);
     if (is_complete) {
       store_or_repair<false>(consumer.dK, dK, consumer.own, task, repair);
       store_or_repair<true>(consumer.dV, dV, consumer.own, task, repair);
     }
     __syncwarp();  // reconverges, so that the next products use uniform registers
     if constexpr (finishes) {
-      if constexpr (!one_head) barrier_sync(sums_left, leaving_threads);
+      if constexpr (!shares_groups) barrier_sync(sums_left, leaving_threads);
       if (shared.is_last[0] || shared.is_last[1])
         finish_heads<Br, d, dv>({repair, dQ_sum, dQ}, task.first_head(), task.end_head());
     }

@@ -1,15 +1,15 @@
 // begin_rows: computes the row statistics of `wgmma_columns` tile by tile: lse * log2(e) and D =
-// rowsum(dO * O). Clears the accumulators of dQ, and of dK and dV where the blocks of several
-// heads share a key tile, and the counts of tiles taken or of blocks that have added.
+// rowsum(dO * O). Clears the accumulators of dQ, and of dK and dV where several blocks share a
+// key tile, and the counts of tiles taken or of blocks that have added.
 //
 // `delta` and `clear_sums` do the same in two launches, with narrower loads and stores.
 //
 //   O, dO [batch, heads, M, dv]    lse [batch, heads, M]
 //   row_sums [batch, heads, cdiv(M, Br)]    dQ_sum [batch, heads, cdiv(M, Br), parts]
-//   counts [batch, heads or kv_heads]    key_sums, key_counts [key_tiles, 2]
+//   counts [batch, shares]    key_sums, key_counts [key_tiles, 2]
 //   grid (cdiv(M, Br) * heads * batch)    block (threads)
 //   the host sets: scalar, result, real, Br, d, dv, threads, shared_bytes, has_dlse,
-//   one_head
+//   shares_groups
 #include <backward/parts/query_layout.cuh>
 #include <backward/parts/key_sums.cuh>
 #include <backward/parts/register_tile.cuh>
@@ -25,16 +25,15 @@ static_assert(shared_bytes == 0, "nothing is shared");
 extern "C" __global__ __launch_bounds__(threads) void begin_rows(
     Tensor<const result> O, Tensor<const scalar> dO, Tensor<const real> lse, RowSums<Br>* row_sums,
     Part* dQ_sum, int* counts, OfKeys* key_sums, int* key_counts, int key_tiles, int M, int heads,
-    int group, Mods mods) {
+    int block_heads, Mods mods) {
   launch_dependents();
   const auto [tile, head, batch] = place_of_sums<Br>(M, heads, mods);
   float4* clear = reinterpret_cast<float4*>(dQ_sum + (long long)blockIdx.x * Layout::count);
   for (int i = threadIdx.x; i < int(Layout::count * sizeof(Part) / sizeof(float4)); i += threads)
     clear[i] = float4{0, 0, 0, 0};
-  const int together = one_head ? 1 : group;  // number of query heads per block
-  if (!ragged && threadIdx.x == 0 && tile == 0 && head % together == 0)
-    counts[(batch * heads + head) / together] = 0;
-  if constexpr (one_head) {
+  if (!ragged && threadIdx.x == 0 && tile == 0 && head % block_heads == 0)
+    counts[(batch * heads + head) / block_heads] = 0;
+  if constexpr (shares_groups) {
     float4* const sums = reinterpret_cast<float4*>(key_sums);
     const long long end = (long long)key_tiles * consumers * sizeof(OfKeys) / sizeof(float4);
     const long long first = (long long)blockIdx.x * threads + threadIdx.x;
