@@ -5,7 +5,7 @@
 // Scores are computed transposed, S^T = K Q^T, so that P^T and dS^T stay in registers as operands
 // of dV += P^T dO and dK += dS^T Q. Only dS for dQ = dS K goes through shared memory, because this
 // product sums over the keys of both warpgroups. dQ stays in register order: TMA reduce-add adds it
-// to dQ_sum, and the last block of a key head converts it.
+// to dQ_sum, and another launch converts it (block_end.cuh).
 //
 // A block processes one key tile. For short sequences, blocks are `persistent` instead: a block
 // takes tiles from a queue, whose counter is counts[0], and loads the next tile while it stores the
@@ -13,13 +13,14 @@
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   row_sums [batch, heads, cdiv(M, Br)]    dQ_sum [batch, heads, cdiv(M, Br), parts]
-//   key_sums, key_counts [kv_heads, batch * cdiv(N, Bc), 2]    counts [batch, shares]
-//   grid (max(cdiv(N, Bc), 1) * shares * batch), or one block per SM if persistent
+//   counts [batch, kv_heads]    key_sums: only if blocks share a group (kernels/sharing)
+//   grid (max(cdiv(N, Bc), 1) * kv_heads * splits * batch), or one block per SM if persistent
 //   block (384)
-//   the host sets: scalar, result, real, Br, Bc, stages, dS_stages, finishes, persistent,
-//   shares_groups, bias_bytes, batch_first, d, dv, threads, shared_bytes and options (extent.cuh)
+//   the host sets: scalar, result, real, Br, Bc, stages, dS_stages, persistent, bias_bytes,
+//   batch_first, d, dv, threads, shared_bytes and options (extent.cuh)
 #include <attention/bias_tile.cuh>
 #include <backward/parts/add_dQ.cuh>
+#include <backward/parts/block_end.cuh>
 #include <backward/parts/load_rows.cuh>
 #include <backward/parts/register_operands.cuh>
 #include <backward/parts/tile_queue.cuh>
@@ -31,7 +32,7 @@ constexpr int width = cdiv(dv, step) * step;  // columns of the dO and V tiles
 using Task = KeyTile<Br, Bc>;
 using Layout = QueryLayout<Br, d, dv>;
 using Part = RegisterTile<Layout::width>;
-using OfKeys = KeySums<Layout::width, depth, width>;
+using End = BlockEnd<Part, d, dv>;
 using Bias = OfWarps<StagedBiasColumns<bias_bytes, Br / 8>, 4 * consumers>;
 // Whether V stays in registers, so that it is read from shared memory only once. Expressions that
 // read indices or arrays leave too few registers for it.
@@ -51,7 +52,7 @@ struct Shared {
   RowSums<Br> sums[stages];
   Pipeline<1> K_pipeline, V_pipeline;
   Pipeline<stages> Q_pipeline, dO_pipeline;
-  int is_last[consumers], is_summed[consumers];
+  int is_last[consumers];
   TileQueue queue;
   Bias bias;
 };
@@ -114,19 +115,6 @@ struct Consumer {
     shared.K_pipeline.release(keys);
     shared.V_pipeline.release(keys);
     keys.advance();
-  }
-
-  // Adds dK and dV to the sums of all blocks of the key tile. Returns whether these are complete,
-  // and then reads them.
-  __device__ __forceinline__ bool share(OfKeys* sums, const Task& task) {
-    pass_parts(dK, shared.dQ[own.warpgroup], own.warpgroup);
-    pass_parts(dV, shared.dQ[own.warpgroup], own.warpgroup);
-    barrier_sync(sums_left, leaving_threads);
-    if (!shared.is_summed[own.warpgroup]) return false;
-    const OfKeys& all = sums[task.slot * consumers + own.warpgroup];
-    all.template read<false>(dK);
-    all.template read<true>(dV);
-    return true;
   }
 
   // Starts the warpgroup's part of dQ = dS K: its rows, its columns, or the sum over its keys.
@@ -214,20 +202,19 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
     const __grid_constant__ TensorMap V_map, const __grid_constant__ TensorMap dO_map,
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
-    Tensor<const real> lse, const RowSums<Br>* row_sums, Part* dQ_sum, int* counts,
-    OfKeys* key_sums, int* key_counts, Tensor<result> dQ, Tensor<result> dK, Tensor<result> dV,
-    Sizes sizes, int heads, int kv_heads, int group, int block_heads, real scale, int batch,
-    const __grid_constant__ Mods mods) {
+    Tensor<const real> lse, const RowSums<Br>* row_sums, Part* dQ_sum, int* counts, Part* key_sums,
+    Tensor<result> dQ, Tensor<result> dK, Tensor<result> dV, Sizes sizes, int heads, int kv_heads,
+    int group, int splits, real scale, int batch, const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
   if (gridDim.x <= few_blocks) launch_dependents();
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
-  const int shares = shares_groups ? heads / block_heads : kv_heads;
+  const int shares = kv_heads * End::splits(splits);
   const int tiles = persistent ? max(cdiv(sizes.N, Bc), 1) * shares * batch : gridDim.x;
   const auto task_of = [&](int number) {
-    return shared_key_tile<Br, Bc, batch_first, shares_groups>(
-        sizes, mods, kv_heads, group, heads, shares_groups ? block_heads : group, number, tiles);
+    return key_tile<Br, Bc, batch_first>(sizes, mods, kv_heads, group, heads, number, tiles,
+                                         End::splits(splits));
   };
   const auto own_tiles = [&](int* counter = nullptr) {
     if constexpr (persistent)
@@ -240,6 +227,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
     wait_for_launch_before();  // every block must wait
     return;
   }
+  const End end = {sizes, kv_heads, dQ_sum, key_sums, counts};
   if (warpgroup < 0) {
     decrease_registers<producer_registers>();
     const int warp = warp_uniform(threadIdx.x / warp_size), of = warp - 1;
@@ -250,15 +238,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
     for (auto own = own_tiles(); own.has_tile; own.advance()) {
       const Task task = task_of(own.number);
       add_dQ<Layout>(shared.dQ[of], dQ_sum, task, of, of % Layout::count, of % Layout::count + 1);
-      if constexpr (shares_groups) {
-        const int sums = task.slot * consumers + of;
-        add_parts(shared.dQ[of], key_sums[sums], of);
-        leave_sums(shared.is_summed[of], key_counts[sums], group / block_heads);
-      }
-      if constexpr (finishes)
-        leave_sums(shared.is_last[of], counts[task.batch * shares + task.share],
-                   consumers * max(cdiv(sizes.N, Bc), 1));
-      if constexpr (finishes || shares_groups) barrier_arrive(sums_left, leaving_threads);
+      end.leave(shared.dQ[of], shared.is_last[of], task, own.number, tiles, of);
     }
     return;
   }
@@ -273,17 +253,11 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
     const StatsOfTiles<Br> stats = {row_sums, task.number, lse, task.batch};
     const Repair<d, dv, scalar, StatsOfTiles<Br>> repair = {
         task.extent, Q, K, V, dO, stats, scorer, task.batch, task.kv_head};
-    bool is_complete = true;
-    if constexpr (shares_groups) is_complete = consumer.share(key_sums, task);
-    if (is_complete) {
+    if (end.completes(consumer, task, own.number, tiles)) {
       store_or_repair<false>(consumer.dK, dK, consumer.own, task, repair);
       store_or_repair<true>(consumer.dV, dV, consumer.own, task, repair);
     }
     __syncwarp();  // reconverges, so that the next products use uniform registers
-    if constexpr (finishes) {
-      if constexpr (!shares_groups) barrier_sync(sums_left, leaving_threads);
-      if (shared.is_last[0] || shared.is_last[1])
-        finish_heads<Br, d, dv>({repair, dQ_sum, dQ}, task.first_head(), task.end_head());
-    }
+    end.finish(repair, dQ, shared.is_last, group);
   }
 }

@@ -4,8 +4,8 @@
 // converts dQ of its query heads, while the sums are in L2 and other blocks keep running. With long
 // sequences or few heads, many SMs would wait for that block, so a separate launch converts dQ.
 
-#include <backward/parts/finish_dQ.cuh>
-#include <backward/parts/key_sums.cuh>
+#include <backward/parts/query_layout.cuh>
+#include <backward/parts/register_tile.cuh>
 #include <backward/parts/transposed_softmax.cuh>
 #include <ptx/bulk_store.cuh>
 #include <ptx/dependent_launch.cuh>
@@ -55,8 +55,7 @@ __device__ __forceinline__ void begin_dQ(const TmaTile<scalar, Br, Bc>& dS,
   wgmma_commit_group();
 }
 
-// Hands a part of a warpgroup's sums, from register `first` on, to the warp that adds it to global
-// memory.
+// Hands sums, from register `first` on, to the warp that adds them to global memory.
 template <int columns, int count>
 __device__ __forceinline__ void pass_part(const float (&sums)[count], RegisterTile<columns>& part,
                                           int warpgroup, int first = 0) {
@@ -66,7 +65,7 @@ __device__ __forceinline__ void pass_part(const float (&sums)[count], RegisterTi
   barrier_arrive(dQ_full(warpgroup), adding_threads);
 }
 
-// Adds the next part that a warpgroup hands over to `sum`, by TMA reduce-add.
+// Adds the part that a warpgroup hands over next to `sum`, by TMA reduce-add.
 template <int columns>
 __device__ __forceinline__ void add_part(const RegisterTile<columns>& part,
                                          RegisterTile<columns>& sum, int warpgroup, bool elected) {
@@ -81,7 +80,7 @@ __device__ __forceinline__ void add_part(const RegisterTile<columns>& part,
   __syncwarp();  // before another thread signals that the buffer is free
 }
 
-// Adds a warpgroup's parts `first` … `end` - 1 of dQ to dQ_sum by TMA reduce-add, tile by tile.
+// Adds a warpgroup's parts `first` … `end` - 1 of dQ to dQ_sum, tile by tile.
 template <class Layout, class Task>
 __device__ __forceinline__ void add_dQ(const RegisterTile<Layout::width>& part,
                                        RegisterTile<Layout::width>* dQ_sum, const Task& task,
@@ -92,62 +91,4 @@ __device__ __forceinline__ void add_dQ(const RegisterTile<Layout::width>& part,
     for (int i = first; i < end; ++i)
       add_part(part, dQ_sum[tile * Layout::count + i], warpgroup, elected);
   });
-}
-
-// Hands dK or dV of a consumer warpgroup to the warp that adds it, part by part.
-template <int width, int registers>
-__device__ __forceinline__ void pass_parts(const float (&sums)[registers],
-                                           RegisterTile<width>& buffer, int warpgroup) {
-#pragma unroll
-  for (int first = 0; first < registers; first += width / 2)
-    pass_part(sums, buffer, warpgroup, first);
-}
-
-// Adds all parts that a consumer warpgroup hands over.
-template <int width, class Sums>
-__device__ __forceinline__ void add_parts(const RegisterTile<width>& buffer, Sums& sums,
-                                          int warpgroup) {
-  const bool elected = elect_one();
-#pragma unroll 1
-  for (int i = 0; i < Sums::count; ++i) add_part(buffer, sums.parts[i], warpgroup, elected);
-}
-
-// Returns whether this is the last of `all` calls. The last caller sees all earlier writes.
-__device__ __forceinline__ bool is_last(int& count, int all) {
-  __threadfence();
-  const bool last = atomicAdd(&count, 1) == all - 1;
-  __threadfence();
-  return last;
-}
-
-// Waits for this warp's reduce-adds, and records whether the warp is the last one to add.
-__device__ __forceinline__ void leave_sums(int& was_last, int& count, int all) {
-  if (elect_one()) {
-    bulk_wait_group();
-    wait_for_launch_before();  // the previous launch clears the count
-    was_last = is_last(count, all);
-  }
-  __syncwarp();
-}
-
-// Finishes dQ of query heads first_head … end_head - 1 with the block's consumer warps. Each warp
-// keeps the loads of two pieces in flight.
-template <int Br, int d, int dv>
-__device__ __forceinline__ void finish_heads(const QuerySums<Br, d, dv>& in, int first_head,
-                                             int end_head) {
-  using Rows = Piece<Br, d, dv>;
-  constexpr int warps = consuming_threads / warp_size, parts = Rows::Layout::count;
-  const int tiles = cdiv(in.repair.extent.M, Br), heads = end_head - first_head;
-  const int pieces = heads * tiles * parts * Rows::in_part;
-  const auto piece = [&](int number) {
-    const int rest = number / Rows::in_part, head = rest / parts / tiles;
-    return Rows(in, head < heads ? first_head + head : in.repair.stats.number.heads,
-                rest / parts % tiles, rest % parts, number % Rows::in_part);
-  };
-#pragma unroll 1
-  for (int i = threadIdx.x / warp_size % warps; i < pieces; i += 2 * warps) {
-    const Rows one = piece(i), other = piece(i + warps);
-    one.finish(in);
-    other.finish(in);
-  }
 }

@@ -1,15 +1,12 @@
 #pragma once
-// Sums of dK and dV over the blocks that share a key tile. Each block adds its parts by TMA
-// reduce-add; the last one of a tile reads the sums back and stores the gradients.
+// Sums of dK and dV of 64 keys in global memory, where several blocks add to them.
 
-#include <backward/parts/gradient_warpgroups.cuh>
 #include <backward/parts/register_tile.cuh>
 
-// Sums of a warpgroup's 64 keys: RegisterTiles of dK, then of dV.
-template <int width, int depth, int depth_of_V>
+// RegisterTiles of dK, then of dV.
+template <int width, int d, int dv>
 struct KeySums {
-  static constexpr int parts_of_K = cdiv(depth, width);
-  static constexpr int count = parts_of_K + cdiv(depth_of_V, width);
+  static constexpr int parts_of_K = cdiv(d, width), count = parts_of_K + cdiv(dv, width);
   RegisterTile<width> parts[count];
 
   // Reads dK or dV. Other blocks wrote them, so the reads bypass L1.

@@ -8,6 +8,7 @@
 // from two rows and two columns. A thread reads back only its own values, so nothing is reordered.
 template <int columns>
 struct RegisterTile {
+  static constexpr int width = columns;
   float4 fours[columns / 8][warpgroup_size];
 
   // Writes the registers from x[first] on, as far as there are any.
@@ -15,8 +16,7 @@ struct RegisterTile {
   __device__ __forceinline__ void write(const float (&x)[count], int first = 0) {
     const int own = opaque(int(threadIdx.x)) % warpgroup_size;
 #pragma unroll
-    for (int i = 0; i < columns / 8; ++i) {
-      if (first + 4 * i >= count) break;
+    for (int i = 0; i < columns / 8 && first + 4 * i < count; ++i) {
       const float* four = &x[first + 4 * i];
       fours[i][own] = float4{four[0], four[1], four[2], four[3]};
     }
