@@ -145,10 +145,11 @@ def _constant(name: str, value: int | float) -> str:
 def include_folders(launch: PlannedLaunch) -> tuple[Path, ...]:
     """Returns the folders to search for includes: a user's folder, then the project's."""
     own = (launch.path.parent,) if launch.path.is_absolute() else ()
+    ends = [folder for name, folder in ENDS.items() if launch.constants.get(name)]
     recording = (RECORDING,) if launch.recording else ()
     extended = () if _is_plain(launch) else (WITH,)
-    ends = (KERNELS / folder for name, folder in ENDS.items() if launch.constants.get(name))
-    return (*own, *recording, *extended, *ends, INCLUDE, KERNELS)
+    own_first = (folder / end for folder in (*own, KERNELS) for end in ends)
+    return (*own_first, *own, *recording, *extended, INCLUDE, KERNELS)
 
 
 def _is_plain(launch: PlannedLaunch) -> bool:

@@ -7,8 +7,7 @@
 #include <backward/parts/row_tile_number.cuh>
 #include <timeline.cuh>
 
-// A key tile and, in `heads` query heads, the row tiles that see some of its keys. The heads are
-// the key head's group, or share number `share` of it.
+// A key tile and, in a share of its group's query heads, the row tiles that see some of its keys.
 template <int Br, int Bc>
 struct KeyTile {
   Extent extent;
@@ -42,13 +41,11 @@ struct KeyTile {
   }
 };
 
-// Returns key tile `number` of `all`. By default a block is not persistent and has one tile. Each
-// tile occurs `splits` times if so many blocks share a group.
+// Returns key tile `number` of `all`; by default a block has one. `splits` blocks share a group.
 template <int Br, int Bc, bool batch_first = false>
-__device__ __forceinline__ KeyTile<Br, Bc> key_tile(const Sizes& sizes, const Mods& mods,
-                                                    int kv_heads, int group, int heads,
-                                                    int number = blockIdx.x, int all = gridDim.x,
-                                                    int splits = 1) {
+__device__ __forceinline__ auto key_tile(const Sizes& sizes, const Mods& mods, int kv_heads,
+                                         int group, int heads, int number = blockIdx.x,
+                                         int all = gridDim.x, int splits = 1) {
   const int tiles = max(cdiv(sizes.N, Bc), 1), shares = kv_heads * splits;
   const int batches = all / (tiles * shares);
   const auto [tile, first, second] = place_of_keys<Bc>(longest_first(number, all, tiles), sizes,
@@ -59,6 +56,6 @@ __device__ __forceinline__ KeyTile<Br, Bc> key_tile(const Sizes& sizes, const Mo
   const int first_key = tile * Bc, first_row = row_begin(extent, first_key) / Br * Br;
   const int end_row = extent.N > 0 ? row_end(extent, first_key, Bc) : 0;
   const auto numbers = tiles_of<Br>(mods, batch, heads, sizes.M);
-  return {extent,  first_key, kv_head, batch,          first_row,
-          end_row, group,     share,   group / splits, numbers};
+  return KeyTile<Br, Bc>{extent,  first_key, kv_head, batch,          first_row,
+                         end_row, group,     share,   group / splits, numbers};
 }

@@ -30,7 +30,9 @@ extern "C" __global__ __launch_bounds__(threads) void begin_rows(
     clear[i] = float4{0, 0, 0, 0};
   const long long own = (long long)blockIdx.x * threads + threadIdx.x;
   const long long all = (long long)gridDim.x * threads;
+#pragma unroll 1
   for (long long i = own; i < key_sums_size; i += all) key_sums[i] = float4{0, 0, 0, 0};
+#pragma unroll 1
   for (long long i = own; i < counts_size; i += all) counts[i] = 0;
 
   sum_tile<dv, threads>(O, dO, lse, row_sums[blockIdx.x], tile, head, batch, M, mods);
