@@ -589,23 +589,77 @@ def finishes(p: Problem) -> bool:
     This pays off for many key heads with few rows each. Otherwise a separate launch is faster.
     """
     are_many = p.batch * p.kv_heads >= FEWEST_FINISHING
-    return are_many and p.M * p.group <= 4096 and not p.is_ragged and not is_persistent(p)
+    are_short = p.M * p.group <= 4096 and not p.is_ragged
+    return are_many and are_short and not is_persistent(p, p.group)
 
 
 FEWEST_PERSISTENT = 2 * 132  # minimum number of tiles: two per SM of an H100
 
 
-def is_persistent(p: Problem) -> bool:
-    """Returns whether wgmma_columns uses persistent blocks, which pay off for many short tiles."""
+def is_persistent(p: Problem, heads: int) -> bool:
+    """Returns whether wgmma_columns uses persistent blocks, which pay off for many short tiles.
+
+    heads: the number of query heads that a block processes.
+    """
     hides = p.modifiers.mask or any(x.name in MAPS for x in p.operands)
     if p.is_ragged or p.window != (None, None) or hides:
         return False
-    if cdiv(p.N, 128) * p.kv_heads * p.batch < FEWEST_PERSISTENT or not p.M:
+    if cdiv(p.N, 128) * (p.heads // heads) * p.batch < FEWEST_PERSISTENT or not p.M:
         return False  # without rows, no block of begin_rows clears the tile counter
-    length, d = max(p.M * p.group, p.N), max(p.d, p.dv)
+    length, d = max(p.M * heads, p.N), max(p.d, p.dv)
     if d <= 64:
         return length <= (4096 if p.causal else 1024)
     return d <= 128 and bool(p.causal) and 1024 <= length <= 2048
+
+
+def block_heads(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the number of query heads that a block of wgmma_columns processes.
+
+    A block processes the group of its key head where all blocks are equally long and there are
+    enough of them: they read the same rows at the same time. Otherwise blocks share a group. Under
+    a causal mask, blocks differ in length. With many heads each, the longest ones would run alone
+    at the end, and blocks would read different heads at the same time, so that L2 holds fewer of
+    their rows. With few heads each, the sums of dK and dV cost more than that.
+    """
+    if is_wide(p) or finishes(p) or cdiv(p.M, 64) * p.group <= 8:
+        return p.group
+    differ = (p.causal or p.right is not None) and p.left is None
+    most = p.group
+    if differ:
+        most = 4 if max(p.d, p.dv) <= 64 and (p.M < 16384 or p.is_ragged) else 2
+    wanted = c.multiprocessors * (1.5 if differ else 0.75)
+    for heads in range(p.group, 1, -1):
+        is_allowed = p.group % heads == 0 and (heads <= most or heads == p.group <= 4)
+        if is_allowed and key_tiles(p, c) * p.group // heads >= wanted:
+            return heads
+    return 1
+
+
+def shares_groups(p: Problem, c: SimpleNamespace) -> bool:
+    """Returns whether several blocks of wgmma_columns add dK and dV of a key tile."""
+    return block_heads(p, c) < p.group
+
+
+def group_splits(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the number of blocks of wgmma_columns that share the query heads of a group."""
+    return p.group // block_heads(p, c)
+
+
+def counts_size(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the number of counters: tiles taken, and additions to each sum."""
+    return 1 + 2 * key_tiles(p, c) if shares_groups(p, c) else p.batch * p.kv_heads
+
+
+def key_sums_size(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the number of float4 in the sums of dK and dV; see key_sums.cuh."""
+    width = wgmma_sums_width(p, c)
+    columns = sum(round_up(x, width) for x in (p.d, p.dv))
+    return key_tiles(p, c) * c.Bc * columns // 4 if shares_groups(p, c) else 0
+
+
+def wgmma_columns_blocks(p: Problem, c: SimpleNamespace) -> int:
+    blocks = key_tiles(p, c) * group_splits(p, c)
+    return min(c.multiprocessors, blocks) if is_persistent(p, block_heads(p, c)) else blocks
 
 
 def wgmma_parts(p: Problem, c: SimpleNamespace) -> int:
@@ -689,20 +743,24 @@ WGMMA_COLUMNS = Kernel(
     (
         Launch(
             "begin_rows",
-            args="O dO lse row_sums.data dQ_sum.data counts.data M heads group mods",
+            args="O dO lse row_sums.data dQ_sum.data counts.data counts_size key_sums.data "
+            "key_sums_size M heads mods",
             grid=lambda p, c: (row_tiles(p, c), 1),
             threads=lambda p, c: LANES_OF_ROW * c.Br,
             constants=BY_LENGTHS,
+            numbers={"counts_size": counts_size, "key_sums_size": key_sums_size},
         ),
         replace(
             WGMMA_COLUMNS_LAUNCH,
-            args=WGMMA_COLUMNS_LAUNCH.args.replace("mods", "batch mods"),
-            grid=lambda p, c: (
-                min(c.multiprocessors, key_tiles(p, c)) if is_persistent(p) else key_tiles(p, c)
-            ),
+            args=WGMMA_COLUMNS_LAUNCH.args.replace("mods", "batch mods")
+            .replace("counts.data", "counts.data key_sums.data")
+            .replace("group", "group splits"),
+            grid=wgmma_columns_blocks,
+            numbers={"splits": group_splits},
             constants={
+                "shares_groups": shares_groups,
                 "finishes": lambda p, c: finishes(p),
-                "persistent": lambda p, c: is_persistent(p),
+                "persistent": lambda p, c: is_persistent(p, block_heads(p, c)),
                 "bias_bytes": lambda p, c: bias_bytes(p),
                 "batch_first": lambda p, c: batch_first(p),
             },
@@ -742,7 +800,8 @@ WGMMA_COLUMNS = Kernel(
     scratch={
         "row_sums": (lambda p, c: 2 * row_tiles(p, c) * c.Br, "real"),
         "dQ_sum": (lambda p, c: row_tiles(p, c) * c.Br * wgmma_sums_width(p, c), "real"),
-        "counts": (lambda p, c: 4 * p.batch * p.kv_heads, "byte"),
+        "counts": (lambda p, c: 4 * counts_size(p, c), "byte"),
+        "key_sums": (lambda p, c: 4 * key_sums_size(p, c), "real"),
     },
     arch="90a",
     largest_d=256,
@@ -750,7 +809,7 @@ WGMMA_COLUMNS = Kernel(
         "float16": {64: 456, 128: 507, 256: 383},
         "bfloat16": {64: 457, 128: 515, 192: 360, 256: 383},
     },
-    unordered=("dQ",),
+    unordered=("dQ", "dK", "dV"),
     after=(),
 )
 WGMMA_TWO_PASS = rung(

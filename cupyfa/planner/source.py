@@ -12,10 +12,12 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 ROOT = _PACKAGE if (_PACKAGE / "kernels").is_dir() else _PACKAGE.parent
 KERNELS = ROOT / "kernels"
 INCLUDE = KERNELS / "include"
-# Folders whose headers override headers of INCLUDE: RECORDING for recorded launches, WITH for
-# lengths, pages, modified scores and scales that may be negative.
+# Folders whose headers override headers of INCLUDE and KERNELS: RECORDING for recorded launches,
+# WITH for lengths, pages, modified scores and scales that may be negative, and those of ENDS for
+# launches with the constant of that name, which says how blocks end.
 RECORDING = KERNELS / "timeline"
 WITH = KERNELS / "with"
+ENDS = {"finishes": "finishing", "shares_groups": "sharing"}
 # Matches code in which macros may form names: ## and #include of a macro.
 _MADE = re.compile(r"##|^[ \t]*#[ \t]*include\s+\w", re.MULTILINE)
 _ALIGNED = r"\b(?:alignas|__align__)\s*\((?:[^()]|\([^()]*\))*\)"
@@ -143,9 +145,11 @@ def _constant(name: str, value: int | float) -> str:
 def include_folders(launch: PlannedLaunch) -> tuple[Path, ...]:
     """Returns the folders to search for includes: a user's folder, then the project's."""
     own = (launch.path.parent,) if launch.path.is_absolute() else ()
+    ends = [folder for name, folder in ENDS.items() if launch.constants.get(name)]
     recording = (RECORDING,) if launch.recording else ()
     extended = () if _is_plain(launch) else (WITH,)
-    return (*own, *recording, *extended, INCLUDE, KERNELS)
+    own_first = (folder / end for folder in (*own, KERNELS) for end in ends)
+    return (*own_first, *own, *recording, *extended, INCLUDE, KERNELS)
 
 
 def _is_plain(launch: PlannedLaunch) -> bool:

@@ -5,7 +5,7 @@
 // Scores are computed transposed, S^T = K Q^T, so that P^T and dS^T stay in registers as operands
 // of dV += P^T dO and dK += dS^T Q. Only dS for dQ = dS K goes through shared memory, because this
 // product sums over the keys of both warpgroups. dQ stays in register order: TMA reduce-add adds it
-// to dQ_sum, and the last block of a key head converts it.
+// to dQ_sum, and another launch converts it (block_end.cuh).
 //
 // A block processes one key tile. For short sequences, blocks are `persistent` instead: a block
 // takes tiles from a queue, whose counter is counts[0], and loads the next tile while it stores the
@@ -13,13 +13,14 @@
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   row_sums [batch, heads, cdiv(M, Br)]    dQ_sum [batch, heads, cdiv(M, Br), parts]
-//   counts [batch, kv_heads]
-//   grid (max(cdiv(N, Bc), 1) * kv_heads * batch), or one block per SM if persistent
+//   counts [batch, kv_heads]    key_sums: only if blocks share a group (kernels/sharing)
+//   grid (max(cdiv(N, Bc), 1) * kv_heads * splits * batch), or one block per SM if persistent
 //   block (384)
-//   the host sets: scalar, result, real, Br, Bc, stages, dS_stages, finishes, persistent,
-//   bias_bytes, batch_first, d, dv, threads, shared_bytes and options (extent.cuh)
+//   the host sets: scalar, result, real, Br, Bc, stages, dS_stages, persistent, bias_bytes,
+//   batch_first, d, dv, threads, shared_bytes and options (extent.cuh)
 #include <attention/bias_tile.cuh>
 #include <backward/parts/add_dQ.cuh>
+#include <backward/parts/block_end.cuh>
 #include <backward/parts/load_rows.cuh>
 #include <backward/parts/register_operands.cuh>
 #include <backward/parts/tile_queue.cuh>
@@ -31,6 +32,7 @@ constexpr int width = cdiv(dv, step) * step;  // columns of the dO and V tiles
 using Task = KeyTile<Br, Bc>;
 using Layout = QueryLayout<Br, d, dv>;
 using Part = RegisterTile<Layout::width>;
+using End = BlockEnd<Part, d, dv>;
 using Bias = OfWarps<StagedBiasColumns<bias_bytes, Br / 8>, 4 * consumers>;
 // Whether V stays in registers, so that it is read from shared memory only once. Expressions that
 // read indices or arrays leave too few registers for it.
@@ -188,7 +190,7 @@ struct Consumer {
     begin_output(Q, dS, dK, true, first);
     barrier_arrive(sums_read + rows.stage, reading_threads);
     wgmma_wait_group<1>(dQ);
-    pass_dQ(dQ, shared.dQ[own.warpgroup], own.warpgroup);
+    pass_part(dQ, shared.dQ[own.warpgroup], own.warpgroup);
     wgmma_wait_group<0>(dK);
     shared.Q_pipeline.release(rows);
     dS_tile.advance();
@@ -200,17 +202,19 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
     const __grid_constant__ TensorMap V_map, const __grid_constant__ TensorMap dO_map,
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
-    Tensor<const real> lse, const RowSums<Br>* row_sums, Part* dQ_sum, int* counts,
+    Tensor<const real> lse, const RowSums<Br>* row_sums, Part* dQ_sum, int* counts, Part* key_sums,
     Tensor<result> dQ, Tensor<result> dK, Tensor<result> dV, Sizes sizes, int heads, int kv_heads,
-    int group, real scale, int batch, const __grid_constant__ Mods mods) {
+    int group, int splits, real scale, int batch, const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
   if (gridDim.x <= few_blocks) launch_dependents();
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
-  const int tiles = persistent ? max(cdiv(sizes.N, Bc), 1) * kv_heads * batch : gridDim.x;
+  const int shares = kv_heads * End::splits(splits);
+  const int tiles = persistent ? max(cdiv(sizes.N, Bc), 1) * shares * batch : gridDim.x;
   const auto task_of = [&](int number) {
-    return key_tile<Br, Bc, batch_first>(sizes, mods, kv_heads, group, heads, number, tiles);
+    return key_tile<Br, Bc, batch_first>(sizes, mods, kv_heads, group, heads, number, tiles,
+                                         End::splits(splits));
   };
   const auto own_tiles = [&](int* counter = nullptr) {
     if constexpr (persistent)
@@ -223,6 +227,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
     wait_for_launch_before();  // every block must wait
     return;
   }
+  const End end = {sizes, kv_heads, dQ_sum, key_sums, counts};
   if (warpgroup < 0) {
     decrease_registers<producer_registers>();
     const int warp = warp_uniform(threadIdx.x / warp_size), of = warp - 1;
@@ -233,9 +238,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
     for (auto own = own_tiles(); own.has_tile; own.advance()) {
       const Task task = task_of(own.number);
       add_dQ<Layout>(shared.dQ[of], dQ_sum, task, of, of % Layout::count, of % Layout::count + 1);
-      if constexpr (finishes)
-        leave_sums(shared.is_last[of], counts[task.batch * kv_heads + task.kv_head],
-                   consumers * max(cdiv(sizes.N, Bc), 1));
+      end.leave(shared.dQ[of], shared.is_last[of], task, own.number, tiles, of);
     }
     return;
   }
@@ -250,13 +253,11 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
     const StatsOfTiles<Br> stats = {row_sums, task.number, lse, task.batch};
     const Repair<d, dv, scalar, StatsOfTiles<Br>> repair = {
         task.extent, Q, K, V, dO, stats, scorer, task.batch, task.kv_head};
-    store_or_repair<false>(consumer.dK, dK, consumer.own, task, repair);
-    store_or_repair<true>(consumer.dV, dV, consumer.own, task, repair);
-    __syncwarp();  // reconverges, so that the next products use uniform registers
-    if constexpr (finishes) {
-      barrier_sync(sums_left, leaving_threads);
-      if (shared.is_last[0] || shared.is_last[1])
-        finish_heads<Br, d, dv>({repair, dQ_sum, dQ}, group);
+    if (end.completes(consumer, task, own.number, tiles)) {
+      store_or_repair<false>(consumer.dK, dK, consumer.own, task, repair);
+      store_or_repair<true>(consumer.dV, dV, consumer.own, task, repair);
     }
+    __syncwarp();  // reconverges, so that the next products use uniform registers
+    end.finish(repair, dQ, shared.is_last, group);
   }
 }

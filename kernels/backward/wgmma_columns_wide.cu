@@ -9,8 +9,9 @@
 //   row_sums [batch, heads, cdiv(M, Br)]    dQ_sum [batch, heads, cdiv(M, Br), parts]
 //   counts [batch, kv_heads]
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (384)
-//   the host sets: scalar, result, real, Br, Bc, stages, dO_stages, finishes, d, dv, threads,
-//   shared_bytes and options (extent.cuh)
+//   the host sets: scalar, result, real, Br, Bc, stages, dO_stages, d, dv, threads, shared_bytes
+//   and options (extent.cuh)
+#include <backward/parts/block_end.cuh>
 #include <backward/parts/column_partition.cuh>
 #include <ptx/bulk_copy.cuh>
 #include <ptx/bulk_store.cuh>
@@ -23,6 +24,7 @@ constexpr int width = cdiv(dv, step) * step;  // columns of the dO and V tiles
 using Task = KeyTile<Br, Bc>;
 using Layout = QueryLayout<Br, d, dv>;
 using Part = RegisterTile<Layout::width>;
+using End = BlockEnd<Part, d, dv>;
 constexpr int of_dV = 0, of_dK = 1;  // consumer warpgroups for dV and for dK
 
 struct Shared {
@@ -178,6 +180,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns_wide(
   const Task task = key_tile<Br, Bc>(sizes, mods, kv_heads, group, heads);
   if (warpgroup >= 0) wait_for_launch_before();  // every block must wait, even if it returns below
   if (!task.extent.has_tile_of_keys(task.first_key)) return;
+  const End end = {sizes, kv_heads, dQ_sum, nullptr, counts};
   if (warpgroup < 0) {
     decrease_registers<producer_registers>();
     const int warp = warp_uniform(threadIdx.x / warp_size), of = warp - 1;
@@ -185,9 +188,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns_wide(
     if (warp == 0 || warp > consumers) return;
     add_dQ<Layout>(shared.dQ[of], dQ_sum, task, of, first_part<Layout>(of),
                    first_part<Layout>(of + 1));
-    if constexpr (finishes)
-      leave_sums(shared.is_last[of], counts[task.batch * kv_heads + task.kv_head],
-                 consumers * max(cdiv(sizes.N, Bc), 1));
+    end.leave(shared.dQ[of], shared.is_last[of], task, blockIdx.x, gridDim.x, of);
     return;
   }
   increase_registers<consumer_registers>();
@@ -209,9 +210,5 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns_wide(
     task.for_tiles([&](int, int, long long) { keys.advance(task.extent.kept_factor()); });
     store_or_repair<false>(keys.dK, dK, keys.own, task, repair);
   }
-  if constexpr (finishes) {
-    barrier_sync(sums_left, leaving_threads);
-    if (shared.is_last[0] || shared.is_last[1])
-      finish_heads<Br, d, dv>({repair, dQ_sum, dQ}, group);
-  }
+  end.finish(repair, dQ, shared.is_last, group);
 }

@@ -97,6 +97,70 @@ def test_blocks_go_from_one_tile_of_keys_to_the_next(backend, monkeypatch, sizes
     guard.checked(backend, plan, inputs_of(plan), {})
 
 
+@pytest.mark.each_choice
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize(
+    "fewest_persistent, sizes",
+    [
+        (1, {"M": 200, "N": 300, "d": 64}),
+        (1000, {"M": 200, "N": 130, "d": 96, "dv": 128}),
+        (1000, {"M": 150, "N": 140, "d": 40, "dv": 60, "dropout": 0.2, "dropout_seed": 1}),
+    ],
+)
+def test_blocks_share_the_query_heads_of_a_group(
+    backend, monkeypatch, heads, fewest_persistent, sizes
+):
+    monkeypatch.setattr(backward, "FEWEST_PERSISTENT", fewest_persistent)
+    monkeypatch.setattr(backward, "FEWEST_FINISHING", 1000)
+    monkeypatch.setattr(backward, "block_heads", lambda p, c: heads)
+    sizes = {"batch": 2, "heads": 16, "kv_heads": 2, "causal": True, **sizes}
+    plan = planned(BACKWARD["wgmma_columns"], backend, sizes)
+    launch = plan.launches[1]
+    assert launch.constants["shares_groups"]
+    assert launch.constants["persistent"] == (fewest_persistent == 1)
+    guard.checked(backend, plan, inputs_of(plan), {})
+
+
+@pytest.mark.each_choice
+def test_blocks_share_the_groups_of_sequences(backend, monkeypatch):
+    monkeypatch.setattr(backward, "block_heads", lambda p, c: 1)
+    checked = cupyfa.check(
+        "wgmma_columns", lengths="150,70,0,300", causal=True, samples=4, backend=backend
+    )
+    assert checked.right == checked.runs == 4
+
+
+@pytest.mark.parametrize(
+    "d, heads, kv_heads, batch, M, causal, expected",
+    [
+        (64, 32, 4, 4, 4096, True, 4),
+        (64, 32, 1, 1, 16384, True, 2),
+        (64, 9, 3, 8, 2048, True, 3),
+        (128, 16, 2, 4, 4096, True, 2),
+        (128, 32, 8, 2, 1024, True, 2),
+        (128, 32, 8, 2, 8192, True, 4),
+        (128, 28, 4, 1, 4096, True, 1),
+        (128, 32, 8, 1, 1024, False, 2),
+        (128, 16, 1, 4, 4096, False, 16),
+        (128, 16, 16, 4, 4096, True, 1),
+        (256, 8, 1, 4, 4096, True, 8),
+    ],
+)
+def test_heads_of_a_block_follow_the_measurements(
+    monkeypatch, d, heads, kv_heads, batch, M, causal, expected
+):
+    monkeypatch.setattr(backward, "FEWEST_FINISHING", 128)  # two_heads_are_many lowers it
+    sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "M": M, "N": M, "d": d}
+    problem = Problem.of_sizes(**sizes, dtype="bfloat16", causal=causal)
+    plan = planning.plan(BACKWARD["wgmma_columns"], problem, limits_of("90"))
+    blocks = {x.entry: x for x in plan.launches if x.entry.startswith("wgmma_columns")}
+    splits = heads // kv_heads // expected
+    (launch,) = blocks.values()
+    assert launch.constants.get("shares_groups", False) == (splits > 1)
+    if splits > 1:
+        assert next(x for x in launch.arguments if x.name == "splits").value == splits
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "columns, rows, sizes",

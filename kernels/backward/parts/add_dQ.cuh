@@ -4,7 +4,8 @@
 // converts dQ of its query heads, while the sums are in L2 and other blocks keep running. With long
 // sequences or few heads, many SMs would wait for that block, so a separate launch converts dQ.
 
-#include <backward/parts/finish_dQ.cuh>
+#include <backward/parts/query_layout.cuh>
+#include <backward/parts/register_tile.cuh>
 #include <backward/parts/transposed_softmax.cuh>
 #include <ptx/bulk_store.cuh>
 #include <ptx/dependent_launch.cuh>
@@ -54,17 +55,32 @@ __device__ __forceinline__ void begin_dQ(const TmaTile<scalar, Br, Bc>& dS,
   wgmma_commit_group();
 }
 
-// Hands a part of dQ, from register `first` on, to the warp that adds it to global memory.
+// Hands sums, from register `first` on, to the warp that adds them to global memory.
 template <int columns, int count>
-__device__ __forceinline__ void pass_dQ(const float (&dQ)[count], RegisterTile<columns>& part,
-                                        int warpgroup, int first = 0) {
+__device__ __forceinline__ void pass_part(const float (&sums)[count], RegisterTile<columns>& part,
+                                          int warpgroup, int first = 0) {
   barrier_sync(dQ_empty(warpgroup), adding_threads);
-  part.write(dQ, first);
+  part.write(sums, first);
   fence_proxy_async();
   barrier_arrive(dQ_full(warpgroup), adding_threads);
 }
 
-// Adds a warpgroup's parts `first` … `end` - 1 of dQ to dQ_sum by TMA reduce-add, tile by tile.
+// Adds the part that a warpgroup hands over next to `sum`, by TMA reduce-add.
+template <int columns>
+__device__ __forceinline__ void add_part(const RegisterTile<columns>& part,
+                                         RegisterTile<columns>& sum, int warpgroup, bool elected) {
+  barrier_arrive(dQ_empty(warpgroup), adding_threads);
+  barrier_sync(dQ_full(warpgroup), adding_threads);
+  wait_for_launch_before();  // the previous launch clears the sums; wait as late as possible
+  if (elected) {
+    bulk_add(&sum.fours[0][0].x, &part.fours[0][0].x, sizeof part / sizeof(float));
+    bulk_commit_group();
+    bulk_wait_group_read();
+  }
+  __syncwarp();  // before another thread signals that the buffer is free
+}
+
+// Adds a warpgroup's parts `first` … `end` - 1 of dQ to dQ_sum, tile by tile.
 template <class Layout, class Task>
 __device__ __forceinline__ void add_dQ(const RegisterTile<Layout::width>& part,
                                        RegisterTile<Layout::width>* dQ_sum, const Task& task,
@@ -72,55 +88,7 @@ __device__ __forceinline__ void add_dQ(const RegisterTile<Layout::width>& part,
   const bool elected = elect_one();
   task.for_tiles([&](int, int, long long tile) {
 #pragma unroll 1
-    for (int i = first; i < end; ++i) {
-      barrier_arrive(dQ_empty(warpgroup), adding_threads);
-      barrier_sync(dQ_full(warpgroup), adding_threads);
-      wait_for_launch_before();  // the previous launch clears the sums; wait as late as possible
-      if (elected) {
-        bulk_add(&dQ_sum[tile * Layout::count + i].fours[0][0].x, &part.fours[0][0].x,
-                 sizeof part / sizeof(float));
-        bulk_commit_group();
-        bulk_wait_group_read();
-      }
-      __syncwarp();  // before another thread signals that the buffer is free
-    }
+    for (int i = first; i < end; ++i)
+      add_part(part, dQ_sum[tile * Layout::count + i], warpgroup, elected);
   });
-}
-
-// Returns whether this is the last of `all` calls. The last caller sees all earlier writes.
-__device__ __forceinline__ bool is_last(int& count, int all) {
-  __threadfence();
-  const bool last = atomicAdd(&count, 1) == all - 1;
-  __threadfence();
-  return last;
-}
-
-// Ends a warp that adds dQ: waits for its reduce-adds and records whether the warp is the last one.
-__device__ __forceinline__ void leave_sums(int& was_last, int& count, int all) {
-  if (elect_one()) {
-    bulk_wait_group();
-    wait_for_launch_before();  // the previous launch clears the count
-    was_last = is_last(count, all);
-  }
-  __syncwarp();
-  barrier_arrive(sums_left, leaving_threads);
-}
-
-// Finishes dQ with the block's consumer warps. Each warp keeps the loads of two pieces in flight.
-template <int Br, int d, int dv>
-__device__ __forceinline__ void finish_heads(const QuerySums<Br, d, dv>& in, int group) {
-  using Rows = Piece<Br, d, dv>;
-  constexpr int warps = consuming_threads / warp_size, parts = Rows::Layout::count;
-  const int tiles = cdiv(in.repair.extent.M, Br), pieces = group * tiles * parts * Rows::in_part;
-  const auto piece = [&](int number) {
-    const int rest = number / Rows::in_part, head = rest / parts / tiles;
-    return Rows(in, head < group ? in.repair.kv_head * group + head : in.repair.stats.number.heads,
-                rest / parts % tiles, rest % parts, number % Rows::in_part);
-  };
-#pragma unroll 1
-  for (int i = threadIdx.x / warp_size % warps; i < pieces; i += 2 * warps) {
-    const Rows one = piece(i), other = piece(i + warps);
-    one.finish(in);
-    other.finish(in);
-  }
 }

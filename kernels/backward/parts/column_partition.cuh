@@ -29,6 +29,6 @@ struct ColumnPartition {
   __device__ __forceinline__ void pass(RegisterTile<Layout::width>& part) {
     if constexpr (count > 0) wgmma_wait_group<pending>(dQ);
 #pragma unroll
-    for (int i = 0; i < count; ++i) pass_dQ(dQ, part, warpgroup, i * Layout::width / 2);
+    for (int i = 0; i < count; ++i) pass_part(dQ, part, warpgroup, i * Layout::width / 2);
   }
 };

@@ -7,18 +7,18 @@
 #include <backward/parts/row_tile_number.cuh>
 #include <timeline.cuh>
 
-// A key tile and, in each query head of its group, the row tiles that see some of its keys.
+// A key tile and, in a share of its group's query heads, the row tiles that see some of its keys.
 template <int Br, int Bc>
 struct KeyTile {
   Extent extent;
-  int first_key, kv_head, batch, first_row, end_row, group;
+  int first_key, kv_head, batch, first_row, end_row, group, share, heads;
   TilesOfRows<Br> number;
 
   // Calls body(head, first row, tile index) for each row tile.
   template <class Body>
   __device__ __forceinline__ void for_tiles(Body body) const {
 #pragma unroll 1
-    for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+    for (int head = share * heads; head < (share + 1) * heads; ++head) {
       const auto map = map_of(head);
 #pragma unroll 1
       for (int row = map.template from<Br>(first_row); row < end_row;
@@ -41,18 +41,21 @@ struct KeyTile {
   }
 };
 
-// Returns key tile `number` of `all`. By default a block is not persistent and has one tile.
+// Returns key tile `number` of `all`; by default a block has one. `splits` blocks share a group.
 template <int Br, int Bc, bool batch_first = false>
-__device__ __forceinline__ KeyTile<Br, Bc> key_tile(const Sizes& sizes, const Mods& mods,
-                                                    int kv_heads, int group, int heads,
-                                                    int number = blockIdx.x, int all = gridDim.x) {
-  const int tiles = max(cdiv(sizes.N, Bc), 1), batches = all / (tiles * kv_heads);
+__device__ __forceinline__ auto key_tile(const Sizes& sizes, const Mods& mods, int kv_heads,
+                                         int group, int heads, int number = blockIdx.x,
+                                         int all = gridDim.x, int splits = 1) {
+  const int tiles = max(cdiv(sizes.N, Bc), 1), shares = kv_heads * splits;
+  const int batches = all / (tiles * shares);
   const auto [tile, first, second] = place_of_keys<Bc>(longest_first(number, all, tiles), sizes,
-                                                       mods, batch_first ? batches : kv_heads);
-  const int kv_head = batch_first ? second : first, batch = batch_first ? first : second;
+                                                       mods, batch_first ? batches : shares);
+  const int share = batch_first ? second : first, batch = batch_first ? first : second;
+  const int kv_head = share / splits;
   const Extent extent = extent_of(sizes, mods, batch, kv_head * group);
   const int first_key = tile * Bc, first_row = row_begin(extent, first_key) / Br * Br;
   const int end_row = extent.N > 0 ? row_end(extent, first_key, Bc) : 0;
   const auto numbers = tiles_of<Br>(mods, batch, heads, sizes.M);
-  return {extent, first_key, kv_head, batch, first_row, end_row, group, numbers};
+  return KeyTile<Br, Bc>{extent,  first_key, kv_head, batch,          first_row,
+                         end_row, group,     share,   group / splits, numbers};
 }

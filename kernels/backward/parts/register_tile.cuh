@@ -8,14 +8,15 @@
 // from two rows and two columns. A thread reads back only its own values, so nothing is reordered.
 template <int columns>
 struct RegisterTile {
+  static constexpr int width = columns;
   float4 fours[columns / 8][warpgroup_size];
 
-  // Writes the registers from x[first] on.
+  // Writes the registers from x[first] on, as far as there are any.
   template <int count>
   __device__ __forceinline__ void write(const float (&x)[count], int first = 0) {
     const int own = opaque(int(threadIdx.x)) % warpgroup_size;
 #pragma unroll
-    for (int i = 0; i < columns / 8; ++i) {
+    for (int i = 0; i < columns / 8 && first + 4 * i < count; ++i) {
       const float* four = &x[first + 4 * i];
       fours[i][own] = float4{four[0], four[1], four[2], four[3]};
     }
