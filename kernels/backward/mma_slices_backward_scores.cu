@@ -98,9 +98,9 @@ __device__ __forceinline__ void drop(Sums& P, Shared& shared, const Own& own, co
 }
 
 // Replaces S with P = 2^(S * scale2 - lse2) and parks PS, P times the derivative of the score
-// modification. masked: pairs may be hidden, or a row's lse may be huge; then lse2 is NaN, and
-// lse_of(row) is used.
-template <bool masked, class LseOf>
+// modification. masked: pairs may be hidden. has_huge: a row's lse may be huge; then lse2 is NaN,
+// and lse_of(row) is used.
+template <bool masked, bool has_huge, class LseOf>
 __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& own,
                                           const TilePair<Br, Bc>& pair, const Scorer<float>& scorer,
                                           int lane, LseOf lse_of) {
@@ -110,22 +110,26 @@ __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& ow
   for (int i = 0; i < 2 * (Wr / step); ++i) {
     const int row = opaque(own.row) + i * 8 + lane / 4;
     const float lse2 = shared.stats[row].lse2;
-    const bool is_huge = masked && isnan(lse2);
+    const bool is_huge = has_huge && isnan(lse2);
     const float lse = is_huge ? lse_of(row) : 0;
     const RowMask mask(pair, row);
 #pragma unroll
-    for (int j = 0; j < Wc / 4; ++j) {
-      float& x = S[i / 2][j / 2][i % 2 * 2 + j % 2];
-      const int more = j / 2 * 8 + j % 2, key = own.col + 2 * (lane % 4);
-      const Index at_row = pair.row(row);
-      const auto at_key = pair.key<masked>(key, more);
-      const auto [score, slope] = scorer.with_slope<caps_tiles>(x, pair.extent, at_row, at_key);
-      // Without expressions, the scale and log2e are combined into one factor.
-      const float exponent = has_expressions ? score * log2e : x * (scorer.scale * log2e);
-      x = exp2f(is_huge ? log_weight(score, lse) * log2e : exponent - lse2);
-      if ((masked && !mask.reaches(key + more)) || pair.hides<masked>(row, key, more)) x = 0;
-      float2& parked = shared.PS[i * (Wc / 8) + j / 2][threadIdx.x];
-      (j % 2 ? parked.y : parked.x) = score_gradient(x, 1.0f, slope);
+    for (int n = 0; n < Wc / 8; ++n) {
+      float PS[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float& x = S[i / 2][n][i % 2 * 2 + e];
+        const int more = n * 8 + e, key = own.col + 2 * (lane % 4);
+        const Index at_row = pair.row(row);
+        const auto at_key = pair.key<masked>(key, more);
+        const auto [score, slope] = scorer.with_slope<caps_tiles>(x, pair.extent, at_row, at_key);
+        // Without expressions, the scale and log2e are combined into one factor.
+        const float exponent = has_expressions ? score * log2e : x * (scorer.scale * log2e);
+        x = exp2f(is_huge ? log_weight(score, lse) * log2e : exponent - lse2);
+        if ((masked && !mask.reaches(key + more)) || pair.hides<masked>(row, key, more)) x = 0;
+        PS[e] = score_gradient(x, 1.0f, slope);
+      }
+      shared.PS[i * (Wc / 8) + n][threadIdx.x] = float2{PS[0], PS[1]};
     }
   }
   drop(S, shared, own, pair, lane);
@@ -192,9 +196,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_sco
   Ring<Source, Stage, stages> ring = {
       shared.ring, {Q, K, V, dO, M, N, batch, head, head / group, first_row, key}};
   ring.start();
-  loads.store(shared.stats);  // visible from the next barrier on
-  const bool is_huge = threadIdx.x < Br && isnan(loads.stats[0].lse2);
-  const bool has_huge = __syncthreads_or(is_huge), whole = key + Bc <= N && pair.reaches_all();
+  loads.store(shared.stats);
+  __syncthreads();
+  const bool whole = key + Bc <= N && pair.reaches_all();
   const long long place = ((long long)local_head * M + first_row) * stride + col;
 
   Sums S = {}, dP = {};
@@ -203,10 +207,13 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_sco
     const Own own(Wc);
     const int lane = own_lane();
     const auto lse_of = [&](int row) { return *lse.row(batch, head, first_row + row); };
-    if (whole && !has_huge)
-      compute_P<false>(S, shared, own, pair, scorer, lane, lse_of);
+    const bool is_huge = isnan(shared.stats[own.row + lane % Wr].lse2);
+    if (__any_sync(full_warp, is_huge))
+      compute_P<true, true>(S, shared, own, pair, scorer, lane, lse_of);
+    else if (whole)
+      compute_P<false, false>(S, shared, own, pair, scorer, lane, lse_of);
     else
-      compute_P<true>(S, shared, own, pair, scorer, lane, lse_of);
+      compute_P<true, false>(S, shared, own, pair, scorer, lane, lse_of);
     write_tile(P + place, stride, S, own, M - first_row, stride - col, lane);
   }
   multiply_slices(ring, cdiv(dv, Bd), dP);
