@@ -170,10 +170,10 @@ def nothing_tuned():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def two_heads_are_many():
-    """Makes the last block of a key head finish dQ in small problems too, from two heads on."""
+def four_heads_are_many():
+    """Makes the last block of a key head finish dQ in small problems too, from four heads on."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backward, "FEWEST_FINISHING", 2)
+        patch.setattr(backward, "FEWEST_FINISHING", 4)
         yield
 
 
