@@ -170,10 +170,10 @@ def nothing_tuned():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def two_heads_are_many():
-    """Lets the last block of a key head finish dQ even if there are only two heads."""
+def four_heads_are_many():
+    """Lets the last block of a key head finish dQ even if there are only four heads."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backward, "FEWEST_FINISHING", 2)
+        patch.setattr(backward, "FEWEST_FINISHING", 4)
         yield
 
 
