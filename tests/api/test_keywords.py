@@ -1,6 +1,7 @@
 """Keyword arguments of all functions: defaults, types, and kernels that accept them."""
 
 import re
+from itertools import product
 
 import ml_dtypes
 import numpy as np
@@ -121,8 +122,10 @@ FORMER = {
 
 
 @pytest.mark.each_choice
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("name", FORMER)
+@pytest.mark.parametrize(
+    "function, name",
+    [x for x in product(FUNCTIONS, FORMER) if x[0] != "plan" or not x[1].startswith("lengths_")],
+)
 def test_a_former_keyword_shows_what_to_write(function, name):
     with pytest.raises(TypeError, match=f"no argument '{name}'; .*{re.escape(FORMER[name])}"):
         FUNCTIONS[function](**{name: 1})
