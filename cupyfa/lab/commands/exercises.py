@@ -22,6 +22,7 @@ WORDS = {
         "en": "Right: all {0} examples. Read on: {1}.",
         "zh": "正确：{0} 个例子全部通过。延伸阅读：{1}。",
     },
+    "comma": {"en": ", ", "zh": "、"},
     "next": {"en": "Next: cupyfa exercise start {0}", "zh": "下一题：cupyfa exercise start {0}"},
     "last": {"en": "This was the last exercise.", "zh": "这是最后一道练习。"},
     "wrong": {
@@ -159,7 +160,7 @@ def _fails_outside(file: str, symptom: str) -> bool:
 
 def _praise(chosen: Exercise, verdict: Verdict, language: str) -> None:
     pages = [_page_in(language, page) for page in chosen.pages]
-    click.echo(_say("right", language, verdict.right, ", ".join(pages)))
+    click.echo(_say("right", language, verdict.right, WORDS["comma"][language].join(pages)))
     names = [*exercises()]
     following = names[names.index(chosen.name) + 1 :]
     click.echo(_say("next", language, following[0]) if following else WORDS["last"][language])
