@@ -35,6 +35,7 @@ WORDS = {
         "zh": "错误不在 {0}，而在 cupyfa 或它的安装环境：{1}",
     },
     "cause": {"en": "Cause: {0}", "zh": "原因：{0}"},
+    "possible": {"en": "Possible cause: {0}", "zh": "可能的原因：{0}"},
     "hint": {"en": "A hint: cupyfa exercise hint {0}", "zh": "提示：cupyfa exercise hint {0}"},
     "written": {
         "en": "Read {0}/task.md, complete {0}/{1}, then run: cupyfa exercise check {0}",
@@ -179,7 +180,8 @@ def _explain(chosen: Exercise, verdict: Verdict, language: str) -> None:
         click.echo(_say("wrong", language, verdict.right, verdict.examples))
         click.echo(f"  {verdict.symptom}")
     if verdict.mistake:
-        click.echo(_say("cause", language, verdict.mistake.cause[language]))
+        word = "cause" if verdict.is_sure else "possible"
+        click.echo(_say(word, language, verdict.mistake.cause[language]))
     click.echo(_say("hint", language, chosen.name))
 
 

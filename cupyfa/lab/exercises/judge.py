@@ -32,13 +32,15 @@ class Verdict:
 
     ``right`` is the number of examples with right results, out of ``examples``. ``symptom``
     describes, in English, the first example with wrong results. ``mistake`` is the known mistake
-    that produces the same results, if any.
+    that produces the same results, if any. Unless ``is_sure`` it does so only where the solution is
+    wrong, and not in other examples, so that it may be another mistake.
     """
 
     right: int
     examples: int
     symptom: str = ""
     mistake: Mistake | None = None
+    is_sure: bool = True
 
     @property
     def is_right(self) -> bool:
@@ -56,10 +58,14 @@ def judge(exercise: Exercise, text: str) -> Verdict:
         return Verdict(right, right)
     first = next(number for number, symptom in enumerate(symptoms) if symptom)
     symptom = f"example '{examples[first].name}': {symptoms[first]}"
-    mistake = find_mistake(exercise, outcomes, run_mistakes(exercise))
-    if mistake is None and _is_nan(outcomes[first], examples[first]):
-        mistake = NAN
-    return Verdict(right, len(examples), symptom, mistake)
+    of_mistakes = run_mistakes(exercise)
+    mistake = find_mistake(exercise, outcomes, of_mistakes)
+    if mistake is not None:
+        known = of_mistakes[exercise.mistakes.index(mistake)]
+        is_sure = all(map(_is_alike, known, outcomes))
+        return Verdict(right, len(examples), symptom, mistake, is_sure)
+    is_nan = _is_nan(outcomes[first], examples[first])
+    return Verdict(right, len(examples), symptom, NAN if is_nan else None)
 
 
 def _is_nan(outcome: Outcome, example: Example) -> bool:

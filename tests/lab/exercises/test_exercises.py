@@ -167,6 +167,17 @@ def test_a_mistake_is_named_that_is_guarded_against_in_some_examples():
     verdict = judge(exercise, text)
     assert verdict.right > 0
     assert "add first_key" in verdict.mistake.cause["en"]
+    assert not verdict.is_sure
+
+
+def test_a_cause_is_only_possible_if_examples_differ(folder):
+    run("start", "alibi")
+    exercise = exercise_named("alibi")
+    file = Path("alibi", exercise.file)
+    file.write_text(exercise.solution().replace("first_key +", "first_key * (first_row > 0) +"))
+    assert "\nPossible cause: The keys" in run("check", "alibi", "--language", "en").stdout
+    file.write_text(exercise.solution().replace("first_key +", ""))
+    assert "\nCause: The keys" in run("check", "alibi", "--language", "en").stdout
 
 
 def test_pages_are_named_in_the_language_of_the_learner(folder):
