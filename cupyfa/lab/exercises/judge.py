@@ -156,10 +156,18 @@ def _difference(name: str, found: np.ndarray, expected: np.ndarray, tolerance: f
     wrong = np.argwhere(~is_right)
     index = tuple(map(int, wrong[0]))
     place = f"{name}[{', '.join(map(str, index))}]" if index else name
-    said = f"{place} is {found[index]:.6g}, not {expected[index]:.6g}"
+    said = f"{place} is {_told_apart(found[index], expected[index])}"
     if found.ndim == 0:
         return said
     return f"{said}; {len(wrong)} of {found.size} elements are wrong{_where(wrong, found)}"
+
+
+def _told_apart(found: float, expected: float) -> str:
+    """Writes two different numbers with as many digits as it takes to see the difference."""
+    for digits in (6, 9):
+        if f"{found:.{digits}g}" != f"{expected:.{digits}g}":
+            break
+    return f"{found:.{digits}g}, not {expected:.{digits}g}"
 
 
 def _where(wrong: np.ndarray, found: np.ndarray) -> str:
