@@ -180,6 +180,14 @@ def test_a_cause_is_only_possible_if_examples_differ(folder):
     assert "\nCause: The keys" in run("check", "alibi", "--language", "en").stdout
 
 
+def test_a_race_is_found_that_needs_another_order_of_threads():
+    exercise = exercise_named("block_softmax")
+    barrier = "__syncthreads();  // every thread has read it"
+    verdict = judge(exercise, exercise.solution().replace(barrier, "__syncwarp();  //"))
+    assert "race" in verdict.symptom
+    assert "after the result has been read" in verdict.mistake.cause["en"]
+
+
 def test_pages_are_named_in_the_language_of_the_learner(folder):
     run("start", "safe_softmax")
     exercise = exercise_named("safe_softmax")
