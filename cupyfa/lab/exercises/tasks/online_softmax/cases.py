@@ -1,4 +1,4 @@
-"""Examples: vectors with a rising maximum, a masked tile, and a partial tile."""
+"""Examples: vectors with a rising maximum, large and small scores, a masked and a partial tile."""
 
 import numpy as np
 
