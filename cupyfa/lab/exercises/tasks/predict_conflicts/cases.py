@@ -15,6 +15,7 @@ def examples():
         ("every second float", [8 * lane for lane in LANES], 2),
         ("pairs of lanes share a float, rows of 64", [4 * 64 * (lane // 2) for lane in LANES], 16),
         ("16-bit numbers, neighbouring", [2 * lane for lane in LANES], 1),
+        ("16-bit numbers, every second", [4 * lane + 2 for lane in LANES], 1),
         ("16-bit numbers, rows of 128", [256 * x + 2 * (x % 2) for x in LANES], 32),
         ("three words of bank 0, others apart", [4 * x for x in (*range(30), 32, 64)], 3),
         ("two halves of rows, no bank twice", [4 * (x + x // 16 * 64) for x in LANES], 1),
