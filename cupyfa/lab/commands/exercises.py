@@ -22,6 +22,7 @@ WORDS = {
         "en": "Right: all {0} examples. Read on: {1}.",
         "zh": "正确：{0} 个例子全部通过。延伸阅读：{1}。",
     },
+    "comma": {"en": ", ", "zh": "、"},
     "next": {"en": "Next: cupyfa exercise start {0}", "zh": "下一题：cupyfa exercise start {0}"},
     "last": {"en": "This was the last exercise.", "zh": "这是最后一道练习。"},
     "wrong": {
@@ -34,6 +35,7 @@ WORDS = {
         "zh": "错误不在 {0}，而在 cupyfa 或它的安装环境：{1}",
     },
     "cause": {"en": "Cause: {0}", "zh": "原因：{0}"},
+    "possible": {"en": "Possible cause: {0}", "zh": "可能的原因：{0}"},
     "hint": {"en": "A hint: cupyfa exercise hint {0}", "zh": "提示：cupyfa exercise hint {0}"},
     "written": {
         "en": "Read {0}/task.md, complete {0}/{1}, then run: cupyfa exercise check {0}",
@@ -160,7 +162,7 @@ def _fails_outside(file: str, symptom: str) -> bool:
 
 def _praise(chosen: Exercise, verdict: Verdict, language: str) -> None:
     pages = [_page_in(language, page) for page in chosen.pages]
-    click.echo(_say("right", language, verdict.right, ", ".join(pages)))
+    click.echo(_say("right", language, verdict.right, WORDS["comma"][language].join(pages)))
     names = [*exercises()]
     following = names[names.index(chosen.name) + 1 :]
     click.echo(_say("next", language, following[0]) if following else WORDS["last"][language])
@@ -179,7 +181,8 @@ def _explain(chosen: Exercise, verdict: Verdict, language: str) -> None:
         click.echo(_say("wrong", language, verdict.right, verdict.examples))
         click.echo(f"  {verdict.symptom}")
     if verdict.mistake:
-        click.echo(_say("cause", language, verdict.mistake.cause[language]))
+        word = "cause" if verdict.is_sure else "possible"
+        click.echo(_say(word, language, verdict.mistake.cause[language]))
     click.echo(_say("hint", language, chosen.name))
 
 

@@ -50,13 +50,16 @@ class Outcome:
         return self.failure.startswith(_TOO_SLOW)
 
 
-def run_solutions(exercise: Exercise, texts: Sequence[str]) -> list[list[Outcome]]:
+def run_solutions(
+    exercise: Exercise, texts: Sequence[str], schedule: int | None = None
+) -> list[list[Outcome]]:
     """Runs solutions on all examples of their exercise.
 
-    The time limit starts when all solutions are compiled. Returns a list of outcomes for each
-    solution. If a solution exceeds the limit or ends the process, its last outcome is that failure,
-    and no further examples or solutions are run. Raises CompilerNotFound if kernels cannot be
-    compiled here.
+    ``schedule`` seeds a pseudo-random order of a kernel's threads; None runs them in the order of
+    their indices. The time limit starts when all solutions are compiled. Returns a list of outcomes
+    for each solution. If a solution exceeds the limit or ends the process, its last outcome is that
+    failure, and no further examples or solutions are run. Raises CompilerNotFound if kernels cannot
+    be compiled here.
     """
     if exercise.is_kernel:
         from cupyfa.runtime.simulator import machine
@@ -64,7 +67,7 @@ def run_solutions(exercise: Exercise, texts: Sequence[str]) -> list[list[Outcome
         machine.compiler()
     with tempfile.TemporaryDirectory() as folder:
         work, results = Path(folder, "work"), Path(folder, "results")
-        work.write_bytes(pickle.dumps((exercise.name, [*texts])))
+        work.write_bytes(pickle.dumps((exercise.name, [*texts], schedule)))
         results.touch()
         command = [sys.executable, "-c", _PROGRAM, str(work), str(results)]
         with subprocess.Popen(
@@ -103,7 +106,7 @@ def run_in_file(work: str, results: str) -> None:
 
     Writes a line to standard output when all solutions are compiled.
     """
-    name, texts = pickle.loads(Path(work).read_bytes())
+    name, texts, schedule = pickle.loads(Path(work).read_bytes())
     exercise = exercise_named(name)
     if exercise.is_kernel:
         _compile_all(exercise, texts)
@@ -111,7 +114,7 @@ def run_in_file(work: str, results: str) -> None:
     with open(results, "wb", buffering=0) as file, redirect_stdout(sys.stderr):
         for text in texts:
             for example in exercise.examples():
-                file.write(pickle.dumps(_outcome(exercise, text, example)))
+                file.write(pickle.dumps(_outcome(exercise, text, example, schedule)))
 
 
 def _compile_all(exercise: Exercise, texts: Sequence[str]) -> None:
@@ -127,10 +130,11 @@ def _compile_all(exercise: Exercise, texts: Sequence[str]) -> None:
         list(threads.map(compile_one, texts))
 
 
-def _outcome(exercise: Exercise, text: str, example: Example) -> Outcome:
-    run = _run_kernel if exercise.is_kernel else _run_function
+def _outcome(exercise: Exercise, text: str, example: Example, schedule: int | None) -> Outcome:
     try:
-        return Outcome(run(exercise, text, example))
+        if exercise.is_kernel:
+            return Outcome(_run_kernel(exercise, text, example, schedule))
+        return Outcome(_run_function(exercise, text, example))
     except SimulatorFault as fault:
         return Outcome(
             failure=fault.what, place=fault.place, lines=_lines_named(fault.place, exercise, text)
@@ -166,7 +170,9 @@ def _run_function(exercise: Exercise, text: str, example: Example) -> dict[str, 
     return {name: np.asarray(x) for name, x in zip(example.expected, results)}
 
 
-def _run_kernel(exercise: Exercise, text: str, example: Example) -> dict[str, np.ndarray]:
+def _run_kernel(
+    exercise: Exercise, text: str, example: Example, schedule: int | None
+) -> dict[str, np.ndarray]:
     from cupyfa.planner.source import INCLUDE
     from cupyfa.runtime.launcher import Region
     from cupyfa.runtime.simulator import machine
@@ -186,7 +192,7 @@ def _run_kernel(exercise: Exercise, text: str, example: Example) -> dict[str, np
     sizes = [ctypes.sizeof(x) for x in values]
     launch = example.grid, example.block, example.shared_bytes
     # With one worker, every run reports the same one of several faults.
-    start = machine.starter(kernel, sizes, regions, *launch, workers=1)
+    start = machine.starter(kernel, sizes, regions, *launch, schedule, workers=1)
     start(None, ctypes.addressof(table), 0)
     return {name: arguments[name] for name in example.expected}
 

@@ -32,13 +32,15 @@ class Verdict:
 
     ``right`` is the number of examples with right results, out of ``examples``. ``symptom``
     describes, in English, the first example with wrong results. ``mistake`` is the known mistake
-    that produces the same results, if any.
+    that produces the same results, if any. Unless ``is_sure`` it does so only where the solution is
+    wrong, and not in other examples, so that it may be another mistake.
     """
 
     right: int
     examples: int
     symptom: str = ""
     mistake: Mistake | None = None
+    is_sure: bool = True
 
     @property
     def is_right(self) -> bool:
@@ -47,19 +49,30 @@ class Verdict:
 
 
 def judge(exercise: Exercise, text: str) -> Verdict:
-    """Runs a solution on all examples and, if it is wrong, looks for a known mistake."""
+    """Runs a solution on all examples and, if it is wrong, looks for a known mistake.
+
+    A right kernel runs again with another order of threads, since some races need it.
+    """
     examples = exercise.examples()
-    (outcomes,) = run_solutions(exercise, [text])
-    symptoms = [_symptom(x, example) for x, example in zip(outcomes, examples)]
+    schedules = (None, 0) if exercise.is_kernel else (None,)
+    for schedule in schedules:
+        (outcomes,) = run_solutions(exercise, [text], schedule)
+        symptoms = [_symptom(x, example) for x, example in zip(outcomes, examples)]
+        if any(symptoms):
+            break
     right = symptoms.count("")
     if right == len(examples):
         return Verdict(right, right)
     first = next(number for number, symptom in enumerate(symptoms) if symptom)
     symptom = f"example '{examples[first].name}': {symptoms[first]}"
-    mistake = find_mistake(exercise, outcomes, run_mistakes(exercise))
-    if mistake is None and _is_nan(outcomes[first], examples[first]):
-        mistake = NAN
-    return Verdict(right, len(examples), symptom, mistake)
+    of_mistakes = run_mistakes(exercise)
+    mistake = find_mistake(exercise, outcomes, of_mistakes)
+    if mistake is not None:
+        known = of_mistakes[exercise.mistakes.index(mistake)]
+        is_sure = all(map(_is_alike, known, outcomes))
+        return Verdict(right, len(examples), symptom, mistake, is_sure)
+    is_nan = _is_nan(outcomes[first], examples[first])
+    return Verdict(right, len(examples), symptom, NAN if is_nan else None)
 
 
 def _is_nan(outcome: Outcome, example: Example) -> bool:
@@ -156,10 +169,18 @@ def _difference(name: str, found: np.ndarray, expected: np.ndarray, tolerance: f
     wrong = np.argwhere(~is_right)
     index = tuple(map(int, wrong[0]))
     place = f"{name}[{', '.join(map(str, index))}]" if index else name
-    said = f"{place} is {found[index]:.6g}, not {expected[index]:.6g}"
+    said = f"{place} is {_told_apart(found[index], expected[index])}"
     if found.ndim == 0:
         return said
     return f"{said}; {len(wrong)} of {found.size} elements are wrong{_where(wrong, found)}"
+
+
+def _told_apart(found: float, expected: float) -> str:
+    """Writes two different numbers with as many digits as it takes to see the difference."""
+    for digits in (6, 9):
+        if f"{found:.{digits}g}" != f"{expected:.{digits}g}":
+            break
+    return f"{found:.{digits}g}, not {expected:.{digits}g}"
 
 
 def _where(wrong: np.ndarray, found: np.ndarray) -> str:

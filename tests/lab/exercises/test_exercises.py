@@ -163,10 +163,29 @@ def test_a_slow_solution_has_no_known_cause(monkeypatch):
 
 def test_a_mistake_is_named_that_is_guarded_against_in_some_examples():
     exercise = exercise_named("alibi")
-    text = exercise.solution().replace("first_key +", "first_key * (first_row > 0) +")
+    text = exercise.solution().replace("first_key +", "first_key * (first_key > 4) +")
     verdict = judge(exercise, text)
     assert verdict.right > 0
     assert "add first_key" in verdict.mistake.cause["en"]
+    assert not verdict.is_sure
+
+
+def test_a_cause_is_only_possible_if_examples_differ(folder):
+    run("start", "alibi")
+    exercise = exercise_named("alibi")
+    file = Path("alibi", exercise.file)
+    file.write_text(exercise.solution().replace("first_key +", "first_key * (first_key > 4) +"))
+    assert "\nPossible cause: The keys" in run("check", "alibi", "--language", "en").stdout
+    file.write_text(exercise.solution().replace("first_key +", ""))
+    assert "\nCause: The keys" in run("check", "alibi", "--language", "en").stdout
+
+
+def test_a_race_is_found_that_needs_another_order_of_threads():
+    exercise = exercise_named("block_softmax")
+    barrier = "__syncthreads();  // every thread has read it"
+    verdict = judge(exercise, exercise.solution().replace(barrier, "__syncwarp();  //"))
+    assert "race" in verdict.symptom
+    assert "after the result has been read" in verdict.mistake.cause["en"]
 
 
 def test_pages_are_named_in_the_language_of_the_learner(folder):

@@ -27,8 +27,9 @@ def examples():
         ("usual scores", usual),
         ("sets of different weight", usual + 6 * (np.arange(12) < 5)),
         ("large scores", 900 + usual),
+        ("sets of very different scores", usual + 2000 * (np.arange(12) < 5)),
         ("rows of very different scores", usual + [[1000], [-1000], [0], [500]]),
-        ("rows that see one set", one_sided),
+        ("rows that see one set", 900 + one_sided),
         ("a row that sees nothing", nothing),
     ):
         O1, L1 = attention(scores[:, :5], V[:5])

@@ -1,4 +1,4 @@
-"""Examples: vectors with a rising maximum, a masked tile, and a partial tile."""
+"""Examples: vectors with a rising maximum, large and small scores, a masked and a partial tile."""
 
 import numpy as np
 
@@ -13,6 +13,7 @@ def examples():
         "a maximum that falls": np.arange(32.0)[::-1].copy(),
         "a partial tile": rng.standard_normal(21),
         "large scores": 900 + 10 * rng.standard_normal(24),
+        "scores far below 0": -900 + 10 * rng.standard_normal(24),
         "masked first tile": np.concatenate([np.full(8, -np.inf), rng.standard_normal(8)]),
     }
     for name, x in vectors.items():

@@ -27,6 +27,7 @@ def examples():
         ("large scores", 4000 + 100 * usual, 1.0),
         ("large scores, a negative scale", 4000 + 100 * usual, -1.0),
         ("masked scores", masked, 0.5),
+        ("masked scores, all far below 0", 4000 + 100 * masked, -1.0),
     ):
         weights = reference(S, scale)
         yield Example(name, {"S": S, "scale": scale}, {"weights": weights}, tolerance=1e-4)

@@ -1,4 +1,7 @@
-"""Examples: equal and unequal parts, large and small scores, and parts without keys."""
+"""Examples: equal and unequal parts, large and small scores, and parts without keys.
+
+The scores of a part are around its shift.
+"""
 
 import numpy as np
 
@@ -9,15 +12,16 @@ D = 8
 
 def examples():
     rng = np.random.default_rng(0)
-    for name, lengths, M, shift in (
-        ("two parts", [6, 6], 3, 0),
-        ("parts of unequal size", [10, 1, 4], 3, 0),
-        ("large scores", [5, 5, 5], 2, 120),
-        ("scores far below 0", [4, 6], 2, -200),
-        ("empty parts", [4, 0, 3, 0], 3, 0),
-        ("no keys at all", [0, 0], 2, 0),
+    for name, lengths, M, shifts in (
+        ("two parts", [6, 6], 3, (0, 0)),
+        ("parts of unequal size", [10, 1, 4], 3, (0, 0, 0)),
+        ("large scores", [5, 5, 5], 2, (120, 120, 120)),
+        ("scores far below 0", [4, 6], 2, (-200, -200)),
+        ("empty parts", [4, 0, 3, 0], 3, (0, 0, 0, 0)),
+        ("no keys at all", [0, 0], 2, (0, 0)),
+        ("one part far above the others", [0, 4, 5, 3], 3, (0, -60, 60, -60)),
     ):
-        S = [shift + 2 * rng.standard_normal((M, n)) for n in lengths]
+        S = [shift + 2 * rng.standard_normal((M, n)) for n, shift in zip(lengths, shifts)]
         V = [rng.standard_normal((n, D)) for n in lengths]
         O_parts = np.full((len(lengths), M, D), np.nan, np.float32)  # parts without keys stay NaN
         lse_parts = np.full((len(lengths), M), -np.inf, np.float32)
