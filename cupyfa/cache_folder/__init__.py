@@ -277,7 +277,7 @@ def unsealed(path: Path) -> bytes | None:
 
 
 def is_stream(path: Path) -> bool:
-    """Returns whether a path must not be replaced, such as an open file, a pipe or /dev/stdout."""
+    """Returns whether a path is a stream, such as a pipe or /dev/stdout, to be written in place."""
     is_open = os.path.abspath(path).startswith(("/dev/fd/", "/dev/std", "/proc/"))
     return path.exists() and (is_open or not path.is_file())
 

@@ -75,7 +75,9 @@ def record(
         if missing := [name for name in fields if name not in value]:
             raise ValueError(f"{missing[0]} is missing")
         if only and (unknown := [name for name in value if name not in known]):
-            raise ValueError(f"{reprlib.repr(unknown[0])} is unknown")
+            raise ValueError(
+                f"{reprlib.repr(unknown[0])} is an unknown field; the fields are {', '.join(known)}"
+            )
         there = {name: value[name] for name in known if name in value}
         return {name: _inside(name, known[name], x) for name, x in there.items()}
 

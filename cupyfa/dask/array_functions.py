@@ -112,8 +112,8 @@ class _Call:
         backend, devices = read_devices(options.pop("backend", "auto"))
         if devices.numbers is not None or devices.progress is not None:
             raise Unsupported(
-                "backend is Devices with numbers or progress, which calls on Dask arrays do not "
-                "support; pass only limits to Devices, and use dask.diagnostics.ProgressBar"
+                "calls on Dask arrays do not support numbers and progress of Devices; pass only "
+                "limits to Devices, and use dask.diagnostics.ProgressBar"
             )
         how = {"backend": backend, "check": read_flag("check", options.pop("check", False))}
         fan_in: int | None = None

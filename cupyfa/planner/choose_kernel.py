@@ -69,7 +69,10 @@ def _given(kernel: str | Kernel, operation: str) -> Kernel:
         raise TypeError(f"kernel is {described(kernel)}; pass a kernel's name, a Kernel or 'auto'")
     known = LADDER[operation]
     if ".py:" in kernel:
-        raise ValueError(f"kernel is {kernel!r}; load the Kernel: kernel=cupyfa.kernel({kernel!r})")
+        raise ValueError(
+            f"kernel is the name of a script's record, {kernel!r}; pass the record, "
+            f"kernel=cupyfa.kernel({kernel!r})"
+        )
     if kernel not in known:
         other = next((x for x in LADDER if kernel in LADDER[x]), None)
         names = f"; the {operation} kernels are {', '.join(known)}, or 'auto'"

@@ -103,7 +103,7 @@ def unwrap(q: Any, k: Any, v: Any) -> tuple[tuple[Any, Any, Any], dict[str, Any]
     return (arrays[0], arrays[1], arrays[2]), {x: y for x, y in inputs.items() if y is not None}
 
 
-# Maps each field of a structured array to the optional inputs that it becomes for q, k and v.
+# For each field of a structured array, the optional inputs that it supplies for q, k and v.
 _INPUTS = (
     (Packed, "offsets", optional_inputs.STARTS),
     (Packed, "used", optional_inputs.USED),

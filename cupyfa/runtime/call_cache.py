@@ -109,7 +109,7 @@ class _Ref(ref):
 
 
 class Spare(NamedTuple):
-    """Results of an earlier call, and launches that write to them."""
+    """Output arrays of an earlier call, kept for reuse, and the launches that write to them."""
 
     results: list[Any]
     shapes: list[Any]

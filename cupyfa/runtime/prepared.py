@@ -106,7 +106,7 @@ class Prepared(OfThisProcess):
         keep: bool,
         bound: Mapping[str, Any] | None = None,
     ) -> None:
-        """Prepares calls on arrays like ``inputs``, which are listed by the callers' names.
+        """Prepares calls on arrays like ``inputs``, whose keys are the names that callers use.
 
         ``bound`` are the arrays of a block mask, which every call reads and no caller passes.
         Kernels are compiled here if they can read such inputs without copies. With ``keep``,

@@ -122,7 +122,7 @@ struct Scales {
     if constexpr (e4m3_inputs) return {fabs(descales.q * descales.k), 1};
     return {K[first_key / Bc], V[first_key / Bc]};
   }
-  // Returns log2(of_V / of_O), and raises of_O to of_V if that is larger.
+  // Returns log2(of_V / of_O). Then raises of_O to of_V if of_V is larger.
   __device__ __forceinline__ int take(float of_V) {
     const unsigned before = __float_as_uint(of_O) >> 23;
     of_O = fmax(of_O, of_V);

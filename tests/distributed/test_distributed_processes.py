@@ -340,7 +340,7 @@ def test_a_gpu_that_fails_ends_the_group():
     class Failed:
         @property
         def done(self):
-            raise ZeroDivisionError("an illegal address")
+            raise ZeroDivisionError("an illegal address")  # a type that nothing else raises
 
     def abort():
         engine.aborted.set()

@@ -53,7 +53,7 @@ def cases():
                 files[launch.path][turn].setdefault(key, param)
     chosen = []
     for turns in files.values():
-        for turn, texts in enumerate(turns.values()):  # each turn compiles every step-th program
+        for turn, texts in enumerate(turns.values()):  # turn i: programs i, i + step, …
             step = min(PARTS, len(texts), len(turns))
             chosen += list(texts.values())[turn % step :: step]
     return chosen

@@ -56,7 +56,7 @@ def run_without(tmp_path, monkeypatch, kernel, pattern, number, **changes):
         without = replace(without, launches=(replace(launch, grid=lambda p, c: min(2, p.heads)),))
     sizes = {"heads": 2, "M": 140, "N": 75, "d": 40, "dv": 70, "causal": "top-left", "scale": -0.2}
     sizes |= changes
-    # Kernels need the most barriers with the fewest stages.
+    # With fewer stages, kernels rely on more barriers.
     stages = {name: min(x) for name, x in without.candidates.items() if name == "stages"}
     plan = planned(without, Simulator(), sizes, **stages)
     inputs = inputs_of(plan)

@@ -1,4 +1,4 @@
-"""Results of a row, head or batch element do not depend on the magnitude of the other inputs."""
+"""Results of a row, head or batch element do not depend on the magnitudes of other ones."""
 
 import numpy as np
 import pytest

@@ -198,7 +198,7 @@ CHOSEN = [
     ("wgmma_persistent", "90", {"d": 32, "dtype": "bfloat16"}),
     ("wgmma_slices", "90", {"d": 257, **F16}),
     ("wgmma_slices", "90", {"d": 1024, "dtype": "bfloat16"}),
-    # Few float32 rows of many heads use tensor cores.
+    # With many heads, even a few float32 rows use tensor cores.
     ("fa2_split_kv", "90", {**ROWS, "M": 16}),
     ("wgmma_fp16x2", "90", {**ROWS, "M": 32}),
     ("wgmma_fp16x2", "90", {**ROWS, "M": 64, "N": 8192}),

@@ -69,9 +69,9 @@ def arrays(batch, heads, M, kv_heads=None, N=None, dtype=np.float32):
 
 
 def compare(far, numbers, call, progress=None):
-    """Checks that a call on several devices returns the simulator's bits.
+    """Checks that a call on several devices has the same bits as on the simulator.
 
-    Returns the numbers of the devices that worked.
+    Returns the numbers of the devices that ran a part of the call.
     """
     there = [np.array(x) for x in call(cupyfa.Devices(numbers, progress, far))]
     for got, right in zip(there, call("simulator"), strict=True):

@@ -118,7 +118,7 @@ def find_mistake(
 def _alike_where_wrong(
     candidates: Sequence[_Candidate], is_wrong: Sequence[bool]
 ) -> list[_Candidate]:
-    """Returns the candidates that agree on all wrong examples and on most other examples."""
+    """Returns the candidates that equal the attempt where it fails, and most often elsewhere."""
     found = [x for x in candidates if any(is_wrong) and all(np.greater_equal(x[2], is_wrong))]
     most = max((sum(x[2]) for x in found), default=0)
     return [x for x in found if sum(x[2]) == most]

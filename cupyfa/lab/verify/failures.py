@@ -283,7 +283,9 @@ def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
         (2, 0): np.lib.format.read_array_header_2_0,
     }
     if version not in read_header:
-        raise ValueError(f"{member.filename} uses version {version} of NumPy's format")
+        raise ValueError(
+            f"{member.filename} has version {version} of NumPy's format; only 1.0 and 2.0 are read"
+        )
     shape, in_columns, dtype = read_header[version](content)
     if dtype.hasobject or dtype.kind not in "biufU" or dtype.subdtype:
         raise ValueError(f"{member.filename} has dtype {dtype}; only numbers and strings are read")

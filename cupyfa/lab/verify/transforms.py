@@ -139,9 +139,10 @@ def replace_arrays(p: Problem, arrays: Mapping[str, Any]) -> Problem:
 
 
 def modify(p: Problem, options: Mapping[str, Any], arrays: Mapping[str, Any]) -> Problem:
-    """Returns the problem with other options; new expressions or arrays replace all existing ones.
+    """Returns a copy of the problem with these options.
 
-    Lengths among the arrays make it a ragged batch; a page_size puts its keys into pages.
+    Any new expression or array replaces all existing ones. Lengths among the arrays make the batch
+    ragged; a page_size makes the keys paged.
     """
     arrays = dict(arrays)
     size = arrays.pop(shape_language.PAGE_SIZE, None) or p.page_size

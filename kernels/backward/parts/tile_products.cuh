@@ -26,7 +26,7 @@ __device__ __forceinline__ void multiply_step(float (&D)[rows][blocks][4],
   }
 }
 
-// Computes D += A B^T with the loop over the sum unrolled `at_once` times. Larger factors make the
+// Computes D += A B^T with the reduction loop unrolled `at_once` times. Larger factors make the
 // compiler load fragments ahead, into registers that other values need.
 template <int at_once = 2, class Own, int rows, int blocks, int height, int other, int length>
 __device__ __forceinline__ void multiply_transposed(float (&D)[rows][blocks][4],

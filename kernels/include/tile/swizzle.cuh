@@ -2,7 +2,7 @@
 // A swizzle of 16-byte chunks for tiles without padding. ldmatrix reads one chunk from each of 8
 // rows; swizzled chunks fall into 8 different groups of 4 banks.
 
-// Returns how many neighbouring chunks of a row are permuted among each other.
+// Returns the number of adjacent chunks of a row that the swizzle permutes among themselves.
 __host__ __device__ constexpr int swizzle_span(int chunks) {
   return chunks % 8 == 0 ? 8 : chunks % 4 == 0 ? 4 : chunks % 2 == 0 ? 2 : 1;
 }

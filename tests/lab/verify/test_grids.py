@@ -1,4 +1,4 @@
-"""Grids: their cases, and the pairs of values that samples cover."""
+"""Grids of check: the cases they generate, and the pairs of values that samples cover."""
 
 import random
 from itertools import combinations
