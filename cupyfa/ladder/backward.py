@@ -584,7 +584,7 @@ FEWEST_FINISHING = 128  # minimum number of key heads: about as many as an H100 
 
 
 def finishes(p: Problem) -> bool:
-    """Returns whether the last block of each key head computes dQ; see add_dQ.cuh.
+    """Returns whether the last block of each key head converts dQ; see kernels/finishing.
 
     This pays off for many key heads with few rows each. Otherwise a separate launch is faster.
     """
@@ -623,7 +623,7 @@ def block_heads(p: Problem, c: SimpleNamespace) -> int:
     """
     if is_wide(p) or finishes(p) or cdiv(p.M, 64) * p.group <= 8:
         return p.group
-    differ = (p.causal or p.right is not None) and p.left is None
+    differ = (p.causal or p.right is not None) and p.left is None and 4 * p.M >= p.N
     most = p.group
     if differ:
         most = 4 if max(p.d, p.dv) <= 64 and (p.M < 16384 or p.is_ragged) else 2
@@ -652,7 +652,7 @@ def counts_size(p: Problem, c: SimpleNamespace) -> int:
 
 def key_sums_size(p: Problem, c: SimpleNamespace) -> int:
     """Returns the number of float4 in the sums of dK and dV; see key_sums.cuh."""
-    width = wgmma_sums_width(p, c)
+    width = 64 if p.d > 64 and c.Br == 64 else round_up(p.d, 16)
     columns = sum(round_up(x, width) for x in (p.d, p.dv))
     return key_tiles(p, c) * c.Bc * columns // 4 if shares_groups(p, c) else 0
 
@@ -809,7 +809,8 @@ WGMMA_COLUMNS = Kernel(
         "float16": {64: 456, 128: 507, 256: 383},
         "bfloat16": {64: 457, 128: 515, 192: 360, 256: 383},
     },
-    unordered=("dQ", "dK", "dV"),
+    unordered=("dQ",),
+    unordered_with={"shares_groups": ("dK", "dV")},
     after=(),
 )
 WGMMA_TWO_PASS = rung(

@@ -207,7 +207,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_sco
     const Own own(Wc);
     const int lane = own_lane();
     const auto lse_of = [&](int row) { return *lse.row(batch, head, first_row + row); };
-    const bool is_huge = isnan(shared.stats[own.row + lane % Wr].lse2);
+    bool is_huge = false;
+#pragma unroll
+    for (int i = lane; i < Wr; i += warp_size) is_huge |= isnan(shared.stats[own.row + i].lse2);
     if (__any_sync(full_warp, is_huge))
       compute_P<true, true>(S, shared, own, pair, scorer, lane, lse_of);
     else if (whole)

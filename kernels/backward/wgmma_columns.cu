@@ -13,7 +13,7 @@
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   row_sums [batch, heads, cdiv(M, Br)]    dQ_sum [batch, heads, cdiv(M, Br), parts]
-//   counts [batch, kv_heads]    key_sums: only if blocks share a group (kernels/sharing)
+//   counts, key_sums: used by block_end.cuh; counts[0] by persistent blocks
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * splits * batch), or one block per SM if persistent
 //   block (384)
 //   the host sets: scalar, result, real, Br, Bc, stages, dS_stages, persistent, bias_bytes,

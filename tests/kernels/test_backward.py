@@ -105,6 +105,7 @@ def test_blocks_go_from_one_tile_of_keys_to_the_next(backend, monkeypatch, sizes
         (1, {"M": 200, "N": 300, "d": 64}),
         (1000, {"M": 200, "N": 130, "d": 96, "dv": 128}),
         (1000, {"M": 150, "N": 140, "d": 40, "dv": 60, "dropout": 0.2, "dropout_seed": 1}),
+        (1000, {"M": 20, "N": 300, "d": 16, "dv": 128}),
     ],
 )
 def test_blocks_share_the_query_heads_of_a_group(
@@ -118,7 +119,9 @@ def test_blocks_share_the_query_heads_of_a_group(
     launch = plan.launches[1]
     assert launch.constants["shares_groups"]
     assert launch.constants["persistent"] == (fewest_persistent == 1)
-    guard.checked(backend, plan, inputs_of(plan), {})
+    assert plan.unordered == {"dQ", "dK", "dV"}
+    for values in ("normal", "nan"):
+        guard.checked(backend, plan, inputs_of(plan, values=values), {})
 
 
 @pytest.mark.each_choice
@@ -142,6 +145,7 @@ def test_blocks_share_the_groups_of_sequences(backend, monkeypatch):
         (128, 28, 4, 1, 4096, True, 1),
         (128, 32, 8, 1, 1024, False, 2),
         (128, 16, 1, 4, 4096, False, 16),
+        (128, 16, 1, 1, (128, 65536), True, 16),
         (128, 16, 16, 4, 4096, True, 1),
         (256, 8, 1, 4, 4096, True, 8),
     ],
@@ -150,7 +154,8 @@ def test_heads_of_a_block_follow_the_measurements(
     monkeypatch, d, heads, kv_heads, batch, M, causal, expected
 ):
     monkeypatch.setattr(backward, "FEWEST_FINISHING", 128)  # four_heads_are_many lowers it
-    sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "M": M, "N": M, "d": d}
+    sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "d": d}
+    sizes["M"], sizes["N"] = M if isinstance(M, tuple) else (M, M)
     problem = Problem.of_sizes(**sizes, dtype="bfloat16", causal=causal)
     plan = planning.plan(BACKWARD["wgmma_columns"], problem, limits_of("90"))
     blocks = {x.entry: x for x in plan.launches if x.entry.startswith("wgmma_columns")}

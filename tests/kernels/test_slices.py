@@ -36,6 +36,21 @@ ODD_SIZES = (
 )
 
 
+@pytest.mark.each_choice
+@pytest.mark.parametrize("row", [0, 31, 32, 63, 100])
+def test_a_huge_lse_in_any_row_leaves_gradients_right(backend, row):
+    """Rows with a huge lse are computed apart; a warp owns up to 64 rows."""
+    plan = planned(BACKWARD, backend, {"heads": 1, "M": 128, "N": 64, "d": 16}, "float16")
+    inputs = inputs_of(plan)
+    inputs["Q"] = (inputs["Q"] * 0.001).astype("f2")
+    inputs["K"] = (inputs["K"] * 2000).astype("f2")
+    inputs["Q"][0, 0, row] = np.copysign(60000, inputs["Q"][0, 0, row])
+    given = (inputs[x] for x in "QKV")
+    inputs["O"], inputs["lse"] = cupyfa.attention(*given, return_lse=True, backend=backend)
+    assert abs(inputs["lse"][0, 0, row]) > 2**25
+    guard.checked(backend, plan, inputs, {})
+
+
 def can_run(kernel, backend, sizes, dtype="float16"):
     return planning.can(kernel, Problem.of_sizes(**sizes, dtype=dtype), backend.limits)
 

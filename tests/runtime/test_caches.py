@@ -123,7 +123,7 @@ def test_named_kinds_are_cleared_and_leftovers_with_them(home):
     assert "cupy" in rows("clear", "peaks", "--cupy")
     assert files(home / "cupys") == {"thesis.tex"}
     assert "'facts' is not one of" in cli("clear", "facts", code=2).stderr
-    assert "add --cupy to clear it" in cli("clear", "cupy", code=2).stderr
+    assert "add --cupy" in cli("clear", "cupy", code=2).stderr
 
 
 def test_recent_leftovers_are_kept(home):

@@ -1,8 +1,6 @@
 #pragma once
 // Accumulates dQ = dS K in global memory. A consumer warpgroup writes its part to shared memory and
-// continues, while another warp issues a TMA reduce-add of the part. The last block of a key head
-// converts dQ of its query heads, while the sums are in L2 and other blocks keep running. With long
-// sequences or few heads, many SMs would wait for that block, so a separate launch converts dQ.
+// continues, while another warp issues a TMA reduce-add of the part.
 
 #include <backward/parts/query_layout.cuh>
 #include <backward/parts/register_tile.cuh>

@@ -1,7 +1,8 @@
 #pragma once
-// The end of a block of wgmma_columns: it stores dK and dV of its key tile, and a later launch
-// converts dQ. The host replaces this header where the last block of a key head converts dQ
-// (kernels/finishing) and where blocks share a group of query heads (kernels/sharing).
+// The end of a block of wgmma_columns or wgmma_columns_wide: the block stores dK and dV of its key
+// tile, and a later launch converts dQ. The host replaces this header where the last block of a key
+// head converts dQ (kernels/finishing) and where blocks share a group of query heads
+// (kernels/sharing).
 
 #include <backward/parts/key_tile.cuh>
 #include <backward/parts/repair_gradients.cuh>
@@ -16,16 +17,19 @@ struct BlockEnd {
 
   // Returns how many blocks share a group.
   static constexpr int splits(int) { return 1; }
-  // Ends the additions of a warp that adds dQ of a key tile.
+  // Ends task `number` of `all` in the warp that adds a warpgroup's parts of dQ.
   template <class Task>
-  __device__ __forceinline__ void leave(const Part&, int&, const Task&, int, int, int) const {}
-  // Returns whether dK and dV are complete, so that this block stores them.
+  __device__ __forceinline__ void leave(const Part& part, int& was_last, const Task& task,
+                                        int number, int all, int warpgroup) const {}
+  // Returns whether dK and dV of task `number` of `all` are complete, so that the block stores
+  // them.
   template <class Consumer, class Task>
-  __device__ __forceinline__ bool completes(Consumer&, const Task&, int, int) const {
+  __device__ __forceinline__ bool completes(Consumer& consumer, const Task& task, int number,
+                                            int all) const {
     return true;
   }
-  // Ends a key tile in the consumers.
+  // Ends a task in the consumers, after they have stored dK and dV.
   template <class Repair, int count>
-  __device__ __forceinline__ void finish(const Repair&, Tensor<result>, const int (&)[count],
-                                         int) const {}
+  __device__ __forceinline__ void finish(const Repair& repair, Tensor<result> dQ,
+                                         const int (&was_last)[count], int group) const {}
 };

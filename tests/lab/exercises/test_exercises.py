@@ -81,7 +81,7 @@ def test_a_learner_starts_fails_takes_hints_and_solves(folder):
     assert "Complete `sum_of_lanes`" in started.stdout
     untouched = run("check", "warp_sum", "--language", "en")
     assert untouched.exit_code == 2
-    assert "is as it was written" in untouched.stderr
+    assert "is unchanged" in untouched.stderr
 
     exercise = exercise_named("warp_sum")
     file = Path("warp_sum", exercise.file)
@@ -123,7 +123,7 @@ def test_a_folder_is_not_overwritten(folder):
     run("start", "warp_sum")
     again = run("start", "warp_sum")
     assert again.exit_code == 2
-    assert "exists already" in again.stderr
+    assert "already exists" in again.stderr
 
 
 @pytest.mark.parametrize("content", ["", "[1]", '{"warp_sum": 3}', "\x00"])

@@ -248,7 +248,7 @@ def test_default_samples_reach_every_schedule(seed):
     turned = [x for x in plans("wgmma_persistent") if has_a_block_without_a_tile(x)]
     assert turned
     counts = [y.constants for x in plans("wgmma_columns") for y in x.launches]
-    for name in ("finishes", "persistent"):
+    for name in ("finishes", "persistent", "shares_groups"):
         assert any(x.get(name) for x in counts), name
 
 

@@ -56,8 +56,8 @@ struct BlockEnd {
   __device__ __forceinline__ Sums& sums(int index) const {
     return reinterpret_cast<Sums*>(key_sums)[index];
   }
-  // Returns the index of a warpgroup's keys over all key heads. `all` counts the key tiles of all
-  // blocks.
+  // Returns the index of a warpgroup's keys over all key heads. `all` is the number of tasks, key
+  // tiles times splits. In packed batches some tile indices are unused; `number` counts them, too.
   template <int Br, int Bc>
   __device__ __forceinline__ int index_of(const KeyTile<Br, Bc>& task, int number, int all,
                                           int warpgroup) const {
