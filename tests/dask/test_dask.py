@@ -344,7 +344,7 @@ WRONG = {
     "devices": (
         {"backend": Devices("all")},
         Unsupported,
-        "which calls on Dask arrays do not support",
+        "calls on Dask arrays do not support numbers and progress",
     ),
     "layout": ({"layout": "bshd"}, Unsupported, r"layout is 'bshd', .* q.swapaxes\(1, 2\)"),
     "out": ({"out": X}, (Unsupported, ValueError), "out is of type ndarray, but .*dtype"),
