@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _SPIN = 1e-3  # seconds for which a rank polls before it starts to sleep
 _PAUSE = 1e-4
+_ABORTING = 5.0  # maximum seconds to wait until NCCL has aborted
 
 
 class NcclGroup(Group):
@@ -36,6 +37,7 @@ class NcclGroup(Group):
         self._ending = threading.Lock()
         self._deadline: float | None = None  # when the current wait of this process times out
         self._done = threading.Event()
+        self._aborted = threading.Event()
         threading.Thread(target=self._watch, name="cupyfa watchdog", daemon=True).start()
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
@@ -82,9 +84,24 @@ class NcclGroup(Group):
                 return
             self.reason = reason
         self._done.set()
-        with suppress(*self._engine.failures):  # abort raises if the GPU has failed
-            self._engine.abort()
+        try:
+            with suppress(*self._engine.failures):  # abort raises if the GPU has failed
+                self._engine.abort()
+        finally:
+            self._aborted.set()
         self._queued.clear()  # frees the arrays even if the program keeps the group
+
+    def close(self) -> None:
+        super().close()
+        self._await_abort()
+
+    def abort_for(self, error: BaseException) -> None:
+        super().abort_for(error)
+        self._await_abort()
+
+    def _await_abort(self) -> None:
+        """Waits until NCCL has aborted, since a program that exits meanwhile may crash."""
+        self._aborted.wait(_ABORTING)
 
     def _pending(self, event: Any, arrays: Any, result: Any) -> Pending:
         """Queues an event; keeps its arrays until the compute stream waits for the event.

@@ -301,6 +301,26 @@ def test_a_message_that_does_not_come_ends_the_group():
         group.exchange([(X, 1)], [(X.copy(), 1)])()  # returns without waiting
 
 
+@pytest.mark.parametrize("close", [NcclGroup.close, lambda x: x.__exit__(OSError, OSError(), None)])
+def test_the_end_of_a_group_waits_until_nccl_has_aborted(close):
+    """A program that exits while the watchdog aborts NCCL would crash."""
+    engine = Engine("silent")
+    begun, abort = threading.Event(), engine.abort
+
+    def abort_slowly():
+        begun.set()
+        time.sleep(0.3)
+        abort()
+
+    engine.abort = abort_slowly
+    group = NcclGroup(0, 2, 0.1, engine)
+    with pytest.raises(DeviceError):
+        group.agree(b"digest")
+    assert begun.is_set()
+    close(group)
+    assert engine.aborted.is_set()
+
+
 def test_a_process_that_waits_in_another_call_of_cuda_ends_the_group():
     engine = Engine("silent")
     with ending(engine, 0.2, "rank 0 waited 0.2 s for messages") as group, group.calling():
