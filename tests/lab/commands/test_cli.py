@@ -186,7 +186,7 @@ def test_an_interrupt_says_the_same_in_all_commands(monkeypatch, name):
 @pytest.mark.slow
 def test_a_terminal_gets_notes_in_whole_words():
     shown = in_a_terminal([*CLI, "list", *SIMULATOR], stderr=True)
-    assert "that the kernel can do, with the\r\n  smallest tile" in shown
+    assert "supports, with\r\n  the smallest tile" in shown
 
 
 def test_equal_columns_are_shared_above_the_table():

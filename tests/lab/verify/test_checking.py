@@ -285,7 +285,7 @@ def test_records_are_checked_in_processes_too(tmp_path):
     assert failure.outcome.kind == failures.WRONG_RESULT and failure.case.problem.N == 3
     assert [tally.runs for tally in done.tallies] == [12, 12]
     made_here = replace(records[0], name="other")
-    with pytest.raises(ValueError, match="jobs is 2, .* 'other' was made in this process"):
+    with pytest.raises(ValueError, match="jobs=2 requires .* 'other' was made in this process"):
         check([made_here], jobs=2)
 
 
