@@ -652,7 +652,7 @@ def counts_size(p: Problem, c: SimpleNamespace) -> int:
 
 def key_sums_size(p: Problem, c: SimpleNamespace) -> int:
     """Returns the number of float4 in the sums of dK and dV; see key_sums.cuh."""
-    width = 64 if p.d > 64 and c.Br == 64 else round_up(p.d, 16)
+    width = wgmma_part_width(p, c)
     columns = sum(round_up(x, width) for x in (p.d, p.dv))
     return key_tiles(p, c) * c.Bc * columns // 4 if shares_groups(p, c) else 0
 
@@ -669,10 +669,13 @@ def wgmma_parts(p: Problem, c: SimpleNamespace) -> int:
     return 2 if c.Br == 128 or p.d > 64 else 1
 
 
+def wgmma_part_width(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the columns of a RegisterTile in the sums; see query_layout.cuh."""
+    return 64 if is_wide(p) or (c.Br == 64 and p.d > 64) else round_up(p.d, 16)
+
+
 def wgmma_sums_width(p: Problem, c: SimpleNamespace) -> int:
-    if is_wide(p):
-        return round_up(p.d, 64)
-    return round_up(p.d, 16) if c.Br == 128 or p.d <= 64 else 128
+    return round_up(p.d, wgmma_part_width(p, c))
 
 
 def wgmma_shared(p: Problem, c: SimpleNamespace) -> int:
@@ -680,7 +683,7 @@ def wgmma_shared(p: Problem, c: SimpleNamespace) -> int:
     warpgroup's share of dQ, row sums and mbarriers.
     """
     tiles = 2 * ((c.Bc + c.stages * c.Br) * padded_columns(p, 64) + c.dS_stages * c.Br * c.Bc)
-    part = 4 * 64 * wgmma_sums_width(p, c) // (2 if c.Br == 64 and p.d > 64 else 1)
+    part = 4 * 64 * wgmma_part_width(p, c)
     rest = 2 * part + 8 * c.stages * c.Br + 8 * (10 + 4 * c.stages)
     pairs = bias_bytes(p) * c.Br * c.Bc
     return round_up(tiles + round_up(rest, 16) + pairs, 1024)

@@ -15,7 +15,7 @@ _REMEDIES = {
     "layout": "arrays must be [batch, heads, rows, d]: pass q.swapaxes(1, 2)",
     "return_max": "row maxima are not merged: leave return_max out",
     "append": "a KVCache cannot be partitioned: leave append out",
-    "wrt": "gradients are always those of q, k and v: leave wrt out",
+    "wrt": "gradients of q, k and v are always computed; omit wrt",
     "grads": "results are new arrays: leave grads out",
 }
 

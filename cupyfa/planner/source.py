@@ -13,8 +13,8 @@ ROOT = _PACKAGE if (_PACKAGE / "kernels").is_dir() else _PACKAGE.parent
 KERNELS = ROOT / "kernels"
 INCLUDE = KERNELS / "include"
 # Folders whose headers override headers of INCLUDE and KERNELS: RECORDING for recorded launches,
-# WITH for lengths, pages, modified scores and scales that may be negative, and those of ENDS for
-# launches with the constant of that name, which says how blocks end.
+# WITH for lengths, pages, modified scores and scales that may be negative. ENDS maps constants to
+# folders for launches in which the constant is true; their headers say how a block ends.
 RECORDING = KERNELS / "timeline"
 WITH = KERNELS / "with"
 ENDS = {"finishes": "finishing", "shares_groups": "sharing"}

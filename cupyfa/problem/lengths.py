@@ -16,7 +16,7 @@ from cupyfa.errors import described
 MOST_ROWS = 2**31 - 2**16  # limit on the total number of rows
 _SHOWN = 8  # longer lists of sequences are abbreviated in output
 _OF_LENGTHS = (
-    "use whole numbers, such as 349,263,0,115; 7/9 for a sequence of 9 rows of which 7 are valid, "
+    "use whole numbers, such as 349,263,0,115; 7/9 for a sequence with 9 rows and 7 valid ones, "
     "_3 at an end for 3 rows outside of sequences, and 5,0:7,3 if queries and keys differ"
 )
 _LENGTHS = re.compile(r"(?:_(\d+),)?((?:\d+(?:/\d+)?,)+)(?:_(\d+),)?")

@@ -6,7 +6,7 @@ constexpr int d = 16;     // columns of Q, K, V and O
 constexpr int keys = 16;  // keys per tile: two 16 x 8 results, or the depth (k) of one mma.sync
 
 // Packs two adjacent results D [16][8] of the first product into operand A [16][16] of the second.
-// left holds the weights of the tile's keys 0 … 7, right those of keys 8 … 15.
+// left holds the weights of keys 0 … 7 of the tile, right the weights of keys 8 … 15.
 __device__ void make_operand(unsigned (&a)[4], const float (&left)[4], const float (&right)[4]) {
   // hole
   a[0] = pack<__half>(left[0], left[1]);
