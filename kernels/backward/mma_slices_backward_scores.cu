@@ -23,8 +23,9 @@ using Tiles = Slices<threads, Br, Bc, Wr, Wc, Bd, stages>;
 using Stage = Tiles::Stage;
 using Own = Tiles::Own;
 
-constexpr int pairs_of_sums = Wr / 8 * (Wc / 8);  // pairs of accumulators per thread
-constexpr int slices = cdiv(d, Bd);               // slices of Q and K; those of dO and V follow
+constexpr int rows_of_thread = Wr / 8;
+constexpr int pairs_of_sums = rows_of_thread * (Wc / 8);  // pairs of accumulators per thread
+constexpr int slices = cdiv(d, Bd);  // slices of Q and K; those of dO and V follow
 
 struct Shared {
   Stage ring[stages];
@@ -97,17 +98,34 @@ __device__ __forceinline__ void drop(Sums& P, Shared& shared, const Own& own, co
                   });
 }
 
+// Moves each row of a thread to the row before it, and the first row to the last one.
+__device__ __forceinline__ void rotate_rows(Sums& sums) {
+#pragma unroll
+  for (int n = 0; n < Wc / 8; ++n)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const float first = sums[0][n][e];
+#pragma unroll
+      for (int i = 0; i < rows_of_thread - 1; ++i)
+        sums[i / 2][n][i % 2 * 2 + e] = sums[(i + 1) / 2][n][(i + 1) % 2 * 2 + e];
+      sums[Wr / step - 1][n][2 + e] = first;
+    }
+}
+
 // Replaces S with P = 2^(S * scale2 - lse2) and parks PS, P times the derivative of the score
 // modification. masked: pairs may be hidden. has_huge: a row's lse may be huge; then lse2 is NaN,
-// and lse_of(row) is used.
+// and lse_of(row) is used. That is rare, and code for it must not evict other code from the
+// instruction cache: its loop is not unrolled. Since a run-time index would move S to local memory,
+// each iteration computes the first row and rotates the rows.
 template <bool masked, bool has_huge, class LseOf>
 __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& own,
                                           const TilePair<Br, Bc>& pair, const Scorer<float>& scorer,
                                           int lane, LseOf lse_of) {
   const timeline::Phase phase(timeline::softmax, Wr * Wc / 32);
   pair.extent.cap(reinterpret_cast<float (&)[Wr * Wc / 32]>(S), scorer.scale);
-#pragma unroll
-  for (int i = 0; i < 2 * (Wr / step); ++i) {
+#pragma unroll(has_huge ? 1 : rows_of_thread)
+  for (int i = 0; i < rows_of_thread; ++i) {
+    const int place = has_huge ? 0 : i;
     const int row = opaque(own.row) + i * 8 + lane / 4;
     const float lse2 = shared.stats[row].lse2;
     const bool is_huge = has_huge && isnan(lse2);
@@ -118,7 +136,7 @@ __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& ow
       float PS[2];
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        float& x = S[i / 2][n][i % 2 * 2 + e];
+        float& x = S[place / 2][n][place % 2 * 2 + e];
         const int more = n * 8 + e, key = own.col + 2 * (lane % 4);
         const Index at_row = pair.row(row);
         const auto at_key = pair.key<masked>(key, more);
@@ -131,6 +149,7 @@ __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& ow
       }
       shared.PS[i * (Wc / 8) + n][threadIdx.x] = float2{PS[0], PS[1]};
     }
+    if constexpr (has_huge) rotate_rows(S);
   }
   drop(S, shared, own, pair, lane);
 }
@@ -141,7 +160,7 @@ __device__ __forceinline__ void compute_dS(Sums& dP, const Shared& shared, const
                                            const TilePair<Br, Bc>& pair, int lane) {
   const timeline::Phase phase(timeline::softmax, Wr * Wc / 32);
 #pragma unroll
-  for (int i = 0; i < 2 * (Wr / step); ++i) {
+  for (int i = 0; i < rows_of_thread; ++i) {
     const int row = opaque(own.row) + i * 8 + lane / 4;
     const float delta = shared.stats[row].delta;
     const RowMask mask(pair, row);
@@ -161,7 +180,7 @@ __device__ __forceinline__ void write_tile(operand* to, int stride, const Sums& 
                                            const Own& own, int rows, int cols, int lane) {
   const timeline::Phase phase(timeline::epilogue);
 #pragma unroll
-  for (int i = 0; i < 2 * (Wr / step); ++i) {
+  for (int i = 0; i < rows_of_thread; ++i) {
     const int row = opaque(own.row) + i * 8 + lane / 4;
     unsigned pairs[Wc / 8];
 #pragma unroll
