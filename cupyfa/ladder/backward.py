@@ -619,17 +619,19 @@ def block_heads(p: Problem, c: SimpleNamespace) -> int:
     enough of them: they read the same rows at the same time. Otherwise blocks share a group. Under
     a causal mask, blocks differ in length. With many heads each, the longest ones would run alone
     at the end, and blocks would read different heads at the same time, so that L2 holds fewer of
-    their rows. With few heads each, the sums of dK and dV cost more than that.
+    their rows. With few heads each, or few rows, the sums of dK and dV cost more than that.
     """
     if is_wide(p) or finishes(p) or cdiv(p.M, 64) * p.group <= 8:
         return p.group
     differ = (p.causal or p.right is not None) and p.left is None and 4 * p.M >= p.N
+    is_narrow = max(p.d, p.dv) <= 64
     most = p.group
     if differ:
-        most = 4 if max(p.d, p.dv) <= 64 and (p.M < 16384 or p.is_ragged) else 2
+        most = 4 if is_narrow and (p.M < 16384 or p.is_ragged) else 2
+    takes_all = p.group <= 4 or (is_narrow and p.M * p.group <= 8192 and not p.is_ragged)
     wanted = c.multiprocessors * (1.5 if differ else 0.75)
     for heads in range(p.group, 1, -1):
-        is_allowed = p.group % heads == 0 and (heads <= most or heads == p.group <= 4)
+        is_allowed = p.group % heads == 0 and (heads <= most or (heads == p.group and takes_all))
         if is_allowed and key_tiles(p, c) * p.group // heads >= wanted:
             return heads
     return 1
