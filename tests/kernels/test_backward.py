@@ -136,6 +136,8 @@ def test_blocks_share_the_groups_of_sequences(backend, monkeypatch):
 @pytest.mark.parametrize(
     "d, heads, kv_heads, batch, M, causal, expected",
     [
+        (64, 32, 4, 32, 512, True, 8),
+        (64, 32, 4, 16, 1024, True, 8),
         (64, 32, 4, 4, 4096, True, 4),
         (64, 32, 1, 1, 16384, True, 2),
         (64, 9, 3, 8, 2048, True, 3),
