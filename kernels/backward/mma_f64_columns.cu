@@ -16,6 +16,7 @@
 #include <attention/tile_index.cuh>
 #include <backward/parts/f64_products.cuh>
 #include <backward/parts/query_partition.cuh>
+#include <backward/parts/repair_keys.cuh>
 #include <backward/parts/row_range.cuh>
 #include <backward/parts/row_tile_loads.cuh>
 #include <backward/parts/store_doubles.cuh>
@@ -186,7 +187,7 @@ __device__ __forceinline__ void store_or_repair(const typename Own::Sums& sums,
                                   own_lane(), own.col);
   else
     call_cold_path([=] {
-      repair.template keys<of_V, Own::cols>(gradient, group, first, first + Own::rows, own.col);
+      repair_keys<of_V, Own::cols>(repair, gradient, group, first, first + Own::rows, own.col);
     });
 }
 
