@@ -213,8 +213,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
   const int shares = kv_heads * End::splits(splits);
   const int tiles = persistent ? max(cdiv(sizes.N, Bc), 1) * shares * batch : gridDim.x;
   const auto task_of = [&](int number) {
-    return key_tile<Br, Bc, batch_first>(sizes, mods, kv_heads, group, heads, number, tiles,
-                                         End::splits(splits));
+    return key_tile<Br, Bc, batch_first>(sizes, mods, kv_heads, group, heads, End::splits(splits),
+                                         number, tiles);
   };
   const auto own_tiles = [&](int* counter = nullptr) {
     if constexpr (persistent)
