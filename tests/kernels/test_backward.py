@@ -129,13 +129,12 @@ IN_ORDER = ("mma_columns", "mma_two_pass", "mma_f64_columns", "wgmma_two_pass")
 
 @pytest.mark.each_choice
 @pytest.mark.parametrize("name", IN_ORDER)
-@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"M": 200, "N": 300, "d": 64},
-        {"M": 100, "N": 130, "d": 96, "dv": 128},
-        {"M": 150, "N": 140, "d": 40, "dv": 60, "dropout": 0.2, "dropout_seed": 1},
+        {"M": 90, "N": 150, "d": 64, "causal": True},
+        {"M": 40, "N": 30, "d": 40, "dv": 60, "dropout": 0.2, "dropout_seed": 1},
     ],
 )
 def test_the_last_block_of_a_group_adds_in_the_order_of_shares(
@@ -143,7 +142,7 @@ def test_the_last_block_of_a_group_adds_in_the_order_of_shares(
 ):
     monkeypatch.setattr(backward, "FEWEST_FINISHING", 1000)
     monkeypatch.setattr(backward, "block_heads", lambda p, c: heads)
-    sizes = {"batch": 2, "heads": 16, "kv_heads": 2, "causal": True, **sizes}
+    sizes = {"batch": 2, "heads": 8, "kv_heads": 2, **sizes}
     kernel = BACKWARD[name]
     plan = planned(kernel, backend, sizes, usual_dtype(kernel))
     assert any(x.constants.get("shares_groups") for x in plan.launches)
