@@ -152,7 +152,10 @@ def test_the_last_block_of_a_group_adds_in_the_order_of_shares(
 
 
 @pytest.mark.each_choice
-@pytest.mark.parametrize("name", ["wgmma_columns", *IN_ORDER])
+@pytest.mark.parametrize(
+    "name",
+    ["wgmma_columns", *(pytest.param(x, marks=pytest.mark.slow) for x in IN_ORDER)],
+)
 def test_blocks_share_the_groups_of_sequences(backend, monkeypatch, name):
     monkeypatch.setattr(backward, "block_heads", lambda p, c: 1)
     checked = cupyfa.check(name, lengths="150,70,0,300", causal=True, samples=4, backend=backend)
