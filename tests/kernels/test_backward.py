@@ -119,7 +119,6 @@ def test_blocks_share_the_query_heads_of_a_group(
     launch = plan.launches[1]
     assert launch.constants["shares_groups"]
     assert launch.constants["persistent"] == (fewest_persistent == 1)
-    assert plan.unordered == {"dQ", "dK", "dV"}
     for values in ("normal", "nan"):
         guard.checked(backend, plan, inputs_of(plan, values=values), {})
 
@@ -146,7 +145,6 @@ def test_the_last_block_of_a_group_adds_in_the_order_of_shares(
     kernel = BACKWARD[name]
     plan = planned(kernel, backend, sizes, usual_dtype(kernel))
     assert any(x.constants.get("shares_groups") for x in plan.launches)
-    assert plan.unordered <= {"dQ"}
     for values in ("normal", "nan"):
         guard.checked(backend, plan, inputs_of(plan, values=values), {})
 
