@@ -220,6 +220,36 @@ TWO_PASS = rung(
 # mma.sync kernels
 
 
+def block_heads(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the number of query heads that a block which computes dK and dV processes.
+
+    A block processes the group of its key head where all blocks are equally long and there are
+    enough of them: they read the same rows at the same time. Otherwise blocks share a group. Under
+    a causal mask, blocks differ in length. With many heads each, the longest ones would run alone
+    at the end, and blocks would read different heads at the same time, so that L2 holds fewer of
+    their rows. With few heads each, or few rows, the sums of dK and dV cost more than that.
+    """
+    if cdiv(p.M, 64) * p.group <= 8:
+        return p.group
+    differ = (p.causal or p.right is not None) and p.left is None and 4 * p.M >= p.N
+    is_narrow = max(p.d, p.dv) <= 64
+    most = p.group
+    if differ:
+        most = 4 if is_narrow and (p.M < 16384 or p.is_ragged) else 2
+    takes_all = p.group <= 4 or (is_narrow and p.M * p.group <= 8192 and not p.is_ragged)
+    wanted = c.multiprocessors * (1.5 if differ else 0.75)
+    for heads in range(p.group, 1, -1):
+        is_allowed = p.group % heads == 0 and (heads <= most or (heads == p.group and takes_all))
+        if is_allowed and key_tiles(p, c) * p.group // heads >= wanted:
+            return heads
+    return 1
+
+
+def group_splits(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the number of blocks that share the query heads of a group."""
+    return p.group // block_heads(p, c)
+
+
 def parts_of_rows(height: int, columns: int, warps: int) -> int:
     """Returns the number of warp groups that split a product's rows; see warp_partition.cuh."""
     fits = [1 << i for i in range(warps.bit_length()) if height % (16 << i) == 0]
@@ -235,19 +265,57 @@ def sums_of_tile(p: Problem, c: SimpleNamespace) -> int:
     return slices * c.Br * round_up(width, across * 16)
 
 
+def fragments_of_keys(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the number of accumulators of dK and dV in a block; see warp_partition.cuh."""
+    count = 0
+    for columns in (round_up(p.d, 16), round_up(p.dv, 16)):
+        across = c.warps // parts_of_rows(c.Bc, columns, c.warps)
+        count += c.Bc * round_up(columns, across * 16)
+    return count
+
+
+def share_stride(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the distance between the indices of a key tile in two shares of its group."""
+    return max(tiles_of(p, p.N, c.Bc), 1)
+
+
+def sharing_blocks(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the number of blocks that store dK and dV for others of their group."""
+    splits = group_splits(p, c)
+    return key_tiles(p, c) * splits if splits > 1 else 0
+
+
+def sharing_warps(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the number of counters in group_shares.cuh: one for each warp of sharing blocks."""
+    return sharing_blocks(p, c) * c.warps
+
+
+SHARING = {"shares_groups": lambda p, c: group_splits(p, c) > 1}
+SHARING_SCRATCH = {
+    "shared_sums": (lambda p, c: sharing_blocks(p, c) * fragments_of_keys(p, c), "real"),
+    "counts": (sharing_warps, "int"),
+}
+
+
 def _of_delta(p: Problem, c: SimpleNamespace) -> int:
     """Returns the number of row tiles whose sums are cleared; 0 for a packed batch without rows."""
     return row_tiles(p, c) if p.M else 0
 
 
-def mma_delta(sums: Formula, entry: str = "mma_delta", constant: str = "floats") -> Launch:
-    """Makes the launch that computes delta and clears dQ_sum.
+def mma_delta(
+    sums: Formula,
+    entry: str = "mma_delta",
+    constant: str = "floats",
+    counts: Formula = sharing_warps,
+) -> Launch:
+    """Makes the launch that computes delta and clears dQ_sum and counts.
 
     constant: name of the C++ constant with the number of sums per row tile.
     """
     return Launch(
         entry,
-        args="O dO delta dQ_sum.data M heads mods",
+        args="O dO delta dQ_sum.data counts.data counts_size M heads mods",
+        numbers={"counts_size": counts},
         grid=_of_delta,
         threads=lambda p, c: THREADS,
         constants={constant: sums, "is_packed": lambda p, c: p.sequences is not None},
@@ -255,14 +323,21 @@ def mma_delta(sums: Formula, entry: str = "mma_delta", constant: str = "floats")
 
 
 def mma_columns_launch(name: str, outputs: str) -> Launch:
-    """Makes a launch of one block of `warps` warps for each K/V tile."""
-    return columns_launch(
-        *(name, outputs, lambda p, c: WARP * c.warps),
+    """Makes a launch of one block of `warps` warps for each K/V tile and share of a group."""
+    launch = columns_launch(
+        *(name, f"{outputs} shared_sums.data counts.data", lambda p, c: WARP * c.warps),
         # Holds 16-bit tiles of K, V, P and dS, `stages` tiles of Q and dO, and lse and delta of
         # two tiles.
         shared=lambda p, c: (
             2 * ((c.Bc + c.stages * c.Br) * padded_columns(p, 16) + 2 * c.Br * c.Bc) + 16 * c.Br
         ),
+    )
+    return replace(
+        launch,
+        args=launch.args.replace("group", "group splits stride"),
+        grid=lambda p, c: key_tiles(p, c) * group_splits(p, c),
+        numbers={"splits": group_splits, "stride": share_stride},
+        constants=SHARING,
     )
 
 
@@ -304,6 +379,7 @@ MMA_COLUMNS = Kernel(
     features=OF_SEQUENCES,
     scratch={
         **DELTA_SCRATCH,
+        **SHARING_SCRATCH,
         "dQ_sum": (lambda p, c: row_tiles(p, c) * sums_of_tile(p, c), "real"),
     },
     largest_d=256,
@@ -341,7 +417,7 @@ MMA_F64_COLUMNS = rung(
         replace(
             mma_columns_launch("mma_f64_columns", "dQ_sum.data dK dV"),
             shared=mma_f64_columns_shared,
-            constants={"sharing": lambda p, c: mma_f64_sharing(c)},
+            constants={**SHARING, "sharing": lambda p, c: mma_f64_sharing(c)},
         ),
         MMA_ROUND,
     ),
@@ -429,7 +505,7 @@ MMA_TWO_PASS = rung(
         "Qr is a multiple of Qw": lambda c: c.Qr % c.Qw == 0,
         "Qs is 1 or 2": lambda c: c.Qs in (1, 2),
     },
-    scratch={**DELTA_SCRATCH, "dQ_sum": (lambda p, c: 0, "real")},
+    scratch={**DELTA_SCRATCH, **SHARING_SCRATCH, "dQ_sum": (lambda p, c: 0, "real")},
     tflops={"float16": {64: 196, 128: 205}, "bfloat16": {192: 148, 256: 169}},
     unordered=(),
 )
@@ -541,7 +617,7 @@ MMA_SLICES_BACKWARD = rung(
     "mma_slices_backward",
     "tensor cores for any head dimension; P and dS of some heads at a time in memory",
     launches=(
-        mma_delta(lambda p, c: 0),
+        mma_delta(lambda p, c: 0, counts=lambda p, c: 0),
         mma_slices_backward.SCORES,
         mma_slices_backward.COLUMNS,
         mma_slices_backward.ROWS,
@@ -552,6 +628,7 @@ MMA_SLICES_BACKWARD = rung(
     features=FEATURES,
     scratch={
         **DELTA_SCRATCH,
+        "counts": (lambda p, c: 0, "int"),
         "P": (mma_slices_backward.scores, "scalar"),
         "dS": (mma_slices_backward.scores, "scalar"),
         "dQ_sum": (mma_slices_backward.sums, "real"),
@@ -612,56 +689,51 @@ def is_persistent(p: Problem, heads: int) -> bool:
     return d <= 128 and bool(p.causal) and 1024 <= length <= 2048
 
 
-def block_heads(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the number of query heads that a block of wgmma_columns processes.
-
-    A block processes the group of its key head where all blocks are equally long and there are
-    enough of them: they read the same rows at the same time. Otherwise blocks share a group. Under
-    a causal mask, blocks differ in length. With many heads each, the longest ones would run alone
-    at the end, and blocks would read different heads at the same time, so that L2 holds fewer of
-    their rows. With few heads each, or few rows, the sums of dK and dV cost more than that.
-    """
-    if is_wide(p) or finishes(p) or cdiv(p.M, 64) * p.group <= 8:
-        return p.group
-    differ = (p.causal or p.right is not None) and p.left is None and 4 * p.M >= p.N
-    is_narrow = max(p.d, p.dv) <= 64
-    most = p.group
-    if differ:
-        most = 4 if is_narrow and (p.M < 16384 or p.is_ragged) else 2
-    takes_all = p.group <= 4 or (is_narrow and p.M * p.group <= 8192 and not p.is_ragged)
-    wanted = c.multiprocessors * (1.5 if differ else 0.75)
-    for heads in range(p.group, 1, -1):
-        is_allowed = p.group % heads == 0 and (heads <= most or (heads == p.group and takes_all))
-        if is_allowed and key_tiles(p, c) * p.group // heads >= wanted:
-            return heads
-    return 1
+def wgmma_splits(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the number of blocks of wgmma_columns that share the query heads of a group."""
+    return 1 if is_wide(p) or finishes(p) else group_splits(p, c)
 
 
 def shares_groups(p: Problem, c: SimpleNamespace) -> bool:
     """Returns whether several blocks of wgmma_columns add dK and dV of a key tile."""
-    return block_heads(p, c) < p.group
+    return wgmma_splits(p, c) > 1
 
 
-def group_splits(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the number of blocks of wgmma_columns that share the query heads of a group."""
-    return p.group // block_heads(p, c)
+CONSUMING_WARPS = 8  # warps that hold dK and dV
+
+
+def wgmma_sharing_blocks(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the number of blocks that store dK and dV for others of their group."""
+    return wgmma_columns_tiles(p, c) if shares_groups(p, c) else 0
+
+
+def wgmma_shared_sums(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the number of accumulators of dK and dV in all sharing blocks."""
+    return wgmma_sharing_blocks(p, c) * c.Bc * padded_columns(p, 16)
 
 
 def counts_size(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the number of counters: tiles taken, and additions to each sum."""
-    return 1 + 2 * key_tiles(p, c) if shares_groups(p, c) else p.batch * p.kv_heads
+    """Returns the number of counters: of blocks that have ended, or of tiles taken and of warps
+    that have stored dK and dV.
+    """
+    blocks = wgmma_sharing_blocks(p, c)
+    return 1 + blocks * CONSUMING_WARPS if blocks else p.batch * p.kv_heads
 
 
-def key_sums_size(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the number of float4 in the sums of dK and dV; see key_sums.cuh."""
-    width = wgmma_part_width(p, c)
-    columns = sum(round_up(x, width) for x in (p.d, p.dv))
-    return key_tiles(p, c) * c.Bc * columns // 4 if shares_groups(p, c) else 0
+def wgmma_share_stride(p: Problem, c: SimpleNamespace) -> int:
+    """Returns share_stride, times the batch elements if these come first; see key_tile.cuh."""
+    return share_stride(p, c) * (p.batch if batch_first(p) else 1)
+
+
+def wgmma_columns_tiles(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the number of key tiles, over all key heads and the shares of their groups."""
+    return key_tiles(p, c) * wgmma_splits(p, c)
 
 
 def wgmma_columns_blocks(p: Problem, c: SimpleNamespace) -> int:
-    blocks = key_tiles(p, c) * group_splits(p, c)
-    return min(c.multiprocessors, blocks) if is_persistent(p, block_heads(p, c)) else blocks
+    tiles = wgmma_columns_tiles(p, c)
+    persistent = is_persistent(p, p.group // wgmma_splits(p, c))
+    return min(c.multiprocessors, tiles) if persistent else tiles
 
 
 def wgmma_parts(p: Problem, c: SimpleNamespace) -> int:
@@ -748,24 +820,27 @@ WGMMA_COLUMNS = Kernel(
     (
         Launch(
             "begin_rows",
-            args="O dO lse row_sums.data dQ_sum.data counts.data counts_size key_sums.data "
-            "key_sums_size M heads mods",
+            args="O dO lse row_sums.data dQ_sum.data counts.data counts_size M heads mods",
             grid=lambda p, c: (row_tiles(p, c), 1),
             threads=lambda p, c: LANES_OF_ROW * c.Br,
             constants=BY_LENGTHS,
-            numbers={"counts_size": counts_size, "key_sums_size": key_sums_size},
+            numbers={"counts_size": counts_size},
         ),
         replace(
             WGMMA_COLUMNS_LAUNCH,
-            args=WGMMA_COLUMNS_LAUNCH.args.replace("mods", "batch mods")
-            .replace("counts.data", "counts.data key_sums.data")
-            .replace("group", "group splits"),
+            args=WGMMA_COLUMNS_LAUNCH.args.replace(
+                "counts.data", "counts.data shared_sums.data"
+            ).replace("group", "group splits stride tiles"),
             grid=wgmma_columns_blocks,
-            numbers={"splits": group_splits},
+            numbers={
+                "splits": wgmma_splits,
+                "stride": wgmma_share_stride,
+                "tiles": wgmma_columns_tiles,
+            },
             constants={
                 "shares_groups": shares_groups,
                 "finishes": lambda p, c: finishes(p),
-                "persistent": lambda p, c: is_persistent(p, block_heads(p, c)),
+                "persistent": lambda p, c: is_persistent(p, p.group // wgmma_splits(p, c)),
                 "bias_bytes": lambda p, c: bias_bytes(p),
                 "batch_first": lambda p, c: batch_first(p),
             },
@@ -805,8 +880,8 @@ WGMMA_COLUMNS = Kernel(
     scratch={
         "row_sums": (lambda p, c: 2 * row_tiles(p, c) * c.Br, "real"),
         "dQ_sum": (lambda p, c: row_tiles(p, c) * c.Br * wgmma_sums_width(p, c), "real"),
-        "counts": (lambda p, c: 4 * counts_size(p, c), "byte"),
-        "key_sums": (lambda p, c: 4 * key_sums_size(p, c), "real"),
+        "counts": (counts_size, "int"),
+        "shared_sums": (wgmma_shared_sums, "real"),
     },
     arch="90a",
     largest_d=256,
@@ -815,9 +890,15 @@ WGMMA_COLUMNS = Kernel(
         "bfloat16": {64: 457, 128: 515, 192: 360, 256: 383},
     },
     unordered=("dQ",),
-    unordered_with={"shares_groups": ("dK", "dV")},
     after=(),
 )
+
+
+def two_pass_counts_size(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the number of counters of warps that have stored dK and dV."""
+    return wgmma_sharing_blocks(p, c) * CONSUMING_WARPS
+
+
 WGMMA_TWO_PASS = rung(
     WGMMA_COLUMNS,
     "wgmma_two_pass",
@@ -825,12 +906,21 @@ WGMMA_TWO_PASS = rung(
     launches=(
         Launch(
             "sum_rows",
-            args="O dO lse row_sums.data M heads mods",
+            args="O dO lse row_sums.data counts.data counts_size M heads mods",
             grid=lambda p, c: (row_tiles(p, c), 1),
             threads=lambda p, c: LANES_OF_ROW * c.Br,
             constants=BY_LENGTHS,
+            numbers={"counts_size": two_pass_counts_size},
         ),
-        WGMMA_TWO_PASS_COLUMNS,
+        replace(
+            WGMMA_TWO_PASS_COLUMNS,
+            args=WGMMA_TWO_PASS_COLUMNS.args.replace(
+                "dK dV", "dK dV shared_sums.data counts.data"
+            ).replace("group", "group splits stride"),
+            grid=wgmma_columns_tiles,
+            numbers={"splits": wgmma_splits, "stride": share_stride},
+            constants={"shares_groups": shares_groups},
+        ),
         replace(
             WGMMA_TWO_PASS_COLUMNS,
             entry="wgmma_two_pass_columns_wide",
@@ -870,7 +960,11 @@ WGMMA_TWO_PASS = rung(
         "stages": (1, 2, 3, 4),
     },
     rules={**WGMMA_RULES, "Bk is a multiple of 16": lambda c: c.Bk % 16 == 0},
-    scratch={"row_sums": WGMMA_COLUMNS.scratch["row_sums"]},
+    scratch={
+        "row_sums": WGMMA_COLUMNS.scratch["row_sums"],
+        "shared_sums": (wgmma_shared_sums, "real"),
+        "counts": (two_pass_counts_size, "int"),
+    },
     tflops={"float16": {64: 361, 128: 374, 256: 395}, "bfloat16": {192: 437, 256: 451}},
     unordered=(),
 )

@@ -9,13 +9,16 @@
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   lse, delta [batch, heads, M]    dQ_sum: row tiles in the layout of red.cuh
-//   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (32 * warps)
+//   shared_sums, counts: used by group_shares.cuh
+//   grid (max(cdiv(N, Bc), 1) * kv_heads * splits * batch)    block (32 * warps)
 //   the host sets: scalar, result, operand, real, Br, Bc, warps, sharing, stages, d, dv, threads,
 //   shared_bytes and options (extent.cuh)
 #include <attention/exp2_f64.cuh>
 #include <attention/tile_index.cuh>
 #include <backward/parts/f64_products.cuh>
+#include <backward/parts/group_shares.cuh>
 #include <backward/parts/query_partition.cuh>
+#include <backward/parts/repair_keys.cuh>
 #include <backward/parts/row_range.cuh>
 #include <backward/parts/row_tile_loads.cuh>
 #include <backward/parts/store_doubles.cuh>
@@ -86,6 +89,7 @@ static_assert(sharing == 1 || sharing == 2 || sharing == 4, "S and dP have two h
 static_assert(sizeof(operand) == 8, "these tensor-core products take float64");
 
 using Walk = RowTileLoads<Br, Bc, d, dv, threads>;
+using Shares = GroupShares<KeyPart::Sums, ValuePart::Sums, threads>;
 
 // Adds dS K of a row tile to dQ_sum in global memory, one slice of columns at a time.
 constexpr int query_slices = depth > 128 ? 2 : 1;
@@ -186,17 +190,20 @@ __device__ __forceinline__ void store_or_repair(const typename Own::Sums& sums,
                                   own_lane(), own.col);
   else
     call_cold_path([=] {
-      repair.template keys<of_V, Own::cols>(gradient, group, first, first + Own::rows, own.col);
+      repair_keys<of_V, Own::cols>(repair, gradient, group, first, first + Own::rows, own.col);
     });
 }
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64_columns(
     Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V,
     Tensor<const operand> dO, Tensor<const real> lse, Tensor<const real> delta, real* dQ_sum,
-    Tensor<result> dK, Tensor<result> dV, Sizes sizes, int kv_heads, int group, real scale,
-    Mods mods) {
+    Tensor<result> dK, Tensor<result> dV, real* shared_sums, int* counts, Sizes sizes, int kv_heads,
+    int group, int splits, int stride, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
-  const auto [tile, kv_head, batch] = place_of_keys<Bc>(blockIdx.x, sizes, mods, kv_heads);
+  const Shares shares = {shared_sums, counts, splits, stride};
+  const auto [tile, share, batch] =
+      place_of_keys<Bc>(blockIdx.x, sizes, mods, kv_heads * shares.count());
+  const int kv_head = share / shares.count(), heads = group / shares.count();
   const int first_key = tile * Bc;
   const Extent extent = extent_of(sizes, mods, batch, kv_head * group);
   if (!extent.has_tile_of_keys(first_key)) return;
@@ -205,10 +212,10 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64_columns(
   const int tiles = end > start ? cdiv(end - start, Br) : 0;
   const int last = start + (tiles - 1) * Br;
   const StatsInMemory stats = {lse, delta, batch};
-  Walk walk = {Q,    dO,    stats, extent.M,      batch,   kv_head * group,
-               last, start, last,  tiles * group, &extent, first_key};
+  Walk walk = {Q,    dO,    stats, extent.M,      batch,   share * heads,
+               last, start, last,  tiles * heads, &extent, first_key};
   if constexpr (has_row_tiles) {
-    walk.left = tiles > 0 ? group : 0;
+    walk.left = tiles > 0 ? heads : 0;
     if (tiles > 0) walk.go_to(walk.map().template from<Br>(start));
   }
   KeyPart::Sums sums_K = {};
@@ -237,6 +244,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64_columns(
     cp_async_wait_group<0>();
     __syncthreads();  // the next tile has arrived, and this one is no longer read
   }
+  if (!shares.complete(sums_K, sums_V, blockIdx.x)) return;
   const Repair<d, dv, operand, StatsInMemory> repair = {extent, Q,      K,     V,      dO,
                                                         stats,  scorer, batch, kv_head};
   store_or_repair<false>(sums_K, dK, KeyPart(), repair, group, first_key);

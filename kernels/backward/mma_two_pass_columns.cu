@@ -5,10 +5,12 @@
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   lse, delta [batch, heads, M]
-//   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (32 * warps)
+//   shared_sums, counts: used by group_shares.cuh
+//   grid (max(cdiv(N, Bc), 1) * kv_heads * splits * batch)    block (32 * warps)
 //   the host sets: scalar, result, operand, real, Br, Bc, warps, stages, d, dv, threads,
 //   shared_bytes and options (extent.cuh)
 #include <attention/tile_index.cuh>
+#include <backward/parts/group_shares.cuh>
 #include <backward/parts/row_range.cuh>
 #include <backward/parts/row_tile_loads.cuh>
 #include <backward/parts/store_or_repair.cuh>
@@ -43,6 +45,7 @@ constexpr int S_steps = depth > 64 ? 4 : 2;
 constexpr int dP_steps = depth > 128 || (depth > 64 && !has_mask) ? 4 : 2;
 
 using Walk = RowTileLoads<Br, Bc, d, dv, threads>;
+using Shares = GroupShares<KeyPart::Sums, ValuePart::Sums, threads>;
 
 // Processes one row tile: computes P and dS, then dV += P^T dO and dK += dS^T Q. On entry Q and dO
 // have arrived; on return copies of the next tile are in flight. If `masked` is false, every row
@@ -86,9 +89,13 @@ __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const Tile
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_columns(
     Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V,
     Tensor<const operand> dO, Tensor<const real> lse, Tensor<const real> delta, Tensor<result> dK,
-    Tensor<result> dV, Sizes sizes, int kv_heads, int group, real scale, Mods mods) {
+    Tensor<result> dV, real* shared_sums, int* counts, Sizes sizes, int kv_heads, int group,
+    int splits, int stride, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
-  const auto [tile, kv_head, batch] = place_of_keys<Bc>(blockIdx.x, sizes, mods, kv_heads);
+  const Shares shares = {shared_sums, counts, splits, stride};
+  const auto [tile, share, batch] =
+      place_of_keys<Bc>(blockIdx.x, sizes, mods, kv_heads * shares.count());
+  const int kv_head = share / shares.count(), heads = group / shares.count();
   const int first_key = tile * Bc;
   const Extent extent = extent_of(sizes, mods, batch, kv_head * group);
   if (!extent.has_tile_of_keys(first_key)) return;
@@ -97,10 +104,10 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_columns(
   const int tiles = end > start ? cdiv(end - start, Br) : 0;
   const int last = start + (tiles - 1) * Br;
   const StatsInMemory stats = {lse, delta, batch};
-  Walk walk = {Q,    dO,    stats, extent.M,      batch,   kv_head * group,
-               last, start, last,  tiles * group, &extent, first_key};
+  Walk walk = {Q,    dO,    stats, extent.M,      batch,   share * heads,
+               last, start, last,  tiles * heads, &extent, first_key};
   if constexpr (has_row_tiles) {
-    walk.left = tiles > 0 ? group : 0;
+    walk.left = tiles > 0 ? heads : 0;
     if (tiles > 0) walk.go_to(walk.map().template from<Br>(start));
   }
   KeyPart::Sums sums_K = {};
@@ -126,6 +133,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_columns(
     cp_async_wait_group<0>();
     __syncthreads();  // the next tile has arrived, and this one is no longer read
   }
+  if (!shares.complete(sums_K, sums_V, blockIdx.x)) return;
   const Repair<d, dv, operand, StatsInMemory> repair = {extent, Q,      K,     V,      dO,
                                                         stats,  scorer, batch, kv_head};
   store_or_repair<false>(sums_K, dK, KeyPart(), repair, group, first_key, own_lane());

@@ -14,7 +14,7 @@
 #include <attention/tile_index.cuh>
 #include <backward/parts/cold_path.cuh>
 #include <backward/parts/mma_gradients.cuh>
-#include <backward/parts/repair_gradients.cuh>
+#include <backward/parts/repair_rows.cuh>
 #include <backward/parts/store_gradient.cuh>
 #include <backward/parts/tile_products.cuh>
 #include <ptx/cp_async.cuh>
@@ -148,6 +148,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_rows(
     const Repair<d, dv, operand, StatsInMemory> repair = {extent, Q,      K,     V,           dO,
                                                           stats,  scorer, batch, head / group};
     const int first = first_row + own.row;
-    call_cold_path([=, head = head] { repair.rows<depth>(dQ, head, first, first + Wr, 0); });
+    call_cold_path(
+        [=, head = head] { repair_rows<depth>(repair, dQ, head, first, first + Wr, 0); });
   }
 }

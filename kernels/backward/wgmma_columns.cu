@@ -13,7 +13,8 @@
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   row_sums [batch, heads, cdiv(M, Br)]    dQ_sum [batch, heads, cdiv(M, Br), parts]
-//   counts, key_sums: used by block_end.cuh; counts[0] by persistent blocks
+//   counts: used by block_end.cuh; counts[0] by persistent blocks
+//   shared_sums, counts: used by group_shares.cuh
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * splits * batch), or one block per SM if persistent
 //   block (384)
 //   the host sets: scalar, result, real, Br, Bc, stages, dS_stages, persistent, bias_bytes,
@@ -21,6 +22,7 @@
 #include <attention/bias_tile.cuh>
 #include <backward/parts/add_dQ.cuh>
 #include <backward/parts/block_end.cuh>
+#include <backward/parts/group_shares.cuh>
 #include <backward/parts/load_rows.cuh>
 #include <backward/parts/register_operands.cuh>
 #include <backward/parts/tile_queue.cuh>
@@ -32,7 +34,7 @@ constexpr int width = cdiv(dv, step) * step;  // columns of the dO and V tiles
 using Task = KeyTile<Br, Bc>;
 using Layout = QueryLayout<Br, d, dv>;
 using Part = RegisterTile<Layout::width>;
-using End = BlockEnd<Part, d, dv>;
+using Shares = GroupShares<Sums<depth>, Sums<width>, consuming_threads>;
 using Bias = OfWarps<StagedBiasColumns<bias_bytes, Br / 8>, 4 * consumers>;
 // Whether V stays in registers, so that it is read from shared memory only once. Expressions that
 // read indices or arrays leave too few registers for it.
@@ -202,19 +204,19 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
     const __grid_constant__ TensorMap V_map, const __grid_constant__ TensorMap dO_map,
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
-    Tensor<const real> lse, const RowSums<Br>* row_sums, Part* dQ_sum, int* counts, Part* key_sums,
-    Tensor<result> dQ, Tensor<result> dK, Tensor<result> dV, Sizes sizes, int heads, int kv_heads,
-    int group, int splits, real scale, int batch, const __grid_constant__ Mods mods) {
+    Tensor<const real> lse, const RowSums<Br>* row_sums, Part* dQ_sum, int* counts,
+    real* shared_sums, Tensor<result> dQ, Tensor<result> dK, Tensor<result> dV, Sizes sizes,
+    int heads, int kv_heads, int group, int splits, int stride, int tiles, real scale,
+    const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
   if (gridDim.x <= few_blocks) launch_dependents();
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
-  const int shares = kv_heads * End::splits(splits);
-  const int tiles = persistent ? max(cdiv(sizes.N, Bc), 1) * shares * batch : gridDim.x;
+  const Shares shares = {shared_sums, counts + 1, splits, stride};
   const auto task_of = [&](int number) {
-    return key_tile<Br, Bc, batch_first>(sizes, mods, kv_heads, group, heads, number, tiles,
-                                         End::splits(splits));
+    return key_tile<Br, Bc, batch_first>(sizes, mods, kv_heads, group, heads, shares.count(),
+                                         number, tiles);
   };
   const auto own_tiles = [&](int* counter = nullptr) {
     if constexpr (persistent)
@@ -227,7 +229,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
     wait_for_launch_before();  // every block must wait
     return;
   }
-  const End end = {sizes, kv_heads, dQ_sum, key_sums, counts};
+  const BlockEnd<Part, d, dv> end = {sizes, kv_heads, dQ_sum, counts};
   if (warpgroup < 0) {
     decrease_registers<producer_registers>();
     const int warp = warp_uniform(threadIdx.x / warp_size), of = warp - 1;
@@ -238,13 +240,12 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
     for (auto own = own_tiles(); own.has_tile; own.advance()) {
       const Task task = task_of(own.number);
       add_dQ<Layout>(shared.dQ[of], dQ_sum, task, of, of % Layout::count, of % Layout::count + 1);
-      end.leave(shared.dQ[of], shared.is_last[of], task, own.number, tiles, of);
+      end.leave(shared.is_last[of], task);
     }
     return;
   }
   increase_registers<consumer_registers>();
-  const Scorer<float> scorer = {scale, mods};
-  Consumer consumer(shared, warpgroup, scorer);
+  Consumer consumer(shared, warpgroup, {scale, mods});
 #pragma unroll 1
   for (auto own = own_tiles(); own.has_tile; own.advance()) {
     const Task task = task_of(own.number);
@@ -252,8 +253,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
     wait_for_launch_before();  // a block without row tiles has not waited yet
     const StatsOfTiles<Br> stats = {row_sums, task.number, lse, task.batch};
     const Repair<d, dv, scalar, StatsOfTiles<Br>> repair = {
-        task.extent, Q, K, V, dO, stats, scorer, task.batch, task.kv_head};
-    if (end.completes(consumer, task, own.number, tiles)) {
+        task.extent, Q, K, V, dO, stats, consumer.scorer, task.batch, task.kv_head};
+    if (shares.complete(consumer.dK, consumer.dV, task.index)) {
       store_or_repair<false>(consumer.dK, dK, consumer.own, task, repair);
       store_or_repair<true>(consumer.dV, dV, consumer.own, task, repair);
     }

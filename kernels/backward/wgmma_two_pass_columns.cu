@@ -5,16 +5,18 @@
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   lse [batch, heads, M]    row_sums [batch, heads, cdiv(M, Br)]
-//   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (384)
+//   shared_sums, counts: used by group_shares.cuh
+//   grid (max(cdiv(N, Bc), 1) * kv_heads * splits * batch)    block (384)
 //   the host sets: scalar, result, real, Br, Bc, stages, d, dv, threads, shared_bytes and options
 //   (score.cuh)
+#include <backward/parts/group_shares.cuh>
 #include <backward/parts/load_rows.cuh>
 #include <tile/shared.cuh>
 #include <tile/warpgroup_products.cuh>
 
 constexpr int depth = cdiv(d, step) * step;   // columns of the Q and K tiles, zero-padded
 constexpr int width = cdiv(dv, step) * step;  // columns of the dO and V tiles
-using Task = KeyTile<Br, Bc>;
+using Shares = GroupShares<Sums<depth>, Sums<width>, consuming_threads>;
 
 struct Shared {
   TmaTile<scalar, Bc, d> K;
@@ -83,13 +85,14 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_columns(
     const __grid_constant__ TensorMap V_map, const __grid_constant__ TensorMap dO_map,
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
     Tensor<const real> lse, const RowSums<Br>* row_sums, Tensor<result> dK, Tensor<result> dV,
-    Sizes sizes, int heads, int kv_heads, int group, real scale,
-    const __grid_constant__ Mods mods) {
+    real* shared_sums, int* counts, Sizes sizes, int heads, int kv_heads, int group, int splits,
+    int stride, real scale, const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
-  const Task task = key_tile<Br, Bc>(sizes, mods, kv_heads, group, heads);
+  const Shares shares = {shared_sums, counts, splits, stride};
+  const auto task = key_tile<Br, Bc>(sizes, mods, kv_heads, group, heads, shares.count());
   if (warpgroup >= 0) {  // every block must wait, even if it returns below
     wait_for_launch_before();
     launch_dependents();  // not earlier: the next launch reads row sums without waiting
@@ -104,8 +107,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_columns(
     return;
   }
   increase_registers<consumer_registers>();
-  const Scorer<float> scorer = {scale, mods};
-  Consumer consumer(shared, warpgroup, scorer);
+  Consumer consumer(shared, warpgroup, {scale, mods});
   if (task.first_row < task.end_row) {
     shared.K_pipeline.wait();
     shared.V_pipeline.wait();
@@ -114,9 +116,10 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_columns(
     consumer.advance({extent_of_head(task.extent, head), row, task.first_key});
   });
 
+  if (!shares.complete(consumer.dK, consumer.dV, task.index)) return;
   const StatsOfTiles<Br> stats = {row_sums, task.number, lse, task.batch};
   const Repair<d, dv, scalar, StatsOfTiles<Br>> repair = {
-      task.extent, Q, K, V, dO, stats, scorer, task.batch, task.kv_head};
+      task.extent, Q, K, V, dO, stats, consumer.scorer, task.batch, task.kv_head};
   store_or_repair<false>(consumer.dK, dK, consumer.own, task, repair);
   store_or_repair<true>(consumer.dV, dV, consumer.own, task, repair);
 }

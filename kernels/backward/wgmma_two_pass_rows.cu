@@ -15,7 +15,7 @@
 #include <attention/tile_mask.cuh>
 #include <backward/parts/gradient_warpgroups.cuh>
 #include <backward/parts/longest_first.cuh>
-#include <backward/parts/repair_gradients.cuh>
+#include <backward/parts/repair_rows.cuh>
 #include <backward/parts/row_sums.cuh>
 #include <backward/parts/sees_distance.cuh>
 #include <backward/parts/store_gradient.cuh>
@@ -196,7 +196,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_rows(
       wait_for_launch_before();  // repairs read row sums with ordinary loads
       const Repair<d, dv, scalar, StatsOfTiles<Br>> repair = {extent, Q,      K,     V,      dO,
                                                               stats,  scorer, batch, kv_head};
-      repair.rows<depth>(dQ, head, first, first + step, 0);
+      repair_rows<depth>(repair, dQ, head, first, first + step, 0);
     }
   }
   // Nothing above depends on the end of the previous launch, but this launch must not end earlier.

@@ -119,17 +119,44 @@ def test_blocks_share_the_query_heads_of_a_group(
     launch = plan.launches[1]
     assert launch.constants["shares_groups"]
     assert launch.constants["persistent"] == (fewest_persistent == 1)
-    assert plan.unordered == {"dQ", "dK", "dV"}
+    for values in ("normal", "nan"):
+        guard.checked(backend, plan, inputs_of(plan, values=values), {})
+
+
+IN_ORDER = ("mma_columns", "mma_two_pass", "mma_f64_columns", "wgmma_two_pass")
+
+
+@pytest.mark.each_choice
+@pytest.mark.parametrize("name", IN_ORDER)
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"M": 90, "N": 150, "d": 64, "causal": True},
+        {"M": 40, "N": 30, "d": 40, "dv": 60, "dropout": 0.2, "dropout_seed": 1},
+    ],
+)
+def test_the_last_block_of_a_group_adds_in_the_order_of_shares(
+    backend, monkeypatch, name, heads, sizes
+):
+    monkeypatch.setattr(backward, "FEWEST_FINISHING", 1000)
+    monkeypatch.setattr(backward, "block_heads", lambda p, c: heads)
+    sizes = {"batch": 2, "heads": 8, "kv_heads": 2, **sizes}
+    kernel = BACKWARD[name]
+    plan = planned(kernel, backend, sizes, usual_dtype(kernel))
+    assert any(x.constants.get("shares_groups") for x in plan.launches)
     for values in ("normal", "nan"):
         guard.checked(backend, plan, inputs_of(plan, values=values), {})
 
 
 @pytest.mark.each_choice
-def test_blocks_share_the_groups_of_sequences(backend, monkeypatch):
+@pytest.mark.parametrize(
+    "name",
+    ["wgmma_columns", *(pytest.param(x, marks=pytest.mark.slow) for x in IN_ORDER)],
+)
+def test_blocks_share_the_groups_of_sequences(backend, monkeypatch, name):
     monkeypatch.setattr(backward, "block_heads", lambda p, c: 1)
-    checked = cupyfa.check(
-        "wgmma_columns", lengths="150,70,0,300", causal=True, samples=4, backend=backend
-    )
+    checked = cupyfa.check(name, lengths="150,70,0,300", causal=True, samples=4, backend=backend)
     assert checked.right == checked.runs == 4
 
 

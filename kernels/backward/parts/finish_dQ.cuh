@@ -7,7 +7,7 @@
 #include <backward/parts/gradient_warpgroups.cuh>
 #include <backward/parts/query_layout.cuh>
 #include <backward/parts/register_tile.cuh>
-#include <backward/parts/repair_gradients.cuh>
+#include <backward/parts/repair_rows.cuh>
 #include <backward/parts/row_sums.cuh>
 #include <backward/parts/store_gradient.cuh>
 
@@ -54,6 +54,6 @@ struct Piece {
       store_gradient<d>(fragments(sums), repair.scorer.scale, in.dQ, repair.batch, head, first_row,
                         repair.extent.M, threadIdx.x % warp_size, first_col);
     else
-      repair.template rows<Layout::width>(in.dQ, head, first_row, first_row + step, first_col);
+      repair_rows<Layout::width>(repair, in.dQ, head, first_row, first_row + step, first_col);
   }
 };

@@ -11,7 +11,7 @@
 template <int Br, int Bc>
 struct KeyTile {
   Extent extent;
-  int first_key, kv_head, batch, first_row, end_row, group, share, heads;
+  int first_key, kv_head, batch, first_row, end_row, group, share, heads, index;
   TilesOfRows<Br> number;
 
   // Calls body(head, first row, tile index) for each row tile.
@@ -44,18 +44,18 @@ struct KeyTile {
 // Returns key tile `number` of `all`; by default a block has one. `splits` blocks share a group.
 template <int Br, int Bc, bool batch_first = false>
 __device__ __forceinline__ auto key_tile(const Sizes& sizes, const Mods& mods, int kv_heads,
-                                         int group, int heads, int number = blockIdx.x,
-                                         int all = gridDim.x, int splits = 1) {
+                                         int group, int heads, int splits = 1,
+                                         int number = blockIdx.x, int all = gridDim.x) {
   const int tiles = max(cdiv(sizes.N, Bc), 1), shares = kv_heads * splits;
-  const int batches = all / (tiles * shares);
-  const auto [tile, first, second] = place_of_keys<Bc>(longest_first(number, all, tiles), sizes,
-                                                       mods, batch_first ? batches : shares);
+  const int index = longest_first(number, all, tiles);
+  const auto [tile, first, second] =
+      place_of_keys<Bc>(index, sizes, mods, batch_first ? all / (tiles * shares) : shares);
   const int share = batch_first ? second : first, batch = batch_first ? first : second;
   const int kv_head = share / splits;
   const Extent extent = extent_of(sizes, mods, batch, kv_head * group);
   const int first_key = tile * Bc, first_row = row_begin(extent, first_key) / Br * Br;
   const int end_row = extent.N > 0 ? row_end(extent, first_key, Bc) : 0;
   const auto numbers = tiles_of<Br>(mods, batch, heads, sizes.M);
-  return KeyTile<Br, Bc>{extent,  first_key, kv_head, batch,          first_row,
-                         end_row, group,     share,   group / splits, numbers};
+  return KeyTile<Br, Bc>{extent, first_key, kv_head,        batch, first_row, end_row,
+                         group,  share,     group / splits, index, numbers};
 }

@@ -7,7 +7,6 @@
 #include <attention/score.cuh>
 #include <attention/dropped_weights.cuh>
 #include <backward/parts/all_finite.cuh>
-#include <backward/parts/row_range.cuh>
 #include <backward/parts/row_stats.cuh>
 #include <tile/tensor.cuh>
 #include <tile/warp.cuh>
@@ -62,38 +61,5 @@ struct alignas(16) Repair {
     const real p = weight_of(score, own.lse);
     const real kept_dP = of_head.dropped(warp_sum(dP), row, key);
     return {of_head.dropped(p, row, key), score_gradient(p, kept_dP - own.delta, slope)};
-  }
-
-  // Recomputes dQ for rows `first` … `end` - 1, at most `width` columns from `col`, below col_end.
-  template <int width>
-  __device__ void rows(Tensor<result> dQ, int head, int first, int end, int col,
-                       int col_end = d) const {
-    for (int row = first; row < min(end, extent.M); ++row) {
-      const RawStats own = stats(head, row);
-      RowSum<width> sum(col, min(d, col_end));
-      const int last = own.lse != -infinity ? extent.kv_end(row) : 0;
-      for (int key = extent.kv_begin(row); key < last; ++key)
-        if (extent_of_head(extent, head).shown(row, key))
-          sum.add(pair(head, row, key, own).dS, K.row(batch, kv_head, key));
-      sum.store(dQ.row(batch, head, row), scorer.scale);
-    }
-  }
-
-  // Recomputes dK or dV for keys `first` … `end` - 1, summed over the `group` query heads.
-  template <bool of_V, int width>
-  __device__ void keys(Tensor<result> gradient, int group, int first, int end,
-                       int first_col) const {
-    for (int key = first; key < min(end, extent.N); ++key) {
-      RowSum<width> sum(first_col, of_V ? dv : d);
-      for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-        for (int row = row_begin(extent, key); row < row_end(extent, key, 1); ++row) {
-          const RawStats own = stats(head, row);
-          if (own.lse == -infinity || !extent_of_head(extent, head).sees(row, key)) continue;
-          const Pair made = pair(head, row, key, own);
-          sum.add(of_V ? made.p : made.dS, (of_V ? dO : Q).row(batch, head, row));
-        }
-      }
-      sum.store(gradient.row(batch, kv_head, key), of_V ? real(1) : scorer.scale);
-    }
   }
 };

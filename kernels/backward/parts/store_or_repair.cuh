@@ -2,7 +2,7 @@
 // Epilogue of dK and dV on tensor cores: stores a warp's part, or recomputes it.
 
 #include <backward/parts/cold_path.cuh>
-#include <backward/parts/repair_gradients.cuh>
+#include <backward/parts/repair_keys.cuh>
 #include <backward/parts/store_gradient.cuh>
 #include <backward/parts/warp_partition.cuh>
 #include <timeline.cuh>
@@ -21,6 +21,6 @@ __device__ __forceinline__ void store_or_repair(const typename Own::Sums& sums,
                                   lane, own.col);
   else
     call_cold_path([=] {
-      repair.template keys<of_V, Own::cols>(gradient, group, first, first + Own::rows, own.col);
+      repair_keys<of_V, Own::cols>(repair, gradient, group, first, first + Own::rows, own.col);
     });
 }

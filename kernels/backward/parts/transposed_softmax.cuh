@@ -7,7 +7,7 @@
 #include <attention/tile_pair.cuh>
 #include <backward/parts/gradient_warpgroups.cuh>
 #include <backward/parts/key_tile.cuh>
-#include <backward/parts/repair_gradients.cuh>
+#include <backward/parts/repair_keys.cuh>
 #include <backward/parts/row_sums.cuh>
 #include <backward/parts/sees_distance.cuh>
 #include <backward/parts/store_gradient.cuh>
@@ -169,5 +169,5 @@ __device__ __forceinline__ void store_or_repair(const float (&sums)[count], Tens
                                   of_V ? task.extent.kept_factor() : repair.scorer.scale, gradient,
                                   task.batch, task.kv_head, first, task.extent.N, own.lane);
   else
-    repair.template keys<of_V, of_V ? dv : d>(gradient, task.group, first, first + step, 0);
+    repair_keys<of_V, of_V ? dv : d>(repair, gradient, task.group, first, first + step, 0);
 }

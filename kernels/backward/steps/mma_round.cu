@@ -8,7 +8,7 @@
 //   options (extent.cuh)
 #include <attention/tile_index.cuh>
 #include <backward/parts/query_partition.cuh>
-#include <backward/parts/repair_gradients.cuh>
+#include <backward/parts/repair_rows.cuh>
 #include <backward/parts/stats_in_memory.cuh>
 #include <backward/parts/store_doubles.cuh>
 #include <backward/parts/store_gradient.cuh>
@@ -47,6 +47,6 @@ extern "C" __global__ __launch_bounds__(threads) void mma_round(
     const Repair<d, dv, operand, StatsInMemory> repair = {
         extent, Q, K, V, dO, {lse, delta, batch}, {scale, mods}, batch, head / group};
     const int first = tile * Br + own.row;
-    repair.rows<Queries::cols>(dQ, head, first, first + Queries::rows, own.col, own.end);
+    repair_rows<Queries::cols>(repair, dQ, head, first, first + Queries::rows, own.col, own.end);
   }
 }

@@ -29,21 +29,13 @@ struct BlockEnd {
   const Sizes& sizes;
   int kv_heads;
   const Part* dQ_sum;
-  Part* key_sums;
   int* counts;
-
-  static constexpr int splits(int) { return 1; }
 
   // Counts a warp that has added dQ of a key tile.
   template <int Br, int Bc>
-  __device__ __forceinline__ void leave(const Part&, int& was_last, const KeyTile<Br, Bc>& task,
-                                        int, int, int) const {
+  __device__ __forceinline__ void leave(int& was_last, const KeyTile<Br, Bc>& task) const {
     leave_sums(was_last, counts[task.batch * kv_heads + task.kv_head],
                consumers * max(cdiv(sizes.N, Bc), 1));
-  }
-  template <class Consumer, class Task>
-  __device__ __forceinline__ bool completes(Consumer&, const Task&, int, int) const {
-    return true;
   }
   template <int Br>
   __device__ __forceinline__ void finish(const Repair<d, dv, scalar, StatsOfTiles<Br>>& repair,
