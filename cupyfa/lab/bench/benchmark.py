@@ -477,7 +477,7 @@ class _Measuring:
                     arrays = self.with_latent_values(arrays)
                     other = peers.peer(name, self.backend, problem, arrays, case.operation)
             except _NOT_HERE as error:
-                self.refuse(name, error)
+                self.refuse(error)
                 continue
             row = Measurement(other.label, case.operation, case.problem, peak=entries[0].row.peak)
             found.append(_Entry(row, call=other.call, capture=other.capture, results=other.outputs))
@@ -485,12 +485,12 @@ class _Measuring:
                 self.compare_results(entry, found[-1])
         return found
 
-    def refuse(self, name: str, error: Exception) -> None:
+    def refuse(self, error: Exception) -> None:
         """Records why a peer cannot be measured, or warns if the task's rows have no such notes."""
         if not self.task.notes_peers:
             return self.note(str(error))
-        reason = str(error).partition(f" cannot compute {self.case.problem}: ")[2]
-        self.refused.append(f"{peers.label(name)}: {reason or error}")
+        peer, _, about = str(error).partition(" cannot compute ")
+        self.refused.append(": ".join(filter(None, [peer, about.partition(": ")[2]])))
 
     def note_refused(self, entries: Sequence[_Entry]) -> None:
         """Notes in the rows of kernels why there is no time of any peer."""
