@@ -16,7 +16,9 @@ from cupyfa.lab.bench.results import Measurement, Results
 from cupyfa.lab.bench.suite import Standing, Workload
 from cupyfa.lab.bench.sweeps import problem_of_cache
 from cupyfa.lab.report.suite_table import suite_table
+from cupyfa.lab.report.tables import markdown
 from cupyfa.planner.choose_kernel import plan, select
+from cupyfa.planner.source import ROOT
 from cupyfa.runtime.launcher import replay
 
 # Workloads for which "auto" has no kernel on tensor cores.
@@ -296,6 +298,7 @@ def test_the_command_prints_and_saves_all_rows(card, tmp_path):
     saved = Results.load(file)
     assert [row.kernel for row in saved.rows].count("torch fa2") == 2
     assert saved.environment["device"] == "a card"
+    cli("compare", file, file)
     done = cli("bench", "--suite", "--only", "plain", "--budget", 0, "--against", "fa2")
     assert "geometric mean of 2 ratios: 1.5" in done.stdout and "capped" not in done.stdout
     assert "peer 'fa4' is unknown" in refused("bench", "--suite", "--against", "fa4", code=2)
@@ -311,3 +314,14 @@ def test_the_exit_code_tells_of_wrong_results(card, monkeypatch):
     monkeypatch.setattr(benchmark._Measuring, "judged", with_nan)
     done = cli("bench", "--suite", "--only", "capped", "--budget", 0, code=1)
     assert "WRONG" in done.stdout
+
+
+def test_the_page_lists_all_rows_and_their_sources():
+    page = (ROOT / "docs" / "models.md").read_text()
+    rows = [
+        {"model": x.model, "phase": x.phase, "shape": x.shape, "what it is": x.use}
+        for x in suite.workloads()
+    ]
+    sources = dict.fromkeys((x.model, x.source) for x in suite.workloads())
+    assert markdown(rows) in page
+    assert markdown([{"model": model, "source": source} for model, source in sources]) in page
