@@ -238,9 +238,14 @@ def standings(
     chosen: Sequence[Workload], rows: Iterable[Measurement], read_rate: float | None = None
 ) -> list[Standing]:
     """Returns the standing of each workload that ``rows``, from ``measure``, contain."""
+    own = zip(chosen, of_kernels(rows))
+    return Rows(Standing(x, row, read_rate) for x, row in own)
+
+
+def of_kernels(rows: Iterable[Measurement]) -> list[Measurement]:
+    """Returns the rows of kernels, without those of peers: one for each measured workload."""
     others = set(map(peers.label, peers.NAMES))
-    own = [row for row in rows if row.kernel not in others]
-    return Rows(Standing(x, row, read_rate) for x, row in zip(chosen, own))
+    return [row for row in rows if row.kernel not in others]
 
 
 def mean_ratio(found: Sequence[Standing]) -> float | None:
