@@ -15,6 +15,7 @@ from cupyfa.lab.bench.benchmark import Method
 from cupyfa.lab.bench.results import Measurement, Results
 from cupyfa.lab.bench.suite import Standing, Workload
 from cupyfa.lab.bench.sweeps import problem_of_cache
+from cupyfa.lab.bench.watch import Watch
 from cupyfa.lab.report.suite_table import suite_table
 from cupyfa.lab.report.tables import markdown
 from cupyfa.planner.choose_kernel import plan, select
@@ -213,6 +214,33 @@ def test_a_wrong_kernel_does_not_end_the_table(libraries, monkeypatch):
     wrong, right = measured(SMALL[:2])
     assert wrong.measurement.passed is False and wrong.measurement.note.startswith("WRONG: O")
     assert right.ratio == 1.5
+
+
+def test_a_process_that_was_restarted_goes_on_after_the_finished_rows(libraries):
+    how, peer = Method(Card(), budget=0), ["fa2"]
+    first = suite.measure(SMALL[:1], how, peer)
+    assert [row.kernel for row in first][1:] == ["torch fa2"]
+    rows = suite.measure(SMALL[:2], how, peer, watch=Watch(done=1, rows=first))
+    assert [p for _, p, _ in libraries] == [x.problem for x in SMALL[:2]]
+    assert [x.ratio for x in suite.standings(SMALL[:2], rows)] == [1.5, 1.5]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name",
+    [
+        "SmolLM2 135M decode",
+        "gpt-oss 20B local forward",
+        "SDXL cross backward",
+        "BERT base forward",
+        "DeepSeek-V3 decode",
+    ],
+)
+def test_rows_are_right_on_a_gpu(cuda, name):
+    (x,) = suite.selected([name])
+    rows = suite.measure([x], Method(cuda, budget=0.05), suite.installed_peers())
+    (found,) = suite.standings([x], rows, peaks.read_rate(cuda))
+    assert found.measurement.passed and found.measurement.time, found.measurement.note
 
 
 def standing(x, kernel, ms, ratios, note="", **more):
