@@ -298,6 +298,8 @@ class _Part(NamedTuple):
     def sequences(self, inputs: Arrays, p: Problem) -> Iterator[_Part]:
         """Yields the part's intersection with each sequence of a ragged batch, without padding."""
         for number, (rows, keys) in enumerate(_spans(inputs, p)):
+            if self.batch not in (_ALL, _only(number)) and not p.modifiers.is_packed:
+                continue
             some_rows, some_keys = _common(rows, self.rows), _common(keys, self.keys)
             first = some_rows.start - rows.start, some_keys.start - keys.start
             yield self._replace(
@@ -361,7 +363,6 @@ def _by_sequences(
     """
     from cupyfa.numerics.tolerance import Expected
 
-    assert part == _Part() or p.modifiers.is_packed, "a padded batch is computed as a whole"
     operation = OPERATIONS["backward" if {"dQ", "dK"} & {*outputs} else "forward"]
     asked = part.keys if outputs[0] in _OF_KEYS else part.rows
     start = asked.start or 0
@@ -378,7 +379,8 @@ def _by_sequences(
         own = expected(one)
         for r, name in product(roundings, outputs):
             rows = one.keys if name in _OF_KEYS else one.rows
-            where = one.batch, _ALL, slice(rows.start - start, rows.stop - start)
+            batch = one.batch if part.batch == _ALL else _ALL
+            where = batch, _ALL, slice(rows.start - start, rows.stop - start)
             for whole, its in zip(found[r][name], own[r][name]):
                 whole[where] = its
     return found

@@ -46,6 +46,43 @@ _WRONG = (WrongResult, SimulatorFault)
 _OF_SEQUENCES = {"ragged", "lengths", "paged"}
 
 
+@dataclass(frozen=True)
+class Method:
+    """How kernels are measured: the arguments of ``bench`` that all of its problems share.
+
+    labels: the names that rows have for kernels. tiles: values of constants by name.
+    """
+
+    backend: Backend
+    cold: bool = True
+    graph: bool = False
+    budget: float = 1.0
+    alone: bool = False
+    patience: float | None = None
+    labels: Sequence[tuple[Kernel, str]] = ()
+    tiles: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        timing.checked_budget(self.budget)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A case to measure, with the kernels and peers to measure on it.
+
+    kernels: records, or "auto". against: names in ``peers.NAMES``.
+    is_latent: V is the first dv columns of K, as in multi-head latent attention.
+    notes_peers: if no peer can be measured, the kernel's row has the reasons in its note. Otherwise
+        each peer that cannot be measured causes a warning.
+    """
+
+    case: Case
+    kernels: Sequence[str | Kernel]
+    against: Sequence[str] = ()
+    is_latent: bool = False
+    notes_peers: bool = False
+
+
 def bench(
     kernels: str | Kernel | Sequence[str | Kernel],
     *,
@@ -100,39 +137,54 @@ def bench(
         by_operation[x.operation if isinstance(x, Kernel) else "forward"].append(x)
     _check(chosen, list(by_operation), given, sizes, against)
     labels = _labels(names, chosen, alone)
-    budget = timing.checked_budget(budget)
-    watch = watch or Watch()
-    how = (cold, graph, budget, patience, alone, watch)
-    on = partial(_Measuring, backend, labels, given, against, *how)
-    noted: set[str] = set()
-    cases: list[Case] = []
+    tasks: list[Task] = []
     for operation, mine in by_operation.items():
         able = [x for x in mine if isinstance(x, Kernel)]
         problems = sweeps.problems(operation, sizes, *able, small=backend.name == "simulator")
-        cases += [Case(operation, problem, seed, values, layout) for problem in problems]
+        cases = [Case(operation, problem, seed, values, layout) for problem in problems]
+        tasks += [Task(case, mine, against) for case in cases]
+    how = Method(backend, cold, graph, budget, alone, patience, labels, given)
+    rows, refusals = measure_tasks(tasks, how, watch or Watch(), progress, so_far)
+    if refusals and all(refusals):
+        raise next(error for error in refusals if error)
+    return Rows(rows)
+
+
+def measure_tasks(
+    tasks: Sequence[Task],
+    how: Method,
+    watch: Watch,
+    progress: Progress = no_progress,
+    so_far: Callable[[list[Measurement]], None] | None = None,
+) -> tuple[list[Measurement], list[Exception | None]]:
+    """Measures tasks one after the other; see ``bench`` for the last three arguments.
+
+    Returns a row for each kernel and peer of each task, and for each kernel of each task the error
+    due to which it was not measured, or None.
+    """
     rows = list(watch.rows)
     refusals: list[Exception | None] = [None] if any(row.time for row in rows) else []
-    for done, case in enumerate(cases):
+    noted: set[str] = set()
+    for done, task in enumerate(tasks):
         if done < watch.done:
             continue
+        case = task.case
         watch.done, watch.rows = done, list(rows)
-        progress(done, len(cases), str(case.problem))
-        measuring = on(case, noted)
+        progress(done, len(tasks), str(case.problem))
+        measuring = _Measuring(how, watch, task, noted)
         try:
-            contenders = measuring.contenders(by_operation[case.operation])
+            contenders = measuring.contenders()
         except Unsupported as error:  # "auto" finds no kernel
             refusals.append(error)
             rows.append(Measurement("auto", case.operation, case.problem, note=str(error)))
             continue
         entries = measuring.measured(contenders, rows)
         rows += [entry.row for entry in entries]
-        asked = [entry for entry in entries if entry.kernel in chosen or "auto" in chosen]
+        asked = [x for x in entries if x.kernel in task.kernels or "auto" in task.kernels]
         refusals += [entry.refusal for entry in asked]
         if so_far and not all(refusals):  # a named kernel was measured
             so_far(_with_all_factors(rows))
-    if refusals and all(refusals):
-        raise next(error for error in refusals if error)
-    return Rows(_with_all_factors(rows))
+    return _with_all_factors(rows), refusals
 
 
 def _with_all_factors(rows: Sequence[Measurement]) -> list[Measurement]:
@@ -231,26 +283,36 @@ class _Entry:
 
 @dataclass
 class _Measuring:
-    """The arguments of ``bench``, and the inputs and judge that a case's kernels share."""
+    """A task, how to measure it, and the inputs and judge that its kernels share.
 
-    backend: Backend
-    labels: Sequence[tuple[Kernel, str]]
-    constants: Mapping[str, Sequence[int]]
-    against: tuple[str, ...]
-    cold: bool
-    graph: bool
-    budget: float
-    patience: float | None
-    alone: bool
+    noted: texts of warnings that earlier tasks caused. refused: why peers cannot be measured.
+    """
+
+    how: Method
     watch: Watch
-    case: Case
-    noted: set[str] = field(default_factory=set)
+    task: Task
+    noted: set[str]
+    refused: list[str] = field(default_factory=list, init=False)
     memory: dict[Any, Any] = field(default_factory=dict, init=False)
     first_judge: Judge | None = field(default=None, init=False)
 
+    @property
+    def backend(self) -> Backend:
+        return self.how.backend
+
+    @property
+    def case(self) -> Case:
+        return self.task.case
+
     @cached_property
     def inputs(self) -> dict[str, np.ndarray]:
-        return self.case.inputs(self.backend)
+        return self.with_latent_values(self.case.inputs(self.backend))
+
+    def with_latent_values(self, arrays: dict[str, Any]) -> dict[str, Any]:
+        """Makes V the first columns of K if the task says so, on the host and on the device."""
+        if self.task.is_latent:
+            arrays["V"] = arrays["K"][..., : self.case.problem.dv]
+        return arrays
 
     def judge(self, plan: Plan) -> Judge:
         """Returns the shared judge, or a separate judge if the kernel has its own reference.
@@ -284,21 +346,21 @@ class _Measuring:
             self.noted.add(what)
             warn(text)
 
-    def contenders(self, kernels: Sequence[str | Kernel]) -> list[_Entry]:
+    def contenders(self) -> list[_Entry]:
         """Returns an entry for each kernel to measure and each combination of its constants."""
-        operation, problem = self.case.operation, self.case.problem
-        chosen = [select(x, operation, problem, self.backend.limits) for x in kernels]
-        joining = _compared_with(chosen[0]) if len(chosen) == 1 and not self.alone else []
+        operation, problem, constants_of = self.case.operation, self.case.problem, self.how.tiles
+        chosen = [select(x, operation, problem, self.backend.limits) for x in self.task.kernels]
+        joining = _compared_with(chosen[0]) if len(chosen) == 1 and not self.how.alone else []
         asked = _OF_SEQUENCES & {*problem.modifiers.features}
         joining = [x for x in joining if asked <= {*x.features}]
         combined: list[tuple[Kernel, dict[str, int]]] = [(kernel, {}) for kernel in joining]
         for kernel in chosen:
-            own = [name for name in self.constants if name in kernel.choice.names]
-            values = product(*(self.constants[name] for name in own))
+            own = [name for name in constants_of if name in kernel.choice.names]
+            values = product(*(constants_of[name] for name in own))
             combined += [(kernel, dict(zip(own, some))) for some in values]
         entries = []
         for kernel, constants in combined:
-            label = next((label for x, label in self.labels if x == kernel), kernel.name)
+            label = next((label for x, label in self.how.labels if x == kernel), kernel.name)
             entries.append(_Entry(Measurement(label, operation, problem, constants), kernel))
         return entries
 
@@ -311,10 +373,11 @@ class _Measuring:
         entries = [*entries, *self.peers([entry for entry in entries if entry.call])]
         for entry in entries:
             self.leave_out(entry)
-        for entry in entries if self.graph else ():
+        for entry in entries if self.how.graph else ():
             self.capture(entry)
         self.time([entry for entry in entries if entry.call])
         _compare(entries)
+        self.note_refused(entries)
         return entries
 
     def check(self, entry: _Entry, earlier: Sequence[Measurement]) -> None:
@@ -338,6 +401,7 @@ class _Measuring:
                     self.watch.begins(_call(entry.row))
                     results = run_guarded(backend, plan, readable, {})
                 arrays = timing.arrays_of(backend, plan, readable, self.memory)
+                arrays = self.with_latent_values(arrays)
         except (*_NOT_HERE, *_WRONG) as error:
             return entry.fail(error)
         used = {name: used.get(name) for name in ("registers", "spilled_bytes")}
@@ -392,10 +456,10 @@ class _Measuring:
             return x.kernel, x.constants, x.problem.arithmetic
 
         alike = [x for x in earlier if kind(x) == kind(row) and x.time]
-        if self.patience is None or not alike:
+        if self.how.patience is None or not alike:
             return
         seconds = (alike[-1].time or 0.0) / 1e3 * row.flops / max(alike[-1].flops, 1)
-        if seconds > self.patience:
+        if seconds > self.how.patience:
             raise Unsupported(f"skipped: one launch would take about {seconds:.2g} s")
 
     def peers(self, entries: Sequence[_Entry]) -> list[_Entry]:
@@ -403,22 +467,39 @@ class _Measuring:
         case, found = self.case, []
         if case.operation == "softmax" or not entries:
             return []
-        for name in self.against:
+        for name in self.task.against:
             try:
                 with self.backend.working_on(None):
                     problem, inputs, memory = case.problem, self.inputs, self.memory
                     if problem.cached:
                         (problem, inputs), memory = peers.without_cache(problem, inputs), {}
                     arrays = timing.placed(self.backend, inputs, memory)
+                    arrays = self.with_latent_values(arrays)
                     other = peers.peer(name, self.backend, problem, arrays, case.operation)
             except _NOT_HERE as error:
-                self.note(str(error))
+                self.refuse(error)
                 continue
             row = Measurement(other.label, case.operation, case.problem, peak=entries[0].row.peak)
             found.append(_Entry(row, call=other.call, capture=other.capture, results=other.outputs))
             for entry in entries:
                 self.compare_results(entry, found[-1])
         return found
+
+    def refuse(self, error: Exception) -> None:
+        """Records why a peer cannot be measured, or warns if the task's rows have no such notes."""
+        if not self.task.notes_peers:
+            return self.note(str(error))
+        peer, _, about = str(error).partition(" cannot compute ")
+        self.refused.append(": ".join(filter(None, [peer, about.partition(": ")[2]])))
+
+    def note_refused(self, entries: Sequence[_Entry]) -> None:
+        """Notes in the rows of kernels why there is no time of any peer."""
+        if not self.task.notes_peers or any(x.row.time and not x.kernel for x in entries):
+            return
+        notes = [f"{x.row.kernel}: {x.row.note}" for x in entries if x.row.note and not x.kernel]
+        for entry in entries:
+            if entry.kernel and entry.row.time:
+                entry.row = replace(entry.row, note="; ".join([*self.refused, *notes]))
 
     def compare_results(self, entry: _Entry, other: _Entry) -> None:
         """Compares a kernel's results with a peer's; the reference decides if they differ too much.
@@ -471,7 +552,7 @@ class _Measuring:
 
     def time(self, entries: Sequence[_Entry]) -> None:
         calls = [entry.call for entry in entries if entry.call]
-        how: Any = {"budget": self.budget, "cold": self.cold}
+        how: Any = {"budget": self.how.budget, "cold": self.how.cold}
         names = [_call(entry.row) for entry in entries]
         how["begins"] = lambda number: self.watch.begins(names[number])
         try:

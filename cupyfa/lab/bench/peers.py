@@ -19,7 +19,7 @@ from cupyfa.errors import Unsupported, nearest
 from cupyfa.lab.bench import torch_masks
 from cupyfa.ladder.operations import without_pages
 from cupyfa.problem.lengths import DENSE
-from cupyfa.problem.optional_inputs import DLSE, MASK, PADDED, PAGE_TABLE, STARTS, Operand
+from cupyfa.problem.optional_inputs import DLSE, MASK, PADDED, PAGE_TABLE, SINK, STARTS, Operand
 from cupyfa.problem.options import DROPOUT, OPTIONS
 from cupyfa.problem.problem import Problem
 from cupyfa.runtime.backend import Backend
@@ -294,11 +294,24 @@ def _packed(
 def _flex(
     torch: Any, name: str, p: Problem, arrays: Mapping[str, Any], device: Any
 ) -> Callable[..., Any]:
-    """Returns flex_attention, compiled on a GPU, with its block mask already created."""
+    """Returns flex_attention, compiled on a GPU, with its block mask already created.
+
+    A sink leaves a row the share exp(lse) / (exp(lse) + exp(sink)) of its output.
+    """
     module = import_module("torch.nn.attention.flex_attention")
-    on_gpu = device.type == "cuda"
-    attention = torch.compile(module.flex_attention) if on_gpu else module.flex_attention
-    return partial(attention, **_usual(p), **torch_masks.flex(torch, module, p, arrays, device))
+    options = _usual(p) | torch_masks.flex(torch, module, p, arrays, device)
+    sink = arrays.get(f"mods.{SINK}")
+
+    def attend(*inputs: Any) -> Any:
+        if sink is None:
+            return module.flex_attention(*inputs, **options)
+        out, lse = module.flex_attention(*inputs, **options, return_lse=True)
+        return (out * (lse - sink[..., None]).sigmoid()[..., None]).to(out.dtype)
+
+    if device.type != "cuda":
+        return attend
+    torch.compiler.reset()  # after eight compilations torch would run the function uncompiled
+    return torch.compile(attend, dynamic=False)
 
 
 def _usual(p: Problem) -> dict[str, Any]:

@@ -67,12 +67,14 @@ class Measurement(ShownRow):
     def bandwidth(self) -> float | None:
         """The bandwidth in GB/s, counting one read of every input and one write of every output.
 
-        Of a KV cache, only the keys and values of its sequences are counted, each once.
+        Of a KV cache, only the keys and values that the new tokens attend to are counted.
         """
         p = self.problem
         moved = OPERATIONS[self.operation].bytes(p)
         if p.cached is not None:
-            moved = p.cached.total * p.kv_heads * (p.d + p.dv) * p.itemsize
+            most = p.N if p.left is None else p.left + p.M
+            keys = sum(min(n, most) for n in p.cached.rows)
+            moved = keys * p.kv_heads * (p.d + p.dv) * p.itemsize
         return moved / self.time / 1e6 if self.time else None
 
     @property

@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Any
 
 from cupyfa.errors import Unsupported
-from cupyfa.problem.optional_inputs import BIAS, DLSE, MASK, SINK
+from cupyfa.problem.optional_inputs import BIAS, DLSE, MASK
 from cupyfa.problem.options import NO_WINDOW
 from cupyfa.problem.problem import Problem
 from cupyfa.score.expressions import Expression
@@ -43,11 +43,13 @@ def one_array(torch: Any, p: Problem, arrays: Mapping[str, Any], device: Any) ->
 def flex(
     torch: Any, module: Any, p: Problem, arrays: Mapping[str, Any], device: Any
 ) -> dict[str, Any]:
-    """Returns the arguments of flex_attention for a problem's expressions and mask."""
+    """Returns the arguments of flex_attention for a problem's expressions and mask.
+
+    A sink is not among them, since flex_attention has none.
+    """
     known = {name.removeprefix("mods."): x for name, x in arrays.items()}
-    unread = [x.name for x in p.modifiers.arrays if x.name in (SINK, DLSE)]
-    if unread:
-        raise Unsupported(f"flex_attention does not support {', '.join(unread)}")
+    if any(x.name == DLSE for x in p.modifiers.arrays):
+        raise Unsupported(f"flex_attention does not support {DLSE}")
     known |= p.modifiers.numbers | {"queries": p.M, "keys": p.N, "first": p.first_position}
     scores = [_function(torch, x, ("score", *_PLACE), known) for x in p.modifiers.score]
     masks = [_function(torch, x, _PLACE, known) for x in p.modifiers.mask]

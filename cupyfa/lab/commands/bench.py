@@ -1,28 +1,29 @@
 """``cupyfa bench``."""
 
-import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from cupyfa import cache_folder
 from cupyfa.errors import Unsupported
-from cupyfa.lab.bench import peers, sweeps
-from cupyfa.lab.bench.benchmark import bench as measure
+from cupyfa.lab.bench import peaks, peers, suite, sweeps
+from cupyfa.lab.bench.benchmark import Method, bench as measure
 from cupyfa.lab.bench.results import Measurement, Results
-from cupyfa.lab.commands import WRONG, command_options
-from cupyfa.lab.commands.signals import take_time
+from cupyfa.lab.commands import UNSUPPORTED, WRONG, command_options
+from cupyfa.lab.commands.saving import check_target, partial_results, save_option
 from cupyfa.lab.commands.watching import timeout_option, watched
+from cupyfa.lab.report.suite_table import suite_table
 from cupyfa.lab.report.tables import measurements, render
 from cupyfa.runtime import environment
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.choose_backend import backend_to_measure
 
+# Parameters that --suite takes; all others would change its problems or kernels.
+_OF_SUITE = {"is_suite", "only", "values", "layout", "seed", "hot", "graph", "against", "budget"}
+_OF_SUITE |= {"timeout", "save", "backend", "form"}
 # The heading omits settings with these default values.
 DEFAULTS = {"values": "normal", "layout": "bhsd", "caches": "cold", "launches": "one by one"}
 budget_option = click.option(
@@ -30,11 +31,6 @@ budget_option = click.option(
     type=command_options.SECONDS,
     default=1.0,
     help="Seconds to spend on each kernel and problem.",
-)
-save_option = click.option(
-    "--save",
-    type=command_options.FILE,
-    help="Write all measurements to a JSON file, after each problem, for `cupyfa compare`.",
 )
 sweep_option = click.option(
     "-p",
@@ -47,7 +43,22 @@ sweep_option = click.option(
 
 
 @click.command()
-@command_options.kernels_argument
+@command_options.some_kernels_argument()
+@command_options.every_option
+@click.option(
+    "--suite",
+    "is_suite",
+    is_flag=True,
+    help="Instead of KERNEL: problems of published models, each with the kernel that auto selects, "
+    "against all installed libraries.",
+)
+@click.option(
+    "--only",
+    multiple=True,
+    metavar="WORDS",
+    help="With --suite: the rows whose model and phase contain these words, such as llama or "
+    "'gemma decode'. May be repeated to add rows.",
+)
 @command_options.problem_options()
 @click.option("--tokens", type=command_options.Integer(1), help="batch * M, instead of the batch.")
 @click.option("--width", type=command_options.Integer(1), help="heads * d, instead of the heads.")
@@ -81,10 +92,10 @@ sweep_option = click.option(
 @command_options.backend_option
 @command_options.format_option
 def bench(
-    kernels: list[str],
-    swept: tuple[str, ...],
-    tiles: dict[str, int],
-    hot: bool,
+    kernels: Sequence[str],
+    every: bool,
+    is_suite: bool,
+    only: tuple[str, ...],
     against: str | None,
     timeout: float | None,
     save: Path | None,
@@ -97,21 +108,30 @@ def bench(
     KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own. A
     single kernel is compared with its baseline and with the rung before it. Kernels alternate in
     rounds; a column "x ..." is the median speedup over another kernel.
+
+    With --suite, a row has the fastest of the other libraries, and the ratio of its time to that of
+    the kernel. The exit code is 3 if a row could not be measured.
     """
+    if is_suite:
+        _refuse_with_suite(kernels)
+    elif only:
+        raise ValueError("--only selects rows of the suite; add --suite or omit --only")
     on = backend_to_measure(backend)
     check_target(save, on)
     if how["graph"] and on.name == "simulator":
         raise Unsupported("the simulator does not support CUDA graphs; omit --graph")
-    sizes, several = split(swept, {**how, **tiles})
-    all_tiles = {name: [value] for name, value in tiles.items()} | several
     others = [name.strip() for name in (against or "").split(",") if name.strip()]
     about = {name: str(how[name]) for name in ("values", "layout", "seed")}
-    about["caches"] = "hot" if hot else "cold"
+    about["caches"] = "hot" if how["hot"] else "cold"
     about["launches"] = "a CUDA graph" if how["graph"] else "one by one"
     heading = {"device": on.limits.device}
     heading |= {name: word for name, word in about.items() if word != DEFAULTS.get(name)}
-    heading |= {name: str(values[0]) for name, values in all_tiles.items() if len(values) == 1}
-
+    if is_suite:
+        others = others or suite.installed_peers()
+        run, shown = _of_suite(suite.selected(only), on, others, heading, form, how)
+    else:
+        names = command_options.kernel_names(kernels, every)
+        run, shown = _of_kernels(names, on, others, heading, form, how)
     made_with = environment.describe(on) | peers.versions(others) | about
 
     def show(rows: list[Measurement], *, err: bool = False) -> None:
@@ -119,27 +139,83 @@ def bench(
             if save:
                 Results(made_with, rows).save(save)
         finally:
-            data = [{"kernel": x.kernel, "device": on.limits.device} | x.row() for x in rows]
-            table = measurements(rows, heading) if form == "table" else render(data, form)
-            click.echo(table, err=err)
+            click.echo(shown(rows), err=err)
 
     with (
         watched(on, timeout) as watch,
         partial_results(partial(show, err=True), save, made_with) as keep,
         command_options.progress_bar("measuring") as progress,
     ):
-        rows = measure(
-            kernels,
-            backend=on,
-            against=others,
-            tiles=all_tiles,
-            cold=not hot,
-            progress=progress,
-            so_far=keep,
-            watch=watch,
-            **{**how, **sizes},
-        )
+        rows = run(progress=progress, so_far=keep, watch=watch)
     show(rows)
+    if not is_suite:
+        _note_figures(rows)
+    if any(row.passed is False for row in rows):
+        sys.exit(WRONG)
+    is_incomplete = is_suite and not all(row.time for row in suite.of_kernels(rows))
+    sys.exit(UNSUPPORTED if is_incomplete else 0)
+
+
+# A function that measures, and one that renders the measured rows.
+_Benchmark = tuple[Callable[..., list[Measurement]], Callable[[list[Measurement]], str]]
+
+
+def _of_kernels(
+    kernels: Sequence[str],
+    on: Backend,
+    others: Sequence[str],
+    heading: Mapping[str, str],
+    form: str,
+    how: Mapping[str, Any],
+) -> _Benchmark:
+    """Returns the benchmark of named kernels on the problems that the options describe."""
+    given = {name: x for name, x in how.items() if name not in ("swept", "tiles", "hot")}
+    sizes, several = split(how["swept"], {**given, **how["tiles"]})
+    tiles = {name: [value] for name, value in how["tiles"].items()} | several
+    heading = {**heading, **{x: str(y[0]) for x, y in tiles.items() if len(y) == 1}}
+    asked: Any = {"backend": on, "against": others, "tiles": tiles, "cold": not how["hot"]}
+
+    def shown(rows: list[Measurement]) -> str:
+        if form == "table":
+            return measurements(rows, heading)
+        data = [{"kernel": x.kernel, "device": on.limits.device} | x.row() for x in rows]
+        return render(data, form)
+
+    return partial(measure, kernels, **asked, **{**given, **sizes}), shown
+
+
+def _of_suite(
+    chosen: Sequence[suite.Workload],
+    on: Backend,
+    others: Sequence[str],
+    heading: Mapping[str, str],
+    form: str,
+    how: Mapping[str, Any],
+) -> _Benchmark:
+    """Returns the benchmark of workloads of the suite."""
+    method = Method(on, cold=not how["hot"], graph=how["graph"], budget=how["budget"])
+    inputs = {name: how[name] for name in ("values", "layout", "seed")}
+    read_rate = None if on.name == "simulator" else peaks.read_rate(on)
+
+    def shown(rows: list[Measurement]) -> str:
+        return suite_table(suite.standings(chosen, rows, read_rate), heading, form)
+
+    return partial(suite.measure, chosen, method, others, **inputs), shown
+
+
+def _refuse_with_suite(kernels: Sequence[str]) -> None:
+    """Raises ValueError for kernels, and for options that would change the suite."""
+    if kernels:
+        raise ValueError(
+            f"--suite measures the kernel that auto selects for each row; omit {' '.join(kernels)} "
+            "or --suite"
+        )
+    names = {x.name for x in click.get_current_context().command.params if x.name}
+    why = "the rows of --suite have sizes, options and kernels of their own"
+    command_options.refuse_idle(why, *names - _OF_SUITE)
+
+
+def _note_figures(rows: Sequence[Measurement]) -> None:
     if any(row.problem.cached for row in rows):
         command_options.note(
             "GB/s counts keys and values; % of peak is relative to the rate of a sum over an array"
@@ -148,38 +224,6 @@ def bench(
         command_options.note(
             "TFLOP/s and % of peak also count the pairs that mask and mask_mod hide"
         )
-    sys.exit(WRONG if any(row.passed is False for row in rows) else 0)
-
-
-@contextmanager
-def partial_results(
-    show: Callable[[list[Measurement]], object], save: Path | None, made_with: Mapping[str, str]
-) -> Iterator[Callable[[list[Measurement]], None]]:
-    """Yields a callback for ``so_far`` of ``bench`` that saves the rows after each problem.
-
-    The saved rows survive if the process is killed. If a signal or an error ends the benchmark, the
-    rows measured so far are also printed. A file that cannot be written is reported at the end.
-    """
-    # A stream such as /dev/stdout is written only once, after the last problem.
-    is_file = save is not None and not cache_folder.is_stream(save)
-    rows: list[Measurement] = []
-
-    def keep(measured: list[Measurement]) -> None:
-        rows[:] = measured
-        if save and is_file:
-            with suppress(OSError):
-                Results(made_with, rows).save(save)
-        take_time()  # so that the rows can still be shown after a signal
-
-    try:
-        yield keep
-    except BaseException as ended:
-        if rows:
-            show(rows)
-            is_asked = isinstance(ended, KeyboardInterrupt | SystemExit)
-            why = "interrupted" if is_asked else "ended by an error"
-            command_options.note(f"{why}; these are the measurements so far")
-        raise
 
 
 def split(swept: Sequence[str], given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -197,32 +241,3 @@ def split(swept: Sequence[str], given: Mapping[str, Any]) -> tuple[dict[str, Any
             )
         group[name] = values
     return sizes, tiles
-
-
-def check_target(save: Path | None, on: Backend | None = None) -> None:
-    """Raises ValueError, before time is spent on measuring, if a file cannot be written.
-
-    If ``on`` is the simulator, a file that contains GPU times must not be overwritten.
-    """
-    if save and not cache_folder.can_write_to(save):
-        folder = (save.resolve() if save.is_symlink() else save).parent
-        if os.path.isdir(folder):
-            raise ValueError(
-                f"{save} cannot be written in the folder {folder}; choose another folder"
-            )
-        raise ValueError(f"{save} cannot be written; check that the folder {folder} exists")
-    is_simulated = on is not None and on.name == "simulator"
-    if save and is_simulated and save.is_file() and (device := _measured_on(save)):
-        raise ValueError(
-            f"{save} contains times of {device}, which simulator times would overwrite; choose "
-            "another file, or remove this file"
-        )
-
-
-def _measured_on(file: Path) -> str | None:
-    """Returns the name of the GPU that a results file was measured on, or None."""
-    try:
-        about = Results.load(file).environment
-    except (OSError, ValueError):
-        return None
-    return about.get("device") if about.get("backend") == "cuda" else None

@@ -89,6 +89,7 @@ backward_option = click.option(
     "--backward", is_flag=True, help="Gradients instead of the forward pass."
 )
 seed_option = click.option("--seed", type=Integer(0), default=0, help="Seed of the random inputs.")
+every_option = click.option("--all", "every", is_flag=True, help="Every kernel of the ladder.")
 reruns_option = click.option(
     "--reruns",
     type=Integer(0),
@@ -154,7 +155,7 @@ def kernels_argument(command: Command) -> Command:
     return _with(
         _combined(command, ("kernels", "every"), "kernels", kernel_names),
         some_kernels_argument(),
-        click.option("--all", "every", is_flag=True, help="Every kernel of the ladder."),
+        every_option,
     )
 
 

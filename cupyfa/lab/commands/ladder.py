@@ -12,7 +12,8 @@ from cupyfa.errors import printable
 from cupyfa.lab.bench.benchmark import bench
 from cupyfa.lab.bench.results import Measurement, Results
 from cupyfa.lab.commands import WRONG, command_options
-from cupyfa.lab.commands.bench import budget_option, check_target, partial_results, save_option
+from cupyfa.lab.commands.bench import budget_option
+from cupyfa.lab.commands.saving import check_target, partial_results, save_option
 from cupyfa.lab.commands.watching import timeout_option, watched
 from cupyfa.lab.report import plots, publish
 from cupyfa.lab.report.tables import render

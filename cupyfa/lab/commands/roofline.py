@@ -11,7 +11,8 @@ from cupyfa.lab.analysis.roofline_plot import draw_roofs
 from cupyfa.lab.bench.peaks import DEVICES
 from cupyfa.lab.bench.results import Results
 from cupyfa.lab.commands import WRONG, command_options
-from cupyfa.lab.commands.bench import check_target, split, sweep_option
+from cupyfa.lab.commands.bench import split, sweep_option
+from cupyfa.lab.commands.saving import check_target
 from cupyfa.lab.report import plots
 from cupyfa.lab.report.tables import render
 

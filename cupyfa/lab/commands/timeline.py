@@ -12,7 +12,7 @@ from cupyfa.lab.analysis import timeline_page, timeline_recorder as timelines, t
 from cupyfa.lab.analysis.timeline_plot import draw
 from cupyfa.lab.analysis.timeline_summary import lines, rounded, shares
 from cupyfa.lab.commands import command_options
-from cupyfa.lab.commands.bench import check_target
+from cupyfa.lab.commands.saving import check_target
 from cupyfa.lab.report import plots
 from cupyfa.lab.report.tables import FORMATS, render, table_of
 from cupyfa.lab.verify.case import Case

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf, nan
 
 import numpy as np
 
 from cupyfa.lab.verify import transforms
-from cupyfa.ladder.operations import Arrays, Excerpt, Operation
+from cupyfa.ladder.operations import Arrays, Excerpt, Operation, without_pages
 from cupyfa.numerics import tolerance
 from cupyfa.numerics.tolerance import Expected, Verdict
 from cupyfa.planner.plan import Plan
@@ -23,6 +24,7 @@ _WORK = 2e9  # multiply-adds that the reference computes in about a second
 _LEAST_WIDTH = 32  # minimum cost of a score
 _OF_GRADIENTS = 4  # cost of a score in the gradients, relative to the forward pass
 _OF_ELEMENT = 40  # cost of an array element
+_OF_EXCERPT = 1e7  # cost of an excerpt, of any size
 _ROWS = 64  # rows per excerpt
 _SEQUENCES = 4  # number of sequences of a ragged batch that `smaller` keeps
 
@@ -56,10 +58,17 @@ class Judge:
         One call for several roundings is faster, because most of the work is done only once.
         """
         if new := [x for x in dict.fromkeys(roundings) if x not in self._known]:
-            p, reference = self.problem, self.operation.reference
-            found = [reference(self.inputs, p, new, excerpt) for excerpt in self.excerpts]
+            (inputs, p), reference = self._dense, self.operation.reference
+            found = [reference(inputs, p, new, excerpt) for excerpt in self.excerpts]
             self._known |= {rounding: [each[rounding] for each in found] for rounding in new}
         return [self._known[rounding] for rounding in roundings]
+
+    @cached_property
+    def _dense(self) -> tuple[Arrays, Problem]:
+        """The inputs and the problem with pages gathered once for all excerpts."""
+        p = self.problem
+        gathers = p.pages and not p.modifiers.is_e4m3  # scales may be of pages
+        return without_pages(self.inputs, p) if gathers else (self.inputs, p)
 
     def at(self, name: str, index: Sequence[int]) -> Judge:
         """Returns a judge for a single element of an output."""
@@ -106,7 +115,8 @@ def excerpts(p: Problem, seed: int, operation: str = "forward") -> list[Excerpt 
     """Returns the excerpts to judge: [None], which stands for all rows, if the reference is quick.
 
     Otherwise they are the first and last rows of the first and last head, plus at least two random
-    excerpts. Gradients of score-modifying arrays sum over all rows, so all rows are judged.
+    excerpts. Gradients of score-modifying arrays sum over all rows, so all rows are judged, as are
+    all rows of padded batches without a cache.
     """
     gradients = operation == "backward"
     width = max(p.d + p.dv, _LEAST_WIDTH) * (_OF_GRADIENTS if gradients else 1)
@@ -116,21 +126,22 @@ def excerpts(p: Problem, seed: int, operation: str = "forward") -> list[Excerpt 
         return scores * width + rows * columns
 
     whole = work(p.heads * p.pairs, p.batch * (p.heads * p.M + p.kv_heads * p.N))
-    is_padded = p.is_ragged and p.sequences is None  # padded batches: all rows are judged
-    if whole <= _WORK or p.M <= _ROWS or (gradients and p.wrt) or is_padded:
+    is_padded = p.is_ragged and p.sequences is None and p.cached is None
+    if whole <= _WORK or not p.M or (gradients and p.wrt) or is_padded:
         return [None]
     M, N = map(max, zip((0, 0), *pairs_of(*p.lengths))) if p.lengths else (p.M, p.N)
-    each = work(_ROWS * N, _ROWS + N)
+    height = min(_ROWS, p.M)
+    each = _OF_EXCERPT + work(height * N, height + N)
     if gradients:  # an excerpt of dK and dV depends on all query rows of its key head
         keys = min(_ROWS, N)
         each += work(keys * M * p.group, keys + M * p.group)
-    pick, last = random.Random(seed), p.M - _ROWS
+    pick, last = random.Random(seed), p.M - height
     corners = ((0, 0), (p.batch - 1, p.heads - 1))
     places = [(batch, head, row) for batch, head in corners for row in (0, last)]
     for _ in range(max(2, int(_WORK / each) - len(places))):
         place = pick.randrange(p.batch), pick.randrange(p.heads), pick.randrange(last + 1)
         places.append(place)
-    return [Excerpt(b, head, slice(row, row + _ROWS)) for b, head, row in sorted(set(places))]
+    return [Excerpt(b, head, slice(row, row + height)) for b, head, row in sorted(set(places))]
 
 
 def smaller(plan: Plan) -> Problem:

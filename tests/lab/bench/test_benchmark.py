@@ -18,8 +18,9 @@ from cupyfa import DeviceError, Problem, Simulator, cache_folder
 from cupyfa.lab.bench import benchmark, peaks, peers, timing
 from cupyfa.lab.bench.benchmark import bench
 from cupyfa.lab.bench.results import Measurement, Results
+from cupyfa.lab.bench.sweeps import problem_of_cache
 from cupyfa.lab.verify import sampling
-from cupyfa.lab.verify.case import LAYOUTS
+from cupyfa.lab.verify.case import LAYOUTS, Case
 from cupyfa.ladder import LADDER, lookup as records
 from cupyfa.ladder.operations import OPERATIONS, Excerpt
 from cupyfa.numerics import tolerance
@@ -148,6 +149,55 @@ def test_an_excerpt_has_the_expected_values_of_the_whole(p):
         part = reference(inputs, p, [None], excerpt)[None]
         for name in part:
             np.testing.assert_allclose(part[name].value, excerpt.of(whole[name].value), rtol=1e-12)
+
+
+@pytest.mark.parametrize("page", [None, 16])
+@pytest.mark.parametrize("window", [None, (9, 0)])
+def test_an_excerpt_of_a_cache_has_the_expected_values_of_the_whole(page, window):
+    sizes = {"heads": 4, "kv_heads": 2, "d": 8, "M": 3, "dtype": "float32", "sink": "h"}
+    p = problem_of_cache([20, 0, 33], page=page, window=window, **sizes)
+    inputs = Case("forward", p).inputs()
+    reference = OPERATIONS["forward"].reference
+    whole = reference(inputs, p, [None])[None]
+    for batch, head in ((0, 3), (1, 0), (2, 1)):
+        excerpt = Excerpt(batch, head, slice(0, 3))
+        part = reference(inputs, p, [None], excerpt)[None]
+        for name in part:
+            np.testing.assert_allclose(part[name].value, excerpt.of(whole[name].value), rtol=1e-12)
+
+
+def test_large_caches_are_sampled_by_sequences_and_heads():
+    p = problem_of_cache([4096] * 16, page=16, heads=32, kv_heads=8, d=128, dtype="bfloat16")
+    excerpts = sampling.excerpts(p, seed=0)
+    assert {(x.rows.start, x.rows.stop) for x in excerpts} == {(0, 1)}
+    assert {(0, 0), (15, 31)} < {(x.batch, x.head) for x in excerpts}
+
+
+def test_a_peer_that_differs_in_decoding_is_judged(monkeypatch):
+    """FA2 is wrong in one element of the second sequence, which the reference tells."""
+    wrong = np.zeros((3, 4, 1, 8), np.float32)
+
+    def peer(name, backend, p, arrays, operation):
+        wrong[...] = OPERATIONS["forward"].reference(known, cached, [None])[None]["O"].value
+        wrong[2, 1, 0, 5] += 1
+        return peers.Peer("torch fa2", lambda: None, {"O": wrong})
+
+    monkeypatch.setattr(peers, "peer", peer)
+    sizes = {"heads": 4, "kv_heads": 2, "d": 8, "dtype": "float32"}
+    cached = problem_of_cache([40, 0, 7], page=16, **sizes)
+    known = Case("forward", cached).inputs()
+    with pytest.warns(UserWarning, match=r"differ by 1 at \[2, 1, 0, 5\].* torch fa2 is farther"):
+        rows = quick(
+            "fa2",
+            alone=True,
+            against="fa2",
+            cache="paged",
+            lengths=[40, 0, 7],
+            M=None,
+            batch=None,
+            **sizes,
+        )
+    assert [row.passed for row in rows] == [True, None]
 
 
 def test_large_problems_are_sampled_at_the_corners_and_at_random():
@@ -364,6 +414,13 @@ def test_decoding_is_measured_by_the_keys_that_there_are(kernel, dtype, cache):
     assert own.flops == 2 * 4 * 47 * 16
     assert replace(own, peak=2 * own.bandwidth).percent_of_peak == pytest.approx(50)
     assert Measurement.of_record(json.loads(json.dumps(own.record()))) == own
+
+
+def test_a_window_limits_the_keys_that_decoding_reads():
+    (own,) = bench(
+        "fa2", backend="simulator", cache="contiguous", M=2, window=(9, 0), alone=True, **CACHE
+    )
+    assert own.bandwidth == pytest.approx((11 + 7) * 2 * 16 * 4 / own.time / 1e6)
 
 
 def test_several_new_tokens_see_as_many_keys_less():

@@ -248,6 +248,30 @@ def test_texts_become_functions_of_tensors():
     np.testing.assert_allclose(modified, expected, rtol=1e-12)
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"softcap": 5.0, "M": 40, "causal": True, "window": (9, 0)},
+        {"sink": "h", "kv_heads": 2},
+        {"sink": "bh", "M": 50, "causal": True},  # some rows see only the sink
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_flex_takes_what_models_do_to_scores(simulator, dtype, sizes):
+    needs("flex")
+    agrees(simulator, "flex", dtype=dtype, **sizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, (99, 0)])
+def test_flex_takes_sinks_on_a_gpu(cuda, window):
+    needs("flex")
+    sizes = {"M": 256, "N": 256, "d": 64, "kv_heads": 2, "dtype": "float16", "causal": True}
+    agrees(cuda, "flex", sink="h", window=window, **sizes)
+    gradients_agree(cuda, "flex", sink="h", window=window, **sizes)
+
+
 @pytest.mark.gpu
 def test_flex_takes_texts(cuda):
     needs("flex")
