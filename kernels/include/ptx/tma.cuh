@@ -16,11 +16,11 @@ constexpr int box_row_bytes = 128;
 constexpr int box_alignment = 1024;
 
 // Starts a copy of a box to shared memory; the copy signals `barrier` with the bytes transferred.
-// PTX: cp.async.bulk.tensor.4d.shared::cta.global.tile.mbarrier::complete_tx::bytes
+// PTX: cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes
 __device__ __forceinline__ void tma_load(void* shared, const TensorMap& map, Barrier& barrier,
                                          int column, int row, int head, int batch) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cta.global.tile.mbarrier::complete_tx::bytes "
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(shared_address(shared)),
       "l"(&map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(shared_address(&barrier))
       : "memory");
