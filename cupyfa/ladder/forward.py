@@ -276,6 +276,15 @@ def mma_pipelined_shared(p: Problem, c: SimpleNamespace) -> int:
     return 2 * (c.Br * max(depth, width) + c.stages * c.Bc * (depth + width))
 
 
+def tma_shared(p: Problem, c: SimpleNamespace, more: int = 0) -> int:
+    """Returns the bytes of shared memory for 16-bit tiles in TMA boxes of 64 columns, at most two
+    mbarriers per stage of K, of V and of 64 rows of Q, and ``more`` bytes, rounded up to 1024.
+    """
+    Q_stages = getattr(c, "Q_stages", 1)
+    tiles = 2 * (Q_stages * c.Br * round_up(p.d, 64) + c.stages * c.Bc * padded_columns(p, 64))
+    return round_up(tiles + 16 * (Q_stages * c.Br // 64 + 2 * c.stages) + more, 1024)
+
+
 def pack_gqa(p: Problem, c: SimpleNamespace) -> int:
     """Returns the number of query heads whose rows are packed into the same tiles.
 
@@ -446,6 +455,28 @@ MMA_ASYNC = rung(
     "mma_async",
     "asynchronous copies (cp.async) overlap with products; two buffers for K and V",
     launch={"shared": lambda p, c: mma_shared(p, c, buffers=2)},
+)
+TMA_TILES = {64: [(128, 64, 32, 2)], 128: [(128, 64, 16, 2), (128, 32, 16, 2)]}
+MMA_TMA = rung(
+    MMA_ASYNC,
+    "mma_tma",
+    "TMA and mbarriers (sm_90 and later): one thread asks the copy engine for whole tiles",
+    launch={
+        "args": "Q.map K.map V.map Q K V O lse sizes heads group scale mods",
+        "boxes": {"Q": lambda p, c: c.Br, "K": lambda p, c: c.Bc, "V": lambda p, c: c.Bc},
+        "shared": tma_shared,
+    },
+    tiles=TileChoice.of(
+        "Br Bc Wr stages",
+        [(*tile, 2) for tile in HALVES],
+        up_to={**TMA_TILES, 256: [(64, 32, 16, 2)]},
+        # For 32 keys of 256 columns, ptxas runs out of registers.
+        on={"120": {**TMA_TILES, 256: [(128, 16, 16, 2)]}},
+    ),
+    candidates={**MMA_ASYNC.candidates, "stages": (2, 3, 4)},
+    rules={**MMA_ASYNC.rules, "stages is 2 or more": lambda c: c.stages >= 2},
+    arch="90",
+    dtype_arch={},
 )
 MMA_PIPELINED = rung(
     MMA_ASYNC,
@@ -779,15 +810,6 @@ MMA_SLICES = rung(
 BLOCKS = [(Br, Bc, 2) for Br in (128, 64) for Bc in (64, 32, 16)]  # Br, Bc, stages
 
 
-def wgmma_shared(p: Problem, c: SimpleNamespace, more: int = 0) -> int:
-    """Returns the bytes of shared memory for 16-bit tiles in TMA boxes of 64 columns, two mbarriers
-    per stage of K, of V and of each warpgroup's Q, and ``more`` bytes.
-    """
-    Q_stages = getattr(c, "Q_stages", 1)
-    tiles = 2 * (Q_stages * c.Br * round_up(p.d, 64) + c.stages * c.Bc * padded_columns(p, 64))
-    return round_up(tiles + 16 * (Q_stages * c.Br // 64 + 2 * c.stages) + more, 1024)
-
-
 def staged_pairs(p: Problem, c: SimpleNamespace) -> int:
     """Returns the bytes of a bias tile in shared memory, with padded rows; 0 without a bias."""
     return c.Br * (c.Bc * bias_bytes(p) + 16) if bias_bytes(p) else 0
@@ -799,7 +821,7 @@ WGMMA_LAUNCH = Launch(
     boxes={"Q": lambda p, c: 64, "K": lambda p, c: c.Bc, "V": lambda p, c: c.Bc},
     grid=row_tiles,
     threads=lambda p, c: 128 + 2 * c.Br,
-    shared=wgmma_shared,
+    shared=tma_shared,
     constants={"Wr": lambda p, c: 16, "pack_gqa": lambda p, c: 1},
     walks=ALONG_KEYS,
 )
@@ -833,7 +855,7 @@ WGMMA_OVERLAP = rung(
     "wgmma_overlap",
     "softmax of a tile overlaps with products; ping-pong of warpgroups",
     launch={
-        "shared": lambda p, c: wgmma_shared(p, c, staged_pairs(p, c)),
+        "shared": lambda p, c: tma_shared(p, c, staged_pairs(p, c)),
         "constants": STAGES_BIAS,
     },
     tflops={"float16": {64: 397, 128: 616, 256: 723}, "bfloat16": {64: 400, 128: 631, 256: 737}},
@@ -869,9 +891,9 @@ WGMMA_PERSISTENT = rung(
 
 
 def wgmma_fp16x2_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the bytes of wgmma_shared, with the tiles doubled for hi and lo."""
+    """Returns the bytes of tma_shared, with the tiles doubled for hi and lo."""
     tiles = 2 * (c.Q_stages * c.Br * round_up(p.d, 64) + c.stages * c.Bc * padded_columns(p, 64))
-    return wgmma_shared(p, c, tiles + staged_pairs(p, c))
+    return tma_shared(p, c, tiles + staged_pairs(p, c))
 
 
 OPERAND_MAPS = " ".join(f"{name}.map" for name in OPERANDS.split())
@@ -1055,7 +1077,6 @@ WGMMA_FP8 = Kernel(
     arch="90a",
     largest_d=256,
     rounding=FLOAT8,
-    after=("wgmma_overlap",),
 )
 
 REST = (
@@ -1065,7 +1086,7 @@ REST = (
 )
 _RUNGS = (
     *(BASELINE, BASELINE_ONLINE, *SEEDS, FA2, FA2_COALESCED, FA2_SPLIT_KV),
-    *(MMA_SPLIT_Q, MMA_SWIZZLED, MMA_ASYNC),
+    *(MMA_SPLIT_Q, MMA_SWIZZLED, MMA_ASYNC, MMA_TMA),
     *map(rounded_first, (MMA_PIPELINED, MMA_SPLIT_KV, MMA_SLICES)),
     *(MMA_TF32, MMA_FP16X2, MMA_F64, WGMMA, WGMMA_OVERLAP, WGMMA_PERSISTENT, WGMMA_FP16X2),
     *(WGMMA_SLICES, WGMMA_FP8),

@@ -48,13 +48,19 @@ def able(feature, *operations):
     return [kernel for kernel in every if feature in kernel.features]
 
 
+def arch_of(kernel):
+    """Returns the lowest architecture from sm_80 on that runs a kernel."""
+    return kernel.target or max(kernel.arch, "80", key=int)
+
+
 # One kernel of each family: CUDA cores, mma.sync and wgmma, forward and backward.
 # kernels/test_pairs.py tests every pair of options with them.
 PAIRED = ("fa2", "mma_split_q", "wgmma", "two_pass", "mma_columns", "wgmma_columns")
 # Kernels that modify scores with the same headers as another kernel of their family.
 LIKE_OTHERS = {
-    *("fa2_coalesced", "mma_split_q", "mma_swizzled", "mma_async", "wgmma", "wgmma_overlap"),
-    *("fa2_split_kv", "wgmma_fp16x2", "rows", "mma_two_pass", "mma_f64", "mma_f64_columns"),
+    *("fa2_coalesced", "mma_split_q", "mma_swizzled", "mma_async", "mma_tma"),
+    *("wgmma", "wgmma_overlap", "wgmma_fp16x2", "fa2_split_kv", "mma_f64"),
+    *("rows", "mma_two_pass", "mma_f64_columns"),
 }
 
 

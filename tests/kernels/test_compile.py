@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from helpers.problems import DTYPES, EVERY, able, usual_dtype, usual_first
+from helpers.problems import DTYPES, EVERY, able, arch_of, usual_dtype, usual_first
 
 from cupyfa import Launch, Problem
 from cupyfa.lab.analysis import resources as compiling
@@ -119,11 +119,14 @@ def without_spills():
                     "mma_split_q",
                     "mma_swizzled",
                     "mma_async",
+                    "mma_tma",
                     "mma_pipelined",
                     "mma_split_kv",
                 ):
                     yield name, arch, d, mask, {"M": 3840, "heads": 16}
                 yield "mma_tf32", arch, d, mask, {"M": 3840, "heads": 16, "dtype": "float32"}
+    for d in (64, 128, 256):  # devices of sm_120 have TMA, but no wgmma
+        yield "mma_tma", "120", d, "causal", {"M": 3840, "heads": 16}
     for arch, d in product(("75", "80", "90", "120"), (64, 128, 256)):
         yield "mma_split_kv", arch, d, "full", {"M": 1, "N": 4096, "Br": 16}
         yield "mma_split_kv", arch, d, "window", {"M": 64, "N": 4096, "Br": 64}
@@ -267,7 +270,7 @@ def test_launches_that_make_tile_maps_compile():
     ids=lambda kernel: kernel.name,
 )
 def test_texts_compile_in_every_kernel(kernel, text):
-    (options, operands), arch = TEXTS[text], kernel.target or "80"
+    (options, operands), arch = TEXTS[text], arch_of(kernel)
     if text == "sink" and kernel.operation == "backward":
         operands += (DLSE,)
     plain = Problem.of_sizes(batch=1, heads=H, M=M, d=64, dtype=usual_dtype(kernel))
@@ -310,7 +313,7 @@ def plan_of_sequences(kernel, feature, arch):
 def test_sequences_compile_in_every_kernel(kernel, feature):
     if feature not in kernel.features:
         pytest.skip(f"{kernel.name} does not support {feature}")
-    arch = kernel.target or "80"
+    arch = arch_of(kernel)
     for launch in plan_of_sequences(kernel, feature, arch).launches:
         assert compile_launch(launch, arch).warnings == ()
 

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from helpers.problems import arch_of
 
 import cupyfa
 from cupyfa.lab.analysis.resources import limits_of, problem_to_compile
@@ -89,7 +90,7 @@ HEADERS = sorted([*INCLUDE.rglob("*.cuh"), *WITH.rglob("*.cuh"), *KERNELS.glob("
 def constants_of_the_host():
     for kernel in cupyfa.kernels():
         for d in (64, 256):
-            dtype, limits = kernel.dtypes[0], limits_of(kernel.target or "80")
+            dtype, limits = kernel.dtypes[0], limits_of(arch_of(kernel))
             problem = problem_to_compile(kernel.operation, dtype, d, None, AttentionOptions())
             if planning.can(kernel, problem, limits):
                 for launch in planning.plan(kernel, problem, limits).launches:

@@ -1,4 +1,4 @@
-"""Removing any wait, arrival, fence or barrier of the Hopper rungs causes a fault."""
+"""Removing any wait, arrival, fence or barrier of the rungs with TMA causes a fault."""
 
 import os
 import re
@@ -28,9 +28,11 @@ ORDERS = re.compile(
     rf"|{OF_EARLY_LAUNCH}"
     r"|bulk_commit_group|bulk_wait_group_read|bulk_wait_group|__syncthreads)\([^;{]*\);"
 )
+WITH_TMA = ("wgmma", "mma_tma")
 RUNGS = {name: kernel for kernels in LADDER.values() for name, kernel in kernels.items()}
 # Tile sizes with few enough stages that each is reused; dS has a single stage.
 TILES = {
+    "mma_tma": {"Br": 64, "Bc": 64, "Wr": 16, "stages": 2},
     "wgmma_persistent": {"Br": 128, "Bc": 64, "stages": 2, "Q_stages": 1},
     "wgmma_columns": {"Br": 64, "Bc": 128, "stages": 2, "dS_stages": 1},
     "wgmma_two_pass": {"Br": 64, "Bc": 128, "Bk": 64, "stages": 2},
@@ -148,9 +150,9 @@ def places():
     files += [
         (name, file)
         for name in RUNGS
-        if name.startswith("wgmma")
+        if name.startswith(WITH_TMA)
         for file in files_of(name)
-        if file.startswith("wgmma") and (file != OF_BIAS or name == "wgmma_columns")
+        if file.startswith(WITH_TMA) and (file != OF_BIAS or name == "wgmma_columns")
     ]
     for kernel, file in files:
         text = text_of(file)

@@ -181,7 +181,8 @@ def test_kernels_without_a_feature_name_those_with(feature):
         assert all(feature in cupyfa.kernel(name).features for name in able)
 
 
-DEVICES = {"90": H100, "80": Limits("an A100", shared_bytes=166912, arch="80"), "75": TURING}
+A100 = Limits("an A100", shared_bytes=166912, arch="80")
+DEVICES = {"120": limits_of("120"), "90": H100, "80": A100, "75": TURING}
 ROWS = {"batch": 4, "heads": 16, "N": 1024, "d": 128}
 # Sizes of gradients near the point where "auto" stops selecting the baseline, which stores S, P, dS
 # and dP of all heads.
@@ -196,6 +197,7 @@ CHOSEN = [
     ("wgmma_persistent", "90", {"d": 0, **F16}),
     ("wgmma_persistent", "90", {"d": 256, **F16}),
     ("wgmma_persistent", "90", {"d": 32, "dtype": "bfloat16"}),
+    ("mma_pipelined", "120", {"M": 4096, "d": 128, **F16}),
     ("wgmma_slices", "90", {"d": 257, **F16}),
     ("wgmma_slices", "90", {"d": 1024, "dtype": "bfloat16"}),
     # With many heads, even a few float32 rows use tensor cores.
@@ -230,6 +232,16 @@ CHOSEN = [
     ("mma_columns", "80", {"d": 256, **F16}),
     ("rows", "80", {"d": 257}),
 ]
+
+
+def test_mma_tma_fits_the_least_shared_memory_of_devices_with_tma():
+    limits = limits_of("120")
+    for d, dv in itertools.product((1, 64, 72, 192, 256), repeat=2):
+        (launch,) = plan("mma_tma", limits, M=300, d=d, dv=dv, **F16).launches
+        assert launch.shared_bytes <= 99 * 1024 and launch.threads <= 256
+    refusal = "it requires sm_90 for float16, but this is sm_89; kernels that can: .*mma_pipelined"
+    with pytest.raises(Unsupported, match=refusal):
+        plan("mma_tma", limits_of("89"), M=300, d=64, **F16)
 
 
 @pytest.mark.parametrize("kernel, arch, sizes", CHOSEN, ids=str)

@@ -741,7 +741,8 @@ STEPS = {
     "mma_split_q": ("tensor cores", "张量核心"),
     "mma_swizzled": ("no bank conflicts", "没有 bank 冲突"),
     "mma_async": ("double buffering", "双缓冲"),
-    "wgmma": ("TMA, warp specialization", "TMA，warp 专用化"),
+    "mma_tma": ("copies by the copy engine (TMA)", "由复制引擎（TMA）复制"),
+    "wgmma": ("warp specialization", "warp 专用化"),
     "wgmma_overlap": ("ping-pong", "乒乓调度"),
     "wgmma_persistent": ("persistent blocks", "常驻线程块"),
 }
@@ -772,15 +773,18 @@ def course(c: Canvas) -> str:
         c.line((x, 39), (x, 43), colour="pale")
     for number, (name, ideas) in enumerate(STEPS.items()):
         y = 45 + 31 * number
+        c.text(left - 6, y + 12, name, anchor="end", size=11)
+        c.text(left, y + 26, c.say(*ideas), anchor="start", size=9.5)
+        if name not in speeds:
+            c.text(left, y + 12, c.say("not measured", "未测量"), anchor="start", size=11)
+            continue
         width = unit * math.log10(speeds[name] / lowest)
         family = "c" if name.startswith("wgmma") else "b" if name.startswith("mma") else "a"
-        c.text(left - 6, y + 12, name, anchor="end", size=11)
         c.box(left, y, width, 15, family)
         for x, speed in decades:
             if lowest < speed < speeds[name]:
                 c.line((x, y), (x, y + 15), colour="paper")
         c.text(left + width + 5, y + 12, f"{speeds[name]:.3g}", anchor="start", size=11)
-        c.text(left, y + 26, c.say(*ideas), anchor="start", size=9.5)
     note = c.say(
         f"batch 4, 16 heads, M = N = {LENGTH}, d = {COLUMNS}; the scale is logarithmic",
         f"批次 4，16 个头，M = N = {LENGTH}，d = {COLUMNS}；对数刻度",
