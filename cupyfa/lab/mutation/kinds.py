@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from cupyfa.lab.mutation.syntax import (
@@ -11,7 +12,6 @@ from cupyfa.lab.mutation.syntax import (
     called,
     executed,
     is_expression,
-    is_statement,
     name_of,
     parsed,
     text,
@@ -24,18 +24,34 @@ if TYPE_CHECKING:
 Replaced = Iterator[tuple["Node", str]]  # nodes and the code to write in their place
 
 # Words in the names of functions, variables and members.
-_SYNCHRONIZING = set("syncthreads syncwarp sync synchronize barrier fence threadfence wait".split())
-_SYNCHRONIZING |= set("arrive commit release expect".split())
-_ATOMICS = {"atomicAdd": "{0} += {1}", "atomicOr": "{0} |= {1}", "atomicSub": "{0} -= {1}"}
-_ATOMICS |= {"atomicMax": "{0} = max({0}, {1})", "atomicMin": "{0} = min({0}, {1})"}
+_SYNCHRONIZING = {
+    *("syncthreads", "syncwarp", "sync", "synchronize", "barrier", "fence", "threadfence"),
+    *("wait", "arrive", "commit", "release", "expect"),
+}
+_ATOMICS = {
+    "atomicAdd": "{0} += {1}",
+    "atomicSub": "{0} -= {1}",
+    "atomicOr": "{0} |= {1}",
+    "atomicMax": "{0} = max({0}, {1})",
+    "atomicMin": "{0} = min({0}, {1})",
+}
 _STAGES, _PHASES = {"stage", "slot"}, {"phase", "parity", "buffer"}
-_POSITIONS = set("begin end offset window first last edge position distance".split())
-_ROWS, _MASKS = {"row", "key", "query"}, set("sees reach shown hides masked full dropped".split())
-_INDICES = set("head batch page split sequence".split())
-_REDUCTIONS = set("max maximum sum raise rescale reduce add accumulate scale".split())
-_OPTIONS = set("dropout dropped sink bias softcap capped cap descale descales descaled".split())
-_OPTIONS |= set("rotary rotated slopes alibi".split())
-_ZEROS = set("real scalar float double int unsigned half result infinity".split())
+_POSITIONS = {
+    *("begin", "end", "first", "last", "edge", "offset", "window", "position", "distance"),
+}
+_ROWS, _MASKS = (
+    {"row", "key", "query"},
+    {"sees", "reach", "shown", "hides", "masked", "full", "dropped"},
+)
+_INDICES = {"head", "batch", "page", "split", "sequence"}
+_REDUCTIONS = {
+    *("max", "maximum", "sum", "raise", "rescale", "reduce", "add", "accumulate", "scale"),
+}
+_OPTIONS = {
+    *("dropout", "dropped", "sink", "bias", "softcap", "capped", "cap", "slopes", "alibi"),
+    *("descale", "descales", "descaled", "rotary", "rotated"),
+}
+_ZEROS = {"real", "scalar", "result", "float", "double", "half", "int", "unsigned", "infinity"}
 _NEIGHBOURS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}
 _CLAMPS = ("min", "max", "fmin", "fmax")
 
@@ -180,7 +196,7 @@ def _swapped(node: Node) -> Replaced:
     if node.type != "argument_list":
         return
     listed = [x for x in node.named_children if x.type != "comment"]
-    for first, second in zip(listed, listed[1:]):
+    for first, second in pairwise(listed):
         call = node.parent
         both = _is_index(first) and _is_index(second) and text(first) != text(second)
         if both and call is not None and is_expression(call):
@@ -253,9 +269,9 @@ def _initialization(node: Node) -> Replaced:
             yield node, bare
     if node.type == "expression_statement" and node.named_children:
         of = node.named_children[0]
-        if of.type == "assignment_expression" and _operator(of) == "=":
-            if _is_zero(of.child_by_field_name("right")):
-                yield node, ";"
+        is_set = of.type == "assignment_expression" and _operator(of) == "="
+        if is_set and _is_zero(of.child_by_field_name("right")):
+            yield node, ";"
 
 
 def _has_fixed_type(declaration: Node) -> bool:

@@ -42,7 +42,7 @@ def _programs(
 
 def _differs(right: _Program, changed: _Program) -> bool:
     """Compares PTX first, which takes a part of the time of compiling to machine code."""
-    from cupy.cuda.compiler import CompileException
+    from cupyfa.runtime.cuda.compiler import CompileException
 
     try:
         pairs: Iterator[tuple[bytes, bytes]] = (

@@ -14,12 +14,17 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 # Nodes with code that only the compiler evaluates, and nodes that the grammar does not know.
 _NOT_RUN = {
     *("static_assert_declaration", "template_argument_list", "template_parameter_list"),
-    *("type_descriptor", "sizeof_expression", "alignof_expression", "decltype", "alias_declaration"),
+    *(
+        "type_descriptor",
+        "sizeof_expression",
+        "alignof_expression",
+        "decltype",
+        "alias_declaration",
+    ),
     *("parameter_list", "launch_bounds", "attribute_declaration", "enumerator_list", "comment"),
     *("array_declarator", "requires_clause", "ERROR"),
 }
 _DECLARATIONS = ("declaration", "field_declaration")
-STATEMENTS = ("declaration", "_statement")  # endings of types
 _EXPRESSIONS = ("_expression", "identifier", "_literal", "true", "false")
 
 
@@ -98,10 +103,6 @@ def called(statement: Node) -> Node | None:
         return None
     (only, *_) = statement.named_children
     return only if only.type == "call_expression" else None
-
-
-def is_statement(node: Node) -> bool:
-    return node.type.endswith(STATEMENTS)
 
 
 def is_expression(node: Node) -> bool:

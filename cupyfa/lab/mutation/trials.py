@@ -6,9 +6,9 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from cupyfa.lab.verify import checker, failures
 from cupyfa.lab.verify.failures import Outcome
 from cupyfa.lab.verify.tasks import KernelOrName, Task, backend_of
 from cupyfa.lab.verify.workers import Process, in_parallel
-from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named
 from cupyfa.numerics.shown import ShownRow
 from cupyfa.planner import choose_kernel, source
@@ -34,6 +33,7 @@ NOT_COMPILED = "not compiled"  # no case compiles the changed code
 INVALID = "does not compile"
 OUT_OF_TIME = "out of time"
 VERDICTS = (FOUND, MISSED, EQUIVALENT, NOT_COMPILED, INVALID, OUT_OF_TIME)
+_OTHER_SEEDS = (1, 2)  # of cases whose programs are compared
 _LONGEST_CASE = 20.0  # seconds that a case of a mutant may run
 _KNOWN = Path(__file__).with_name("known.txt")
 
@@ -42,13 +42,13 @@ _KNOWN = Path(__file__).with_name("known.txt")
 class Trial(ShownRow):
     """A mutant, one of VERDICTS, and why: the failure, or what is known about a missed mutant.
 
-    case: the case that found the mutant.
+    case: the number, from 1, of the case that found the mutant, in the order of ``check``.
     """
 
     mutant: Mutant
     verdict: str
     why: str
-    case: str | None
+    case: int | None
     seconds: float
 
     def row(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def summary(trials: Sequence[Trial]) -> str:
     return ", ".join([f"{count[FOUND]:,} of {judged:,} mutants found{rate}", *others])
 
 
-def run_trials(
+def each_trial(
     kernel: KernelOrName,
     mutants: Sequence[Mutant],
     *,
@@ -83,8 +83,10 @@ def run_trials(
     jobs: int = 1,
     timeout: float = 300.0,
     progress: Progress = no_progress,
-) -> list[Trial]:
+) -> Iterator[Trial]:
     """Checks each mutant of a kernel with the cases of a default check, until one of them fails.
+
+    Yields the trials in the order in which they end.
 
     cases: the number of cases, as ``samples`` of ``check``.
     jobs: number of worker processes.
@@ -92,53 +94,53 @@ def run_trials(
 
     Raises ValueError if the kernel itself fails.
     """
-    tasks = checker.tasks_of(kernel, samples=cases, backend=backend)
-    trier = _Trier([_Case.of(task, backend) for task in tasks], backend, timeout)
+    trier = _Trier(kernel, cases, backend, timeout)
     workers = [Process(backend, i) for i in range(jobs)]
-    found: list[Trial] = []
+    count = Counter[str]()
     try:
         trier.require_right(workers)
-        count = Counter[str]()
         for _, trial in in_parallel(workers, trier.trial, mutants):
-            found.append(trial)
             count[trial.verdict] += 1
-            progress(len(found), len(mutants), f"{count[FOUND]} found, {count[MISSED]} missed")
+            done = f"{count[FOUND]} found, {count[MISSED]} missed"
+            progress(count.total(), len(mutants), done)
+            yield trial
     finally:
         for worker in workers:
             worker.stop()
-    return sorted(found, key=lambda x: x.mutant.number)
 
 
 @dataclass(frozen=True)
 class _Case:
-    """A task with its programs, and the files that these include."""
+    """A task with its number, its programs, and the files that these include."""
 
+    number: int
     task: Task
     programs: tuple[PlannedLaunch, ...] = ()
     files: frozenset[Path] = frozenset()
 
-    @classmethod
-    def of(cls, task: Task, backend: Backend) -> _Case:
-        (kernel,) = task.kernels
+
+def _cases(
+    kernel: KernelOrName, samples: int | None, backend: Backend, seed: int = 0
+) -> list[_Case]:
+    """Returns the cases of a check that the kernel can run."""
+    record = record_named(kernel) if isinstance(kernel, str) else kernel
+    tasks = checker.tasks_of(kernel, samples=samples, backend=backend, seed=seed)
+    found = []
+    for number, task in enumerate(tasks, 1):
         limits = backend_of(task, backend).limits
-        try:
-            plan = choose_kernel.plan(
-                _record(kernel), task.case.problem, limits, **task.constants
-            )
-        except Unsupported:
-            return cls(task)
-        files = {path for launch in plan.programs for path in source.files_reached(launch)}
-        return cls(task, plan.programs, frozenset(files))
-
-
-@cache
-def _record(kernel: KernelOrName) -> Kernel:
-    return record_named(kernel) if isinstance(kernel, str) else kernel
+        with suppress(Unsupported):
+            plan = choose_kernel.plan(record, task.case.problem, limits, **task.constants)
+            files = {path for launch in plan.programs for path in source.files_reached(launch)}
+            found.append(_Case(number, task, plan.programs, frozenset(files)))
+    return found
 
 
 class _Trier:
-    def __init__(self, cases: Sequence[_Case], backend: Backend, timeout: float) -> None:
-        self._cases, self._timeout = cases, timeout
+    def __init__(
+        self, kernel: KernelOrName, samples: int | None, backend: Backend, timeout: float
+    ) -> None:
+        self._kernel, self._backend, self._timeout = kernel, backend, timeout
+        self._cases = _cases(kernel, samples, backend)
         self._trap = "__builtin_trap" if backend.name == "simulator" else "__trap"
         self._arch = backend.limits.arch or machine_code.USUAL_ARCH
         self._known = known_equivalents()
@@ -155,73 +157,82 @@ class _Trier:
 
     def trial(self, worker: Process, mutant: Mutant) -> Trial:
         begun = time.monotonic()
-        cases = [x for x in self._cases if mutant.path in x.files]
-        verdict, why, case = self._judged(worker, mutant, cases)
+        verdict, why, case = self._judged(worker, mutant)
         return Trial(mutant, verdict, why, case, time.monotonic() - begun)
 
-    def _judged(
-        self, worker: Process, mutant: Mutant, cases: Sequence[_Case]
-    ) -> tuple[str, str, str | None]:
-        """Returns the verdict on a mutant, the reason, and the case that found it."""
+    def _judged(self, worker: Process, mutant: Mutant) -> tuple[str, str, int | None]:
+        """Returns the verdict on a mutant, the reason, and the number of the case that found it."""
         if reason := self._known.get(_key(mutant)):
             return EQUIVALENT, reason, None
-        if not cases:
-            return NOT_COMPILED, "no case includes this file", None
         try:
-            failed = self._first_failure(worker, mutant, mutant.changed(), cases)
+            failed = self._first_failure(worker, mutant, mutant.changed())
         except TimeoutError:
             return OUT_OF_TIME, f"no case failed within {self._timeout:g} s", None
         if failed is None:
-            return *self._missed(worker, mutant, cases), None
-        task, outcome = failed
+            return *self._missed(worker, mutant), None
+        case, outcome = failed
         if outcome.kind == failures.COMPILE_ERROR:
             return INVALID, _reason(outcome), None
-        return FOUND, _reason(outcome), str(task.case)
+        return FOUND, _reason(outcome), case.number
 
-    def _missed(
-        self, worker: Process, mutant: Mutant, cases: Sequence[_Case]
-    ) -> tuple[str, str]:
+    def _missed(self, worker: Process, mutant: Mutant) -> tuple[str, str]:
         """Returns the verdict on a mutant that no case finds, and what is known about it."""
         probe = mutant.change.probe
-        programs = _different(x for case in cases for x in case.programs if _uses(mutant, x))
-        if not self._changes(mutant, mutant.changed(), programs):
-            if self._changes(mutant, mutant.changed(probe.format(trap="__trap")), programs):
+        of_cases, others = self._programs(mutant)
+        if not self._changes(mutant, probe.format(trap="__trap"), [*of_cases, *others]):
+            return NOT_COMPILED, "no program of this kernel contains this code"
+        if not self._changes(mutant, mutant.change.new, of_cases):
+            if not self._changes(mutant, mutant.change.new, others):
                 return EQUIVALENT, "the machine code is the same"
-            return NOT_COMPILED, "no case compiles this code"
+            return MISSED, "no case compiles a program that it changes"
         try:
-            trapped = self._first_failure(
-                worker, mutant, mutant.changed(probe.format(trap=self._trap)), cases
-            )
+            probed = mutant.changed(probe.format(trap=self._trap))
+            trapped = self._first_failure(worker, mutant, probed)
         except TimeoutError:
             return MISSED, ""
         if trapped is None:
             return MISSED, "no case executes this code"
-        if trapped[1].kind == failures.COMPILE_ERROR:
-            return MISSED, ""
-        return MISSED, "executed, but all results are right"
+        is_probe = trapped[1].kind != failures.COMPILE_ERROR
+        return MISSED, "executed, but all results are right" if is_probe else ""
 
-    def _changes(self, mutant: Mutant, code: bytes, programs: Sequence[PlannedLaunch]) -> bool:
-        """Returns whether a file's other code changes the machine code of any program."""
-        with _copied(mutant, code) as copies:
+    def _programs(self, mutant: Mutant) -> tuple[list[PlannedLaunch], list[PlannedLaunch]]:
+        """Returns the programs of the cases, and others, that include the mutant's file."""
+        of_cases, others = (
+            _different(x for case in cases for x in case.programs if _includes(x, mutant))
+            for cases in (self._cases, self._other_cases)
+        )
+        known = {source.text(x) for x in of_cases}
+        return of_cases, [x for x in others if source.text(x) not in known]
+
+    @cached_property
+    def _other_cases(self) -> list[_Case]:
+        """Cases of which only the programs are used: code may be equal in those of the check."""
+        return [x for seed in _OTHER_SEEDS for x in _cases(self._kernel, None, self._backend, seed)]
+
+    def _changes(self, mutant: Mutant, new: str, programs: Sequence[PlannedLaunch]) -> bool:
+        """Returns whether ``new`` in the place of the change changes a program's machine code."""
+        with _copied(mutant, mutant.changed(new)) as copies:
             return machine_code.differ(programs, copies, self._arch)
 
     def _first_failure(
-        self, worker: Process, mutant: Mutant, code: bytes, cases: Sequence[_Case]
-    ) -> tuple[Task, Outcome] | None:
+        self, worker: Process, mutant: Mutant, code: bytes
+    ) -> tuple[_Case, Outcome] | None:
         """Runs cases with other code in the mutant's file, until one of them fails.
 
-        Raises TimeoutError if no case has failed in time.
+        Skips cases that do not include the file. Raises TimeoutError if none has failed in time.
         """
         ends = time.monotonic() + self._timeout
         with _copied(mutant, code) as copies:
             worker.read(copies)
-            for case in cases:
-                left = ends - time.monotonic()
-                if left <= 0:
+            for case in self._cases:
+                if mutant.path not in case.files:
+                    continue
+                if (left := ends - time.monotonic()) <= 0:
                     raise TimeoutError
                 task = replace(case.task, timeout=min(left, _LONGEST_CASE))
                 if failed := [x for x in worker.run(task) if x.failed]:
-                    return task, failed[0]
+                    short = failed[0].message.replace(str(copies[mutant.root]), mutant.root.name)
+                    return case, replace(failed[0], message=short)
         return None
 
 
@@ -237,7 +248,7 @@ def _copied(mutant: Mutant, code: bytes) -> Iterator[Mapping[Path, Path]]:
         yield {mutant.root: copy}
 
 
-def _uses(mutant: Mutant, program: PlannedLaunch) -> bool:
+def _includes(program: PlannedLaunch, mutant: Mutant) -> bool:
     return mutant.path in source.files_reached(program)
 
 

@@ -1,0 +1,124 @@
+"""``cupyfa mutate``."""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from cupyfa.lab.commands import INTERRUPTED, WRONG, command_options
+from cupyfa.lab.commands.check import MOST_JOBS
+from cupyfa.lab.commands.signals import take_time
+from cupyfa.lab.mutation.mutants import Mutant, mutants_of, sample
+from cupyfa.lab.mutation.trials import MISSED, Trial, each_trial, mutant_row, summary
+from cupyfa.lab.report.tables import mutant_list, render
+from cupyfa.lab.verify.checker import MOST_SAMPLES
+from cupyfa.ladder.lookup import record_named
+from cupyfa.runtime.backend import Backend
+
+
+@click.command()
+@command_options.kernel_argument
+@click.option(
+    "--sample",
+    "count",
+    type=command_options.Integer(1),
+    default=20,
+    help="Number of mutants to draw; the kinds of faults take turns.",
+)
+@click.option(
+    "--seed", type=command_options.Integer(0), default=0, help="Seed of the drawn mutants."
+)
+@click.option(
+    "--only",
+    "numbers",
+    type=command_options.Integer(1),
+    multiple=True,
+    help="Try the mutant with this number, instead of a sample; may be repeated.",
+)
+@click.option(
+    "--cases",
+    type=command_options.Integer(1, MOST_SAMPLES),
+    help="Number of cases to check a mutant with, as --samples of `cupyfa check`.",
+)
+@click.option("--dry-run", is_flag=True, help="List the mutants, and run nothing.")
+@click.option(
+    "--jobs",
+    type=command_options.Integer(1),
+    help=f"Number of processes.  [default: one per core, at most {MOST_JOBS} per GPU]",
+)
+@click.option(
+    "--timeout",
+    type=command_options.Number(0, min_open=True),
+    default=300.0,
+    help="Seconds after which the check of a mutant ends without a verdict.",
+)
+@command_options.backend_options
+@command_options.format_option
+def mutate(
+    kernel: str,
+    count: int,
+    seed: int,
+    numbers: Sequence[int],
+    dry_run: bool,
+    jobs: int | None,
+    backend: Backend,
+    form: str,
+    **how: Any,
+) -> None:
+    """Put faults into KERNEL, one at a time, and see whether its check finds them.
+
+    KERNEL is a name from `cupyfa list`, or `script.py:name` for a record of your own. Each mutant
+    is the kernel with one small fault: a barrier or a test left out, a bound off by one, a wrong
+    index, a factor left out. It is checked as by `cupyfa check`, until a case fails.
+
+    \b
+    found             a case failed
+    missed            all results are right, although the machine code has changed
+    equivalent        the mutant computes the same
+    not compiled      no case compiles the changed code
+    does not compile  the compiler finds the fault
+    out of time       no case has failed within --timeout
+
+    The exit code is 1 if a mutant was missed.
+    """
+    every = mutants_of(record_named(kernel))
+    chosen = _numbered(every, numbers) if numbers else sample(every, count, seed)
+    if dry_run:
+        _print([mutant_row(x) for x in chosen], form)
+        command_options.note(f"{len(chosen):,} of {len(every):,} mutants of {kernel}")
+        return
+    most = min(len(os.sched_getaffinity(0)), MOST_JOBS * backend.devices)
+    found: list[Trial] = []
+    ended: BaseException | None = None
+    take_time()  # so that trials can still be printed after a signal
+    with command_options.progress_bar("mutants") as progress:
+        how |= {"backend": backend, "jobs": jobs or most, "progress": progress}
+        try:
+            found.extend(each_trial(kernel, chosen, **how))
+        except (KeyboardInterrupt, SystemExit) as error:
+            ended = error
+    found.sort(key=lambda x: x.mutant.number)
+    _print([x.row() for x in found], form)
+    said = f"{summary(found)}; {len(chosen):,} of {len(every):,} mutants of {kernel} were drawn"
+    if form == "table":
+        click.echo(said)
+    else:
+        command_options.note(said)
+    if ended:
+        command_options.note("interrupted")
+        sys.exit(ended.code if isinstance(ended, SystemExit) else INTERRUPTED)
+    sys.exit(WRONG if any(x.verdict == MISSED for x in found) else 0)
+
+
+def _numbered(every: Sequence[Mutant], numbers: Sequence[int]) -> list[Mutant]:
+    for number in numbers:
+        if number > len(every):
+            raise click.UsageError(f"--only is {number}, but there are {len(every):,} mutants")
+    return [every[number - 1] for number in sorted(set(numbers))]
+
+
+def _print(rows: Sequence[dict[str, Any]], form: str) -> None:
+    if rows:
+        click.echo(mutant_list(rows) if form == "table" else render(rows, form))
