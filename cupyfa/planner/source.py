@@ -47,7 +47,7 @@ def text(launch: PlannedLaunch) -> str:
     return "\n".join(
         [
             *above,
-            f'#line 1 "{_shown(launch.path)}"',
+            f'#line 1 "{shown(launch.path)}"',
             file,
             f"// headers: {includes.digest(reached)}",
             "",
@@ -60,9 +60,9 @@ def inlined(launch: PlannedLaunch) -> str:
     above, file, _ = _above_and_file(launch)
 
     def title(header: Path) -> str:
-        return _shown(header.relative_to(KERNELS) if header.is_relative_to(KERNELS) else header)
+        return shown(header.relative_to(KERNELS) if header.is_relative_to(KERNELS) else header)
 
-    files = {"types and constants from the host": "\n".join(above), _shown(launch.path): file}
+    files = {"types and constants from the host": "\n".join(above), shown(launch.path): file}
     return includes.inlined(files, include_folders(launch), title)
 
 
@@ -114,7 +114,8 @@ def _to_read(path: Path) -> Path:
     return path
 
 
-def _shown(path: Path) -> str:
+def shown(path: Path) -> str:
+    """Returns the name of a launch's .cu file in compiler messages."""
     return (path if path.is_absolute() else Path("kernels") / path).as_posix()
 
 

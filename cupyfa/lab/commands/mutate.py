@@ -11,7 +11,14 @@ from cupyfa.lab.commands import INTERRUPTED, WRONG, command_options
 from cupyfa.lab.commands.check import MOST_JOBS
 from cupyfa.lab.commands.signals import take_time
 from cupyfa.lab.mutation.mutants import Mutant, mutants_of, sample
-from cupyfa.lab.mutation.trials import MISSED, Trial, each_trial, mutant_row, summary
+from cupyfa.lab.mutation.trials import (
+    MISSED,
+    Trial,
+    compiled_mutants,
+    each_trial,
+    mutant_row,
+    summary,
+)
 from cupyfa.lab.report.tables import mutant_list, render
 from cupyfa.lab.verify.checker import MOST_SAMPLES
 from cupyfa.ladder.lookup import record_named
@@ -77,35 +84,42 @@ def mutate(
     found             a case failed
     missed            all results are right, although the machine code has changed
     equivalent        the mutant computes the same
-    not compiled      no case compiles the changed code
+    not compiled      no program of the kernel contains the changed code
     does not compile  the compiler finds the fault
     out of time       no case has failed within --timeout
 
     The exit code is 1 if a mutant was missed.
     """
+    jobs = jobs or min(len(os.sched_getaffinity(0)), MOST_JOBS * backend.devices)
     every = mutants_of(record_named(kernel))
-    chosen = _numbered(every, numbers) if numbers else sample(every, count, seed)
+    if numbers:
+        chosen = _numbered(every, numbers)
+    else:
+        with command_options.progress_bar("compiling"):
+            compiled = compiled_mutants(kernel, every, backend=backend, jobs=jobs)
+        chosen = sample(compiled, count, seed)
+        command_options.note(
+            f"{len(chosen):,} of {len(compiled):,} mutants of {kernel} were drawn; "
+            f"{len(every) - len(compiled):,} more are in functions that it does not use"
+        )
     if dry_run:
         _print([mutant_row(x) for x in chosen], form)
-        command_options.note(f"{len(chosen):,} of {len(every):,} mutants of {kernel}")
         return
-    most = min(len(os.sched_getaffinity(0)), MOST_JOBS * backend.devices)
     found: list[Trial] = []
     ended: BaseException | None = None
     take_time()  # so that trials can still be printed after a signal
     with command_options.progress_bar("mutants") as progress:
-        how |= {"backend": backend, "jobs": jobs or most, "progress": progress}
+        how |= {"backend": backend, "jobs": jobs, "progress": progress}
         try:
             found.extend(each_trial(kernel, chosen, **how))
         except (KeyboardInterrupt, SystemExit) as error:
             ended = error
     found.sort(key=lambda x: x.mutant.number)
     _print([x.row() for x in found], form)
-    said = f"{summary(found)}; {len(chosen):,} of {len(every):,} mutants of {kernel} were drawn"
     if form == "table":
-        click.echo(said)
+        click.echo(summary(found))
     else:
-        command_options.note(said)
+        command_options.note(summary(found))
     if ended:
         command_options.note("interrupted")
         sys.exit(ended.code if isinstance(ended, SystemExit) else INTERRUPTED)

@@ -61,6 +61,8 @@ class Change:
     """Code to write in place of the bytes from ``start`` to ``end`` of a file.
 
     probe: code in their place that does the same but is marked: ``{trap}`` is called first.
+    function: first and last line, from 1, of the function around the change, or of the change if
+        there is none.
     """
 
     kind: str
@@ -68,6 +70,7 @@ class Change:
     end: int
     new: str
     probe: str
+    function: tuple[int, int]
 
 
 def changes(code: bytes) -> list[Change]:
@@ -80,8 +83,18 @@ def changes(code: bytes) -> list[Change]:
         for kind, replaced in KINDS.items():
             for place, new in replaced(node):
                 start, end = place.start_byte, place.end_byte
-                found.setdefault((start, end, new), Change(kind, start, end, new, _probe(place)))
+                made = Change(kind, start, end, new, _probe(place), _function(place))
+                found.setdefault((start, end, new), made)
     return [found[key] for key in sorted(found)]
+
+
+def _function(node: Node) -> tuple[int, int]:
+    """Returns the first and last line of the function around a node, or of the node itself."""
+    around: Node | None = node
+    while around is not None and around.type != "function_definition":
+        around = around.parent
+    of = around or node
+    return of.start_point.row + 1, of.end_point.row + 1
 
 
 def _probe(node: Node) -> str:
@@ -341,7 +354,9 @@ def _option_twice(node: Node) -> Replaced:
 def _takes_value(call: Node) -> bool:
     """Returns whether a call whose value is used applies an option to its first argument."""
     is_used = call.parent is not None and call.parent.type != "expression_statement"
-    return is_used and bool(words(name_of(call)) & _OPTIONS) and bool(arguments_of(call))
+    name = name_of(call)
+    changes_value = bool(words(name) & _OPTIONS) and not name.endswith("_of")
+    return is_used and changes_value and bool(arguments_of(call))
 
 
 def _is_condition(node: Node) -> bool:

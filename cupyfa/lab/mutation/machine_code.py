@@ -1,9 +1,12 @@
-"""Comparison of a mutant's machine code with that of its kernel, compiled without a GPU."""
+"""Machine code of programs, compiled without a GPU: its lines, and whether it differs."""
 
 from __future__ import annotations
 
+import re
 import threading
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
@@ -30,6 +33,34 @@ def differ(
     )
 
 
+def compiled_lines(
+    launches: Sequence[PlannedLaunch], arch: str = USUAL_ARCH, jobs: int = 1
+) -> dict[Path, set[int]]:
+    """Returns the lines of each file to which an instruction of any launch belongs."""
+    found: dict[Path, set[int]] = defaultdict(set)
+
+    def lines(pair: tuple[PlannedLaunch, _Program]) -> list[tuple[Path, int]]:
+        launch, program = pair
+        return _lines_of(_code(*program, to_ptx=True, lines=True).decode(), launch)
+
+    with ThreadPoolExecutor(jobs) as threads:
+        for pairs in threads.map(lines, zip(launches, _programs(launches, {}, arch))):
+            for path, line in pairs:
+                found[path].add(line)
+    return found
+
+
+def _lines_of(ptx: str, launch: PlannedLaunch) -> list[tuple[Path, int]]:
+    """Returns the files and lines that directives of PTX name."""
+    own, shown = source.KERNELS / launch.path, source.shown(launch.path)
+    files = {
+        number: own if name.endswith(shown) else Path(name)
+        for number, name in re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', ptx, re.MULTILINE)
+    }
+    places = re.findall(r"^\s*\.loc\s+(\d+)\s+(\d+)", ptx, re.MULTILINE)
+    return [(files[number], int(line)) for number, line in dict.fromkeys(places)]
+
+
 def _programs(
     launches: Sequence[PlannedLaunch], copies: Mapping[Path, Path], arch: str
 ) -> list[_Program]:
@@ -53,10 +84,12 @@ def _differs(right: _Program, changed: _Program) -> bool:
         return True
 
 
-def _code(text: str, name: str, arch: str, folders: tuple[Path, ...], to_ptx: bool) -> bytes:
+def _code(
+    text: str, name: str, arch: str, folders: tuple[Path, ...], to_ptx: bool, lines: bool = False
+) -> bytes:
     from cupyfa.runtime.cuda.compiler import compile_text
 
-    return compile_text(text, name, arch, folders, to_ptx=to_ptx, log=False)[0]
+    return compile_text(text, name, arch, folders, to_ptx=to_ptx, log=False, lines=lines)[0]
 
 
 _usual_code = lru_cache(maxsize=256)(_code)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,7 +29,7 @@ from cupyfa.runtime.environment import Progress, no_progress
 FOUND = "found"
 MISSED = "missed"
 EQUIVALENT = "equivalent"
-NOT_COMPILED = "not compiled"  # no case compiles the changed code
+NOT_COMPILED = "not compiled"  # no program of the kernel contains the changed code
 INVALID = "does not compile"
 OUT_OF_TIME = "out of time"
 VERDICTS = (FOUND, MISSED, EQUIVALENT, NOT_COMPILED, INVALID, OUT_OF_TIME)
@@ -72,6 +72,28 @@ def summary(trials: Sequence[Trial]) -> str:
     others = [f"{count[x]:,} {x}" for x in VERDICTS[2:] if count[x]]
     rate = f" ({count[FOUND] / judged:.0%})" if judged else ""
     return ", ".join([f"{count[FOUND]:,} of {judged:,} mutants found{rate}", *others])
+
+
+def compiled_mutants(
+    kernel: KernelOrName, mutants: Sequence[Mutant], *, backend: Backend, jobs: int = 1
+) -> list[Mutant]:
+    """Returns the mutants with a change in a function that any program of the kernel contains.
+
+    The programs are those of cases with several seeds. Headers have functions for other kernels.
+    """
+    drawn = [x for seed in (0, *_OTHER_SEEDS) for x in _cases(kernel, None, backend, seed)]
+    programs = _different(program for case in drawn for program in case.programs)
+    lines = machine_code.compiled_lines(programs, _arch(backend), jobs)
+    return [x for x in mutants if _is_compiled(x, lines.get(x.path, set()))]
+
+
+def _is_compiled(mutant: Mutant, lines: Set[int]) -> bool:
+    first, last = mutant.change.function
+    return any(first <= line <= last for line in lines)
+
+
+def _arch(backend: Backend) -> str:
+    return backend.limits.arch or machine_code.USUAL_ARCH
 
 
 def each_trial(
@@ -142,7 +164,7 @@ class _Trier:
         self._kernel, self._backend, self._timeout = kernel, backend, timeout
         self._cases = _cases(kernel, samples, backend)
         self._trap = "__builtin_trap" if backend.name == "simulator" else "__trap"
-        self._arch = backend.limits.arch or machine_code.USUAL_ARCH
+        self._arch = _arch(backend)
         self._known = known_equivalents()
 
     def require_right(self, workers: Sequence[Process]) -> None:
@@ -164,6 +186,9 @@ class _Trier:
         """Returns the verdict on a mutant, the reason, and the number of the case that found it."""
         if reason := self._known.get(_key(mutant)):
             return EQUIVALENT, reason, None
+        programs = [x for of in self._programs(mutant) for x in of]
+        if not self._changes(mutant, mutant.change.probe.format(trap="__trap"), programs):
+            return NOT_COMPILED, "no program of this kernel contains this code", None
         try:
             failed = self._first_failure(worker, mutant, mutant.changed())
         except TimeoutError:
@@ -177,16 +202,13 @@ class _Trier:
 
     def _missed(self, worker: Process, mutant: Mutant) -> tuple[str, str]:
         """Returns the verdict on a mutant that no case finds, and what is known about it."""
-        probe = mutant.change.probe
         of_cases, others = self._programs(mutant)
-        if not self._changes(mutant, probe.format(trap="__trap"), [*of_cases, *others]):
-            return NOT_COMPILED, "no program of this kernel contains this code"
         if not self._changes(mutant, mutant.change.new, of_cases):
             if not self._changes(mutant, mutant.change.new, others):
                 return EQUIVALENT, "the machine code is the same"
             return MISSED, "no case compiles a program that it changes"
         try:
-            probed = mutant.changed(probe.format(trap=self._trap))
+            probed = mutant.changed(mutant.change.probe.format(trap=self._trap))
             trapped = self._first_failure(worker, mutant, probed)
         except TimeoutError:
             return MISSED, ""
