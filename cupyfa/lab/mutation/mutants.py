@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
 from pathlib import Path
 
@@ -90,14 +90,17 @@ def mutants_of(kernel: Kernel) -> list[Mutant]:
     folder. Raises MissingParser without tree-sitter, and OSError for a missing file.
     """
     root, files = files_of(kernel)
-    found: list[Mutant] = []
-    for file in files:
-        code = (root / file).read_bytes()
-        for change in changes(code):
-            line = code.count(b"\n", 0, change.start) + 1
-            column = change.start - code.rfind(b"\n", 0, change.start)
-            found.append(Mutant(len(found) + 1, root, file, line, column, change, code))
-    return found
+    found = (x for file in files for x in mutants_in(root, file))
+    return [replace(x, number=number) for number, x in enumerate(found, 1)]
+
+
+def mutants_in(root: Path, file: Path) -> Iterator[Mutant]:
+    """Yields the mutants with a change in one file, numbered from 1."""
+    code = (root / file).read_bytes()
+    for number, change in enumerate(changes(code), 1):
+        line = code.count(b"\n", 0, change.start) + 1
+        column = change.start - code.rfind(b"\n", 0, change.start)
+        yield Mutant(number, root, file, line, column, change, code)
 
 
 def files_of(kernel: Kernel) -> tuple[Path, list[Path]]:
