@@ -26,7 +26,7 @@ from cupyfa.runtime.backend import Backend
 
 
 @click.command()
-@command_options.kernel_argument
+@click.argument("kernel", type=command_options.KernelName(()))
 @click.option(
     "--sample",
     "count",
@@ -51,15 +51,10 @@ from cupyfa.runtime.backend import Backend
 )
 @click.option("--dry-run", is_flag=True, help="List the mutants, and run nothing.")
 @click.option(
-    "--jobs",
-    type=command_options.Integer(1),
-    help=f"Number of processes.  [default: one per core, at most {MOST_JOBS} per GPU]",
-)
-@click.option(
-    "--timeout",
-    type=command_options.Number(0, min_open=True),
+    "--budget",
+    type=command_options.SECONDS,
     default=300.0,
-    help="Seconds after which the check of a mutant ends without a verdict.",
+    help="Seconds to spend on the cases of a mutant.",
 )
 @command_options.backend_options
 @command_options.format_option
@@ -69,16 +64,17 @@ def mutate(
     seed: int,
     numbers: Sequence[int],
     dry_run: bool,
-    jobs: int | None,
+    budget: float,
     backend: Backend,
     form: str,
     **how: Any,
 ) -> None:
-    """Put faults into KERNEL, one at a time, and see whether its check finds them.
+    """Put faults into KERNEL and see whether its check finds them.
 
     KERNEL is a name from `cupyfa list`, or `script.py:name` for a record of your own. Each mutant
     is the kernel with one small fault: a barrier or a test left out, a bound off by one, a wrong
-    index, a factor left out. It is checked as by `cupyfa check`, until a case fails.
+    index, a factor left out. It is checked as by `cupyfa check`, until a case fails. A mutant has
+    the same number as long as the files do not change.
 
     \b
     found             a case failed
@@ -86,11 +82,11 @@ def mutate(
     equivalent        the mutant computes the same
     not compiled      no program of the kernel contains the changed code
     does not compile  the compiler finds the fault
-    out of time       no case has failed within --timeout
+    out of time       no case has failed within --budget
 
     The exit code is 1 if a mutant was missed.
     """
-    jobs = jobs or min(len(os.sched_getaffinity(0)), MOST_JOBS * backend.devices)
+    jobs = min(len(os.sched_getaffinity(0)), MOST_JOBS * backend.devices)
     every = mutants_of(record_named(kernel))
     if numbers:
         chosen = _numbered(every, numbers)
@@ -109,7 +105,7 @@ def mutate(
     ended: BaseException | None = None
     take_time()  # so that trials can still be printed after a signal
     with command_options.progress_bar("mutants") as progress:
-        how |= {"backend": backend, "jobs": jobs, "progress": progress}
+        how |= {"backend": backend, "jobs": jobs, "budget": budget, "progress": progress}
         try:
             found.extend(each_trial(kernel, chosen, **how))
         except (KeyboardInterrupt, SystemExit) as error:

@@ -40,7 +40,7 @@ def _parser() -> Parser:
     except ImportError:
         raise MissingParser(
             "mutants need tree-sitter and tree-sitter-cuda, which are not installed; "
-            "pip install 'cupyfa[mutate]'"
+            "pip install 'cupyfa[compiler]'"
         ) from None
     return Parser(Language(tree_sitter_cuda.language()))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import tempfile
 import time
 from collections import Counter
@@ -35,7 +36,7 @@ OUT_OF_TIME = "out of time"
 VERDICTS = (FOUND, MISSED, EQUIVALENT, NOT_COMPILED, INVALID, OUT_OF_TIME)
 _OTHER_SEEDS = (1, 2)  # of cases whose programs are compared
 _LONGEST_CASE = 20.0  # seconds that a case of a mutant may run
-_KNOWN = Path(__file__).with_name("known.txt")
+_EQUIVALENTS = Path(__file__).with_name("equivalents.csv")
 
 
 @dataclass(frozen=True, repr=False)
@@ -103,7 +104,7 @@ def each_trial(
     backend: Backend,
     cases: int | None = None,
     jobs: int = 1,
-    timeout: float = 300.0,
+    budget: float = 300.0,
     progress: Progress = no_progress,
 ) -> Iterator[Trial]:
     """Checks each mutant of a kernel with the cases of a default check, until one of them fails.
@@ -112,11 +113,11 @@ def each_trial(
 
     cases: the number of cases, as ``samples`` of ``check``.
     jobs: number of worker processes.
-    timeout: seconds for the cases of a mutant.
+    budget: seconds to spend on the cases of a mutant.
 
     Raises ValueError if the kernel itself fails.
     """
-    trier = _Trier(kernel, cases, backend, timeout)
+    trier = _Trier(kernel, cases, backend, budget)
     workers = [Process(backend, i) for i in range(jobs)]
     count = Counter[str]()
     try:
@@ -159,9 +160,9 @@ def _cases(
 
 class _Trier:
     def __init__(
-        self, kernel: KernelOrName, samples: int | None, backend: Backend, timeout: float
+        self, kernel: KernelOrName, samples: int | None, backend: Backend, budget: float
     ) -> None:
-        self._kernel, self._backend, self._timeout = kernel, backend, timeout
+        self._kernel, self._backend, self._budget = kernel, backend, budget
         self._cases = _cases(kernel, samples, backend)
         self._trap = "__builtin_trap" if backend.name == "simulator" else "__trap"
         self._arch = _arch(backend)
@@ -192,7 +193,7 @@ class _Trier:
         try:
             failed = self._first_failure(worker, mutant, mutant.changed())
         except TimeoutError:
-            return OUT_OF_TIME, f"no case failed within {self._timeout:g} s", None
+            return OUT_OF_TIME, f"no case failed within {self._budget:g} s", None
         if failed is None:
             return *self._missed(worker, mutant), None
         case, outcome = failed
@@ -243,7 +244,7 @@ class _Trier:
 
         Skips cases that do not include the file. Raises TimeoutError if none has failed in time.
         """
-        ends = time.monotonic() + self._timeout
+        ends = time.monotonic() + self._budget
         with _copied(mutant, code) as copies:
             worker.read(copies)
             for case in self._cases:
@@ -290,10 +291,9 @@ def _reason(outcome: Outcome) -> str:
 
 
 def known_equivalents() -> dict[tuple[str, str, str], str]:
-    """Reads known.txt: maps file, code before and code after to the reason."""
-    lines = _KNOWN.read_text(encoding="utf-8").splitlines()
-    cells = [[x.strip() for x in line.split(" | ")] for line in lines if not line.startswith("#")]
-    return {(file, before, after): reason for file, before, after, reason in cells}
+    """Reads equivalents.csv: maps file, code before and code after to the reason."""
+    with _EQUIVALENTS.open(encoding="utf-8", newline="") as file:
+        return {(x["file"], x["before"], x["after"]): x["reason"] for x in csv.DictReader(file)}
 
 
 def _key(mutant: Mutant) -> tuple[str, str, str]:

@@ -88,7 +88,7 @@ def test_a_copy_has_the_changed_file_and_links_to_the_others(tmp_path):
 
 
 def test_known_equivalents_are_few_mutants_of_the_ladder():
-    """Fails for a line of known.txt whose code has changed."""
+    """Fails for a row of equivalents.csv whose code has changed."""
     known = set(trials.known_equivalents())
     assert len(known) <= 0.03 * 10_000  # see test_the_ladder_has_thousands_of_mutants
     there = {
