@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -73,7 +74,8 @@ class Change:
     function: tuple[int, int]
 
 
-def changes(code: bytes) -> list[Change]:
+@lru_cache(maxsize=256)  # exceeds the number of files in kernels/
+def changes(code: bytes) -> tuple[Change, ...]:
     """Returns the changes of all kinds in a file, in the order of their places.
 
     Raises MissingParser without tree-sitter.
@@ -85,7 +87,7 @@ def changes(code: bytes) -> list[Change]:
                 start, end = place.start_byte, place.end_byte
                 made = Change(kind, start, end, new, _probe(place), _function(place))
                 found.setdefault((start, end, new), made)
-    return [found[key] for key in sorted(found)]
+    return tuple(found[key] for key in sorted(found))
 
 
 def _function(node: Node) -> tuple[int, int]:

@@ -11,14 +11,14 @@ _FEWEST = 0.75  # of the mutants of a sample; of 45 in all kernels, 87 % were fo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["fa2", "mma_async", "two_pass"])
+@pytest.mark.parametrize("kernel", ["fa2", "two_pass"])
 def test_most_mutants_of_a_sample_are_found(monkeypatch, kernel):
     monkeypatch.setenv("CUPYFA_COMPILER_FLAGS", "")
     backend = Simulator()
     every = mutants_of(record_named(kernel))
     compiled = trials.compiled_mutants(kernel, every, backend=backend, jobs=2)
     assert len(compiled) > len(every) / 3
-    drawn = sample(compiled, 6, seed=1)
+    drawn = sample(compiled, 8, seed=1)
     found = [*trials.each_trial(kernel, drawn, backend=backend, jobs=2)]
     judged = [x for x in found if x.verdict in (trials.FOUND, trials.MISSED)]
     missed = [f"{x.mutant.place}: {x.mutant.after}" for x in judged if x.verdict == trials.MISSED]
