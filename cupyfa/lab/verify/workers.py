@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe
@@ -278,10 +278,11 @@ def in_parallel(
             free.put(worker)
 
     threads = ThreadPoolExecutor(len(workers))
-    started = [threads.submit(on_a_free_one, item) for item in items]
+    left = {threads.submit(on_a_free_one, item) for item in items}
     try:
-        for done in as_completed(started):
-            yield done.result()
+        while left:  # a signal may reach another thread; Python heeds it when this one awakes
+            done, left = wait(left, _PATIENCE, FIRST_COMPLETED)
+            yield from (x.result() for x in done)
     except BaseException:
         threads.shutdown(wait=False, cancel_futures=True)
         for worker in workers:  # in threads, so that an interrupt returns quickly
