@@ -100,7 +100,8 @@ def test_known_equivalents_are_few_mutants_of_the_ladder():
 
 
 def test_without_tree_sitter_the_remedy_is_named(monkeypatch):
-    syntax._parser.cache_clear()
+    for cached in (syntax._parser, changes):
+        cached.cache_clear()
     monkeypatch.setitem(sys.modules, "tree_sitter", None)
     says(refused("mutate", "fa2", "--dry-run", code=3), "tree-sitter", "pip install")
     syntax._parser.cache_clear()
