@@ -1,4 +1,4 @@
-"""Default checks find most mutants of a sample of each family of kernels."""
+"""Default checks find most mutants of a sample of .cu files, whose headers need more options."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from cupyfa.lab.mutation import trials
 from cupyfa.lab.mutation.mutants import mutants_of, sample
 from cupyfa.ladder.lookup import record_named
 
-_FEWEST = 0.75  # of a sample; of 57 mutants of 13 kernels that are not equivalent, 91 % were found
+_FEWEST = 0.75  # of a sample; of 63 mutants of 13 kernels that are not equivalent, 89 % were found
 
 
 @pytest.mark.slow
@@ -15,10 +15,10 @@ _FEWEST = 0.75  # of a sample; of 57 mutants of 13 kernels that are not equivale
 def test_most_mutants_of_a_sample_are_found(monkeypatch, kernel):
     monkeypatch.setenv("CUPYFA_COMPILER_FLAGS", "")
     backend = Simulator()
-    every = mutants_of(record_named(kernel))
+    every = [x for x in mutants_of(record_named(kernel)) if x.file.suffix == ".cu"]
     compiled = trials.compiled_mutants(kernel, every, backend=backend, jobs=2)
     assert len(compiled) > len(every) / 3
-    drawn = sample(compiled, 8, seed=1)
+    drawn = sample(compiled, 6, seed=1)
     found = [*trials.each_trial(kernel, drawn, backend=backend, jobs=2)]
     judged = [x for x in found if x.verdict in (trials.FOUND, trials.MISSED)]
     missed = [f"{x.mutant.place}: {x.mutant.after}" for x in judged if x.verdict == trials.MISSED]
