@@ -24,6 +24,7 @@ from cupyfa.lab.commands.doctor import doctor
 from cupyfa.lab.commands.exercises import exercise
 from cupyfa.lab.commands.ladder import ladder
 from cupyfa.lab.commands.listing import list_kernels
+from cupyfa.lab.commands.mutate import mutate
 from cupyfa.lab.commands.new import new
 from cupyfa.lab.commands.replay import replay
 from cupyfa.lab.commands.roofline import roofline
@@ -43,6 +44,7 @@ EXIT_CODES = {
     "DeviceError": UNSUPPORTED,
     "CompilerNotFound": UNSUPPORTED,
     "MemoryError": UNSUPPORTED,
+    "MissingParser": UNSUPPORTED,
     "CompileError": BAD_ARGUMENTS,
     "CompileException": BAD_ARGUMENTS,
     "ValueError": BAD_ARGUMENTS,
@@ -175,6 +177,7 @@ for command in (
     run,
     check,
     replay,
+    mutate,
     roofline,
     compile_kernels,
     show,

@@ -1,6 +1,8 @@
 """Source text of launches: typed constants above an unchanged file from kernels/."""
 
 import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
@@ -18,6 +20,9 @@ INCLUDE = KERNELS / "include"
 RECORDING = KERNELS / "timeline"
 WITH = KERNELS / "with"
 ENDS = {"finishes": "finishing", "shares_groups": "sharing"}
+# Headers that the host includes with a problem's expressions (cuda_source.header).
+_OF_EXPRESSIONS = ("score_mod", "staged_bias_tile", "dropout")
+_copies: dict[Path, Path] = {}  # folders of kernel files, and the folders to read instead
 # Matches code in which macros may form names: ## and #include of a macro.
 _MADE = re.compile(r"##|^[ \t]*#[ \t]*include\s+\w", re.MULTILINE)
 _ALIGNED = r"\b(?:alignas|__align__)\s*\((?:[^()]|\([^()]*\))*\)"
@@ -42,7 +47,7 @@ def text(launch: PlannedLaunch) -> str:
     return "\n".join(
         [
             *above,
-            f'#line 1 "{_shown(launch.path)}"',
+            f'#line 1 "{shown(launch.path)}"',
             file,
             f"// headers: {includes.digest(reached)}",
             "",
@@ -55,9 +60,9 @@ def inlined(launch: PlannedLaunch) -> str:
     above, file, _ = _above_and_file(launch)
 
     def title(header: Path) -> str:
-        return _shown(header.relative_to(KERNELS) if header.is_relative_to(KERNELS) else header)
+        return shown(header.relative_to(KERNELS) if header.is_relative_to(KERNELS) else header)
 
-    files = {"types and constants from the host": "\n".join(above), _shown(launch.path): file}
+    files = {"types and constants from the host": "\n".join(above), shown(launch.path): file}
     return includes.inlined(files, include_folders(launch), title)
 
 
@@ -86,7 +91,31 @@ def _above_and_file(launch: PlannedLaunch) -> tuple[list[str], str, dict[Path, b
     return lines, file, reached
 
 
-def _shown(path: Path) -> str:
+@contextmanager
+def reading(copies: Mapping[Path, Path]) -> Iterator[None]:
+    """Makes this process read the kernel files of each folder from a copy of the folder.
+
+    Names of files in plans and messages do not change.
+    """
+    before = dict(_copies)
+    _copies.update(copies)
+    try:
+        yield
+    finally:
+        _copies.clear()
+        _copies.update(before)
+
+
+def _to_read(path: Path) -> Path:
+    """Returns the path from which a file or folder is read."""
+    for folder, copy in _copies.items():
+        if path.is_relative_to(folder):
+            return copy / path.relative_to(folder)
+    return path
+
+
+def shown(path: Path) -> str:
+    """Returns the name of a launch's .cu file in compiler messages."""
     return (path if path.is_absolute() else Path("kernels") / path).as_posix()
 
 
@@ -107,6 +136,27 @@ def headers(launch: PlannedLaunch) -> set[str]:
     return {path.name for path in includes.reached(file_of(launch), include_folders(launch))}
 
 
+def files_reached(launch: PlannedLaunch) -> set[Path]:
+    """Returns the paths of a launch's .cu file and of all headers that its text includes."""
+    return {KERNELS / launch.path, *_above_and_file(launch)[2]}
+
+
+def reachable(path: Path, *, options: bool) -> set[Path]:
+    """Returns the paths of a .cu file and of all headers that any launch of it may include.
+
+    options: whether the file's kernel has options that modify scores.
+    """
+    path = KERNELS / path
+    text = _read(path, path.stem)
+    host = "".join(f"#include <attention/{name}.cuh>\n" for name in _OF_EXPRESSIONS)
+    found = {path}
+    for is_plain in (True, False) if options else (True,):
+        above = "" if is_plain else host
+        for ends in ([], *([folder] for folder in ENDS.values())):
+            found |= {*includes.reached(above + text, _folders(path, ends, is_plain=is_plain))}
+    return found
+
+
 def without_entry(launch: PlannedLaunch) -> ValueError:
     """Makes the error for a file in which the compiler did not find the launch's entry point."""
     return ValueError(
@@ -117,7 +167,7 @@ def without_entry(launch: PlannedLaunch) -> ValueError:
 
 def _read(path: Path, entry: str) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return _to_read(path).read_text(encoding="utf-8")
     except OSError as error:
         raise type(error)(
             f"{path}, the file of kernel {entry}, cannot be read ({error.strerror}); create this "
@@ -144,11 +194,19 @@ def _constant(name: str, value: int | float) -> str:
 
 def include_folders(launch: PlannedLaunch) -> tuple[Path, ...]:
     """Returns the folders to search for includes: a user's folder, then the project's."""
-    own = (launch.path.parent,) if launch.path.is_absolute() else ()
     ends = [folder for name, folder in ENDS.items() if launch.constants.get(name)]
-    recording = (RECORDING,) if launch.recording else ()
-    extended = () if _is_plain(launch) else (WITH,)
+    is_recorded, is_plain = launch.recording is not None, _is_plain(launch)
+    folders = _folders(launch.path, ends, is_recorded=is_recorded, is_plain=is_plain)
+    return tuple(map(_to_read, folders))
+
+
+def _folders(
+    path: Path, ends: Sequence[str], *, is_recorded: bool = False, is_plain: bool
+) -> tuple[Path, ...]:
+    own = (path.parent,) if path.is_absolute() and not path.is_relative_to(KERNELS) else ()
     own_first = (folder / end for folder in (*own, KERNELS) for end in ends)
+    recording = (RECORDING,) if is_recorded else ()
+    extended = () if is_plain else (WITH,)
     return (*own_first, *own, *recording, *extended, INCLUDE, KERNELS)
 
 

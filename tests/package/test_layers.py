@@ -40,6 +40,7 @@ LAYERS = [
     {"lab.bench"},
     {"lab.report"},
     {"lab.analysis"},
+    {"lab.mutation"},
     {"lab.exercises"},
     {"lab.commands"},
 ]

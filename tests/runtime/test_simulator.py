@@ -525,6 +525,12 @@ def test_a_read_of_uninitialised_shared_memory(name):
     assert caught.block == (1, 0, 0)
 
 
+def test_a_variable_without_a_value_is_far_from_zero():
+    A = ones()
+    launch("float x;\nif (A[threadIdx.x] < 0) x = 1;\nA[threadIdx.x] = x;", A)
+    assert not (abs(A[:32]) < 1e30).any()
+
+
 @pytest.mark.parametrize("schedule", [None, 3])
 def test_a_return_before_a_barrier_names_the_thread(schedule):
     body = "if (threadIdx.y == 7) return;\n__syncthreads();"

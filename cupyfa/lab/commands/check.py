@@ -22,7 +22,7 @@ from cupyfa.ladder.lookup import record_named
 from cupyfa.problem.options import Precision
 from cupyfa.runtime.backend import Backend
 
-_MOST_JOBS = 16
+MOST_JOBS = 16
 _MESSAGE_LINES = 8
 _COLUMNS = ("kernel", "failure", "output", "error", "bound", "ratio", "worst_at")
 
@@ -70,7 +70,7 @@ _COLUMNS = ("kernel", "failure", "output", "error", "bound", "ratio", "worst_at"
     type=command_options.Integer(0),
     help="Number of processes, which share the visible GPUs; 0 means this process, "
     "without a timeout.  "
-    f"[default: one per core, at most {_MOST_JOBS} per GPU]",
+    f"[default: one per core, at most {MOST_JOBS} per GPU]",
 )
 @click.option(
     "--timeout",
@@ -122,7 +122,7 @@ def check(
                 dtypes=dtypes or None,
                 precision=precision,
                 backend=backend,
-                jobs=min(cores, _MOST_JOBS * backend.devices) if jobs is None else jobs,
+                jobs=min(cores, MOST_JOBS * backend.devices) if jobs is None else jobs,
                 progress=progress,
                 **how,
             )

@@ -73,6 +73,20 @@ def listing(rows: Sequence[Row]) -> str:
     return _drawn(table)
 
 
+def mutant_list(rows: Sequence[Row]) -> str:
+    """Renders mutants: number, place and kind; the code before and after; the verdict, if any."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(str(row["number"]), Text(f"{row['place']}  {row['kind']}", "bold"))
+        table.add_row("", Text(f"- {row['before']}", "red"))
+        table.add_row("", Text(f"+ {row['after']}", "green"))
+        if verdict := row.get("verdict"):
+            case = f" by case {row['case']}" if row["case"] else ""
+            table.add_row("", Text(f"{verdict}{case}: {row['why']}".removesuffix(": ")))
+    return _drawn(table)
+
+
 def trial_row(result: Trial, case: Case, backend: Backend) -> Row:
     plan = result.plan
     launches = [

@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe
@@ -30,6 +30,7 @@ from cupyfa.errors import DeviceError
 from cupyfa.lab.verify import failures as kinds
 from cupyfa.lab.verify.failures import Outcome
 from cupyfa.lab.verify.tasks import KernelOrName, Task, name_of, perform
+from cupyfa.planner import source
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.choose_backend import backend_named
 from cupyfa.runtime.simulator import Simulator, machine
@@ -85,6 +86,7 @@ class Process:
         if isinstance(backend, Simulator):
             machine.compiler()  # called here, so that its warnings and errors are shown
         self._backend = backend.like(workers=1) if isinstance(backend, Simulator) else backend.name
+        self._copies: dict[Path, Path] = {}
         self._process: _Started | None = None
         self._is_stopped = False
 
@@ -100,6 +102,11 @@ class Process:
         """Ends the process for good, even during a task; any thread may call this."""
         self._is_stopped = True
         self.rest()
+
+    def read(self, copies: Mapping[Path, Path]) -> None:
+        """Lets a new process read kernel files from copies of folders, as ``source.reading``."""
+        self.rest()
+        self._copies = dict(copies)
 
     def rest(self) -> None:
         """Ends the process; the next task starts a new one."""
@@ -133,7 +140,7 @@ class Process:
 
     def _started(self) -> _Started:
         if self._process is None:
-            self._process = _Started(self._backend, self._variables)
+            self._process = _Started(self._backend, self._variables, self._copies)
             self._check_stopped()
             try:
                 self._process.next_step()
@@ -171,7 +178,9 @@ def _left(task: Task, done: Sequence[Outcome]) -> tuple[KernelOrName, ...]:
 class _Started:
     """A running worker process, with its pipe and its output."""
 
-    def __init__(self, backend: Backend | str, variables: Mapping[str, str]) -> None:
+    def __init__(
+        self, backend: Backend | str, variables: Mapping[str, str], copies: Mapping[Path, Path]
+    ) -> None:
         self.pipe, theirs = Pipe()
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         weakref.finalize(self, self._log.close)  # not in `end`: another thread may still read it
@@ -187,7 +196,7 @@ class _Started:
         )
         theirs.close()
         with suppress(BrokenPipeError):  # the worker is already dead; `next_step` raises
-            self.pipe.send(backend)
+            self.pipe.send((backend, copies))
 
     def next_step(self) -> Any:
         """Returns the worker's next message. Raises the error that the worker sent instead.
@@ -228,12 +237,14 @@ def serve(handle: int) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     pipe: Connection[Any, Any] = Connection(handle)
     try:
-        backend = backend_named(pipe.recv())
+        name, copies = pipe.recv()
+        backend = backend_named(name)
         pipe.send(None)
-        while True:
-            for step in perform(backend, pipe.recv()):
-                pipe.send(step)
-            pipe.send(None)
+        with source.reading(copies):
+            while True:
+                for step in perform(backend, pipe.recv()):
+                    pipe.send(step)
+                pipe.send(None)
     except EOFError:
         return
     except Exception as error:
@@ -267,10 +278,11 @@ def in_parallel(
             free.put(worker)
 
     threads = ThreadPoolExecutor(len(workers))
-    started = [threads.submit(on_a_free_one, item) for item in items]
+    left = {threads.submit(on_a_free_one, item) for item in items}
     try:
-        for done in as_completed(started):
-            yield done.result()
+        while left:  # a signal may reach another thread; Python heeds it when this one awakes
+            done, left = wait(left, _PATIENCE, FIRST_COMPLETED)
+            yield from (x.result() for x in done)
     except BaseException:
         threads.shutdown(wait=False, cancel_futures=True)
         for worker in workers:  # in threads, so that an interrupt returns quickly

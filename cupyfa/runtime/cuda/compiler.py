@@ -81,8 +81,11 @@ def compile_text(
     *,
     to_ptx: bool = False,
     log: bool = True,
+    lines: bool = False,
 ) -> tuple[bytes, str]:
     """Compiles source code to a cubin, or with ``to_ptx`` to PTX; also returns the log.
+
+    lines: whether to add the source line of each instruction.
 
     Works without a GPU. Raises cupy.cuda.compiler.CompileException with NVRTC's message.
     """
@@ -90,6 +93,7 @@ def compile_text(
     options = ["--std=c++17", f"-arch={target}", "-ftz=true", "--device-as-default-execution-space"]
     options += ["--device-int128"]
     options += ["--diag-suppress=177"]  # warnings about unused constants
+    options += ["-lineinfo"] * lines
     if log:
         options += ["--ptxas-options=-v", "--no-cache"]  # NVRTC's cache does not store logs
     options += [f"-I{folder}" for folder in (*folders, *_include_folders())]

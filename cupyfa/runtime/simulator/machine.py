@@ -83,6 +83,9 @@ _CLANG_FLAGS = [
     *("-mllvm", "-tsan-instrument-func-entry-exit=0"),
     *("-mllvm", "-tsan-instrument-read-before-write=1"),
 ]
+# Fills local variables without a value with a pattern, so that results that use them are wrong.
+# Otherwise they often contain zeros.
+_FILL = "-ftrivial-auto-var-init=pattern"
 
 
 @dataclass(frozen=True)
@@ -443,10 +446,13 @@ def _runtime_flags() -> list[str]:
 
 def _kernel_flags() -> list[str]:
     version = compiler_version()
-    flags = [*_BASE_FLAGS, *_KERNEL_FLAGS]
-    flags += _CLANG_FLAGS if "clang" in version else _GCC_FLAGS
-    major = re.search(r"clang version (\d+)", version)
-    if major and int(major[1]) >= 16:
+    is_clang = "clang" in version
+    flags = [*_BASE_FLAGS, *_KERNEL_FLAGS, *(_CLANG_FLAGS if is_clang else _GCC_FLAGS)]
+    found = re.search(r"clang version (\d+)|\) (\d+)", version)
+    major = int(found[1] or found[2]) if found else 0
+    if major >= (16 if is_clang else 12):
+        flags.append(_FILL)
+    if is_clang and major >= 16:
         # Older versions treat the last array of a struct as a flexible array.
         flags.append("-fstrict-flex-arrays=3")
     return flags + given_flags()

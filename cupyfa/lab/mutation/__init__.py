@@ -1,0 +1,1 @@
+"""Faults made by a program: mutants of kernels, and whether a check finds them."""
