@@ -137,7 +137,7 @@ class PlannedLaunch(Shown):
         return {x.name: int(x.value) for x in self.arguments if x.name in self.launch.numbers}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PlannedMatmul(Matmul):
     """A matrix product of all heads, or of those that ``slices`` selects."""
 
