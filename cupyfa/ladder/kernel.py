@@ -220,9 +220,9 @@ class Kernel(_Record):
     round_heads: maximum number of key heads per round, over all batch elements, for rounds over
         heads. Launches and products with ``in_rounds`` then see only the key heads of their round
         and the query heads of these: in their arrays, in ``batch``, ``heads`` and ``kv_heads``, and
-        in p of their formulas. Scratch that no other step uses holds the heads of one round. Such
-        kernels must not have features for which heads of all rounds are numbered or read arrays of
-        their own, such as "places" and "dropout".
+        in p of their formulas. Scratch that no other step uses holds the heads of one round. The
+        kernel must not have features that depend on a head's index in the problem, such as "places"
+        and "dropout".
     arch: minimum compute capability, or an architecture-specific target such as "90a", to which the
         kernel is then restricted.
     dtype_arch: minimum compute capability of dtypes that require more, as ``{"bfloat16": "80"}``.
@@ -571,8 +571,8 @@ def _are_own(names: Iterable[str]) -> bool:
     return all(name.isidentifier() and name not in _TAKEN for name in names)
 
 
-# Features for which launches number the heads of the problem, or read lengths, pages or scales of
-# heads and batch elements from struct Mods. A round sees neither.
+# Features that depend on the index of a head or batch element in the problem, in expressions or for
+# arrays in struct Mods. In a round over heads, indices count from the round's first head.
 _BY_HEAD = ("places", "dropout", "ragged", "lengths", "paged", "e4m3")
 
 # Validation rules for the fields of records.
