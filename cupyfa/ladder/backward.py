@@ -90,7 +90,7 @@ def rows_launch(name: str, outputs: str) -> Launch:
     )
 
 
-def sums_launch(entry: str, name: str, args: str) -> Launch:
+def sums_launch(entry: str, name: str, args: str, *, in_rounds: bool = False) -> Launch:
     rows, heads, width = AXES[name]
 
     def blocks(p: Problem, c: SimpleNamespace) -> int:
@@ -103,6 +103,7 @@ def sums_launch(entry: str, name: str, args: str) -> Launch:
         grid=blocks,
         threads=lambda p, c: THREADS,
         constants={"width": lambda p, c: getattr(p, width), "scaled": lambda p, c: name != "dV"},
+        in_rounds=in_rounds,
     )
 
 
@@ -116,11 +117,23 @@ def round_off(name: str) -> Launch:
 
 
 def finish(entry: str, name: str, products: str) -> Launch:
-    """Makes the launch that rounds a gradient's sums and recomputes NaN sums.
+    """Makes the launch that rounds a gradient's sums of a round and recomputes NaN sums.
 
     products: the two arrays whose matrix product is the gradient.
     """
-    return sums_launch(entry, name, f"{name} {products} lse sizes {{heads}} group scale")
+    args = f"{name} {products} lse sizes {{heads}} group scale"
+    return sums_launch(entry, name, args, in_rounds=True)
+
+
+_ROOM_UNIT = 1 << 14  # bytes; the usual ``room`` of a round is 768 MiB
+
+
+def heads_in_room(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the number of key heads, at least 1, whose scores and sums fit into `room` units."""
+    real, rows = p.dtype.sums.itemsize, p.group * p.M
+    scores = 2 * (real + p.itemsize) * rows * p.N
+    sums = real * (rows * p.d + p.N * (p.d + p.dv))
+    return max(c.room * _ROOM_UNIT // max(scores + sums, 1), 1)
 
 
 BASELINE = Kernel(
@@ -128,22 +141,25 @@ BASELINE = Kernel(
     "five products by cuBLAS: S, P, dP and dS go through global memory",
     (
         DELTA,
-        Matmul("S", "Q", "K.T", scaled=True),
-        Matmul("dP", "dO", "V.T"),
+        Matmul("S", "Q", "K.T", scaled=True, in_rounds=True),
+        Matmul("dP", "dO", "V.T", in_rounds=True),
         Launch(
             "score_gradients",
             args="S dP lse delta P dS sizes heads mods",
             grid=lambda p, c: p.M * p.heads * p.batch,
             threads=lambda p, c: THREADS,
+            in_rounds=True,
         ),
-        Matmul("dV_sum", "P.T", "dO"),
-        Matmul("dQ_sum", "dS", "K"),
-        Matmul("dK_sum", "dS.T", "Q"),
+        Matmul("dV_sum", "P.T", "dO", in_rounds=True),
+        Matmul("dQ_sum", "dS", "K", in_rounds=True),
+        Matmul("dK_sum", "dS.T", "Q", in_rounds=True),
         finish("finish_rows", "dQ", "dS K"),
         finish("finish_keys", "dK", "dS Q"),
         finish("finish_keys", "dV", "P dO"),
     ),
     operation="backward",
+    tiles=named("room", (49152,)),
+    candidates={"room": (16384, 32768, 49152)},
     features=ALL_BUT_PLACES,
     scratch={
         **DELTA_SCRATCH,
@@ -155,6 +171,7 @@ BASELINE = Kernel(
         "dK_sum": ("batch kv_heads N d", "real"),
         "dV_sum": ("batch kv_heads N dv", "real"),
     },
+    round_heads=heads_in_room,
     tflops={
         "float16": {64: 56.9},
         "float32": {64: 21.6, 256: 36.4, 512: 40.8, 1024: 42.8},

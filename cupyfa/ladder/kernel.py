@@ -172,13 +172,20 @@ class Matmul:
 
     A group of heads of ``a`` may share a head of ``b``. If a group shares a head of ``out``, its
     products are added up. Inputs may have the problem's dtype while ``out`` has the accumulation
-    type.
+    type. With ``in_rounds`` each of the kernel's rounds multiplies its own heads; see
+    ``Kernel.round_heads``.
     """
 
     out: str
     a: str
     b: str
     scaled: bool = False
+    in_rounds: bool = False
+
+    @property
+    def names(self) -> tuple[str, str, str]:
+        """The arrays that are multiplied, and the result."""
+        return self.a.removesuffix(".T"), self.b.removesuffix(".T"), self.out.removesuffix(".T")
 
 
 @dataclass(frozen=True, repr=False)
@@ -210,6 +217,12 @@ class Kernel(_Record):
         ``N32`` is N rounded up to a multiple of 32. A formula for the number of elements, which may
         use ``c.multiprocessors``, can replace the axes.
     rounds: number of times that launches with ``in_rounds`` are repeated, to limit scratch memory.
+    round_heads: maximum number of key heads per round, over all batch elements, for rounds over
+        heads. Launches and products with ``in_rounds`` then see only the key heads of their round
+        and the query heads of these: in their arrays, in ``batch``, ``heads`` and ``kv_heads``, and
+        in p of their formulas. Scratch that no other step uses holds the heads of one round. The
+        kernel must not have features that depend on a head's index in the problem, such as "places"
+        and "dropout".
     arch: minimum compute capability, or an architecture-specific target such as "90a", to which the
         kernel is then restricted.
     dtype_arch: minimum compute capability of dtypes that require more, as ``{"bfloat16": "80"}``.
@@ -268,6 +281,7 @@ class Kernel(_Record):
     features: Sequence[str] = ()
     scratch: Mapping[str, tuple[str | Formula, str]] = field(default_factory=dict)
     rounds: Formula = lambda p, c: 1
+    round_heads: Formula | None = None
     arch: str = "75"
     dtype_arch: Mapping[str, str] = field(default_factory=dict)
     largest_d: int | None = None
@@ -554,6 +568,10 @@ def _are_own(names: Iterable[str]) -> bool:
     return all(name.isidentifier() and name not in _TAKEN for name in names)
 
 
+# Features that depend on the index of a head or batch element in the problem, in expressions or for
+# arrays in struct Mods. In a round over heads, indices count from the round's first head.
+_BY_HEAD = ("places", "dropout", "ragged", "lengths", "paged", "e4m3")
+
 # Validation rules for the fields of records.
 _LAUNCH_RULES: Rules = {
     "entry must be the name of a C function": lambda x: x.entry.isidentifier(),
@@ -609,6 +627,16 @@ _KERNEL_RULES: Rules = {
         callable(axes) or set(axes.split()) <= set(AXES) for axes, _ in x.scratch.values()
     ),
     "rounds must be a formula, lambda p, c: …": lambda x: callable(x.rounds),
+    "round_heads must be a formula, lambda p, c: …, if a Matmul is in rounds": lambda x: (
+        callable(x.round_heads)
+        or (
+            x.round_heads is None
+            and not any(isinstance(step, Matmul) and step.in_rounds for step in x.launches)
+        )
+    ),
+    f"round_heads requires features other than {', '.join(_BY_HEAD)}": lambda x: (
+        x.round_heads is None or not set(_BY_HEAD) & set(x.features)
+    ),
     f"arch must be one of {', '.join((*ARCHES, *ARCH_SPECIFIC))}": lambda x: (
         x.arch in (*ARCHES, *ARCH_SPECIFIC)
     ),

@@ -487,7 +487,7 @@ def _check_arrays(kernel: Kernel) -> None:
             "or output; rename the scratch array"
         )
     products = [step for step in kernel.launches if isinstance(step, Matmul)]
-    named = {name.removesuffix(".T") for x in products for name in (x.a, x.b, x.out)}
+    named = {name for x in products for name in x.names}
     if unknown := named - given.keys() - kernel.scratch.keys():
         raise ValueError(
             f"{kernel.name}: a Matmul uses unknown arrays {', '.join(sorted(unknown))}; the arrays "

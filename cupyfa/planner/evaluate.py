@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import count
 from math import isfinite, prod
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from cupyfa.errors import Unsupported
 from cupyfa.ladder.kernel import MOST_BOX_ROWS, Constant, Kernel, Launch, Matmul
 from cupyfa.ladder.operations import Input
 from cupyfa.planner import cuda_source
+from cupyfa.planner.head_rounds import HeadRound, head_rounds
 from cupyfa.planner.plan import (
     FIRST_AXES,
     TENSOR,
@@ -21,6 +23,8 @@ from cupyfa.planner.plan import (
     Limits,
     Plan,
     PlannedLaunch,
+    PlannedMatmul,
+    Slices,
     rounding_of,
 )
 from cupyfa.planner.source import KERNELS
@@ -60,7 +64,7 @@ def with_numbers(plan: Plan, problem: Problem) -> Plan:
     """
     value = cuda_source.value(problem)[0]
 
-    def changed(step: PlannedLaunch | Matmul) -> PlannedLaunch | Matmul:
+    def changed(step: PlannedLaunch | PlannedMatmul) -> PlannedLaunch | PlannedMatmul:
         if isinstance(step, Matmul):
             return step
         made = (replace(x, value=value) if x.name == "mods" else x for x in step.arguments)
@@ -124,10 +128,7 @@ class _Planner:
             kernel=self.kernel,
             problem=self.problem,
             constants=self.constants,
-            steps=tuple(
-                step if isinstance(step, Matmul) else self.launch(step, number)
-                for step, number in self.in_rounds(steps)
-            ),
+            steps=tuple(self.planned(steps)),
             scratch=dict(self.scratch(steps)),
             outputs=self.outputs,
             floats=self.floats,
@@ -138,20 +139,91 @@ class _Planner:
         more["multiprocessors"] = self.limits.multiprocessors
         return SimpleNamespace(**self.constants, **more)
 
-    def in_rounds(self, steps: Sequence[Launch | Matmul]) -> list[tuple[Launch | Matmul, int]]:
-        """Returns all steps in order, each with its round number."""
-        repeated = [x for x in steps if isinstance(x, Launch) and x.in_rounds]
+    def planned(self, steps: Sequence[Launch | Matmul]) -> list[PlannedLaunch | PlannedMatmul]:
+        """Returns all steps in order, with those of every round."""
+        repeated = [x for x in steps if x.in_rounds]
         if not repeated:
-            return [(step, 0) for step in steps]
+            return list(map(self.step, steps))
+        first = steps.index(repeated[0])
+        others = [self.step(x) for x in steps if not x.in_rounds]
+        return [*others[:first], *self.in_rounds(repeated), *others[first:]]
+
+    def step(self, step: Launch | Matmul, number: int = 0) -> PlannedLaunch | PlannedMatmul:
+        if isinstance(step, Matmul):
+            return PlannedMatmul(**vars(step))
+        return self.launch(step, number)
+
+    def in_rounds(
+        self, steps: Sequence[Launch | Matmul]
+    ) -> Iterator[PlannedLaunch | PlannedMatmul]:
+        """Yields the steps of each round."""
+        if self.kernel.round_heads is not None:
+            yield from self.in_head_rounds(steps)
+            return
         rounds = self.whole("rounds", self.kernel.rounds, self.on_device(), least=1)
+        self.check_rounds(rounds)
+        for number in range(rounds):
+            yield from (self.step(x, number) for x in steps)
+
+    def in_head_rounds(
+        self, steps: Sequence[Launch | Matmul]
+    ) -> Iterator[PlannedLaunch | PlannedMatmul]:
+        """Yields the steps of each round over heads, planned once for rounds of equal sizes."""
+        if len(self.head_rounds) == 1:
+            yield from map(self.step, steps)
+            return
+        self.check_rounds(len(self.head_rounds))
+        planned = {}
+        for each in self.head_rounds:
+            if each.sizes not in planned:
+                planner = self.of_round(each)
+                planned[each.sizes] = [planner.step(x) for x in steps]
+            for step, made in zip(steps, planned[each.sizes]):
+                yield replace(made, slices=self.slices(step, each))
+
+    @cached_property
+    def head_rounds(self) -> list[HeadRound]:
+        formula = self.kernel.round_heads
+        assert formula is not None
+        most = self.whole("round_heads", formula, self.on_device(), least=1)
+        return head_rounds(self.problem, most)
+
+    def of_round(self, heads: HeadRound) -> Self:
+        """Returns the planner for the sub-problem of a round's heads."""
+        p = self.problem
+        part = p.part(*heads.sizes, range(p.M), range(p.N))
+        return type(self)(self.kernel, part, self.limits, self.constants)
+
+    def slices(self, step: Launch | Matmul, heads: HeadRound) -> Slices:
+        """Returns the index of a round's heads in each array of a step."""
+        return {
+            name: (heads.at_start if name in self.scratch_of_rounds else heads).slices(axes)
+            for name in _arrays_in(step)
+            if (axes := self.axes.get(name)) is not None
+        }
+
+    @cached_property
+    def axes(self) -> dict[str, str]:
+        """The axes of all arrays but of scratch whose size is a formula."""
+        p, scratch = self.problem, self.kernel.scratch
+        known = {**self.operation.inputs_of(p), **self.operation.outputs_of(p)}
+        axes = {name: x.axes_for(p) for name, x in known.items()}
+        return axes | {name: x for name, (x, _) in scratch.items() if isinstance(x, str)}
+
+    @cached_property
+    def scratch_of_rounds(self) -> set[str]:
+        """Names of the scratch arrays that hold the heads of one round."""
+        if self.kernel.round_heads is None:
+            return set()
+        steps = self.kernel.steps(self.problem)
+        others = {name for x in steps if not x.in_rounds for name in _arrays_in(x)}
+        return self.kernel.scratch.keys() - others
+
+    def check_rounds(self, rounds: int) -> None:
         if rounds > _MOST_ROUNDS:
             raise self.unsupported(
                 f"the kernel would be launched in {rounds:,} rounds; the limit is {_MOST_ROUNDS:,}"
             )
-        first = steps.index(repeated[0])
-        others = [(step, 0) for step in steps if step not in repeated]
-        every = [(step, number) for number in range(rounds) for step in repeated]
-        return [*others[:first], *every, *others[first:]]
 
     def launch(self, launch: Launch, number: int) -> PlannedLaunch:
         kernel, p, c, entry = self.kernel, self.problem, self.c, launch.entry
@@ -307,15 +379,17 @@ class _Planner:
         self, steps: Sequence[Launch | Matmul]
     ) -> Iterator[tuple[str, tuple[tuple[int, ...], np.dtype]]]:
         """Yields name, shape and dtype of each scratch array that the steps use."""
-        taken = (f"{x.a} {x.b} {x.out}" if isinstance(x, Matmul) else x.args for x in steps)
-        named = {name.partition(".")[0] for name in " ".join(taken).split()}
+        named = {name for x in steps for name in _arrays_in(x)}
         for name, (axes, kind) in self.kernel.scratch.items():
             if name not in named:
                 continue
+            planner = self
+            if name in self.scratch_of_rounds:
+                planner = self.of_round(self.head_rounds[0])  # no other round has more heads
             if isinstance(axes, str):
-                shape = self.problem.shape(axes)
+                shape = planner.problem.shape(axes)
             else:
-                shape = (self.whole(f"scratch {name}", axes, self.on_device(), least=0),)
+                shape = (planner.whole(f"scratch {name}", axes, self.on_device(), least=0),)
             if prod(shape) >= MOST_ELEMENTS:
                 raise self.unsupported(
                     f"the scratch array {name} would have {prod(shape):,} elements; the limit is "
@@ -400,6 +474,13 @@ class _Planner:
 
 
 _INTEGERS = ("M", "N", "heads", "kv_heads", "batch", "group", "causal_offset", "window_offset")
+
+
+def _arrays_in(step: Launch | Matmul) -> set[str]:
+    """Returns the names of a step's arrays, and of a launch's other arguments."""
+    if isinstance(step, Matmul):
+        return set(step.names)
+    return {name for name, _ in step.arrays}
 
 
 def _values(p: Problem) -> dict[str, Any]:

@@ -22,6 +22,7 @@ FIRST_AXES = (0, 1, 2)
 TENSOR = np.dtype([("data", "u8"), ("batch", "i8"), ("head", "i8"), ("row", "i8")])
 NO_MODS = "struct Mods {};"  # for unmodified scores
 Allocations = Mapping[str, tuple[tuple[int, ...], np.dtype]]
+Slices = Mapping[str, tuple[slice, ...]]  # indices by array name; whole arrays are omitted
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ class PlannedLaunch(Shown):
     recording: Recording | None = None
     begins_early: bool = False  # whether the launch uses programmatic dependent launch
     keeps: frozenset[str] = frozenset()  # arrays that the next launch may read without waiting
+    slices: Slices = field(default_factory=dict)  # the heads that the launch sees
 
     @classmethod
     def of_helper(
@@ -135,6 +137,13 @@ class PlannedLaunch(Shown):
         return {x.name: int(x.value) for x in self.arguments if x.name in self.launch.numbers}
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class PlannedMatmul(Matmul):
+    """A matrix product of all heads, or of those that ``slices`` selects."""
+
+    slices: Slices = field(default_factory=dict)
+
+
 def nearest_d(measured: Iterable[int], d: int) -> int:
     """Returns the measured head dimension whose ratio to d is closest to 1."""
     return min(measured, key=lambda x: abs(log(max(x, 1) / max(d, 1))))
@@ -147,7 +156,7 @@ class Plan:
     kernel: Kernel
     problem: Problem
     constants: Mapping[str, int]
-    steps: tuple[PlannedLaunch | Matmul, ...]
+    steps: tuple[PlannedLaunch | PlannedMatmul, ...]
     scratch: Allocations
     outputs: Allocations
     floats: Mapping[str, float] = field(default_factory=dict)  # float arguments of the record

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyfa.ladder.kernel import Matmul, cdiv
-from cupyfa.planner.plan import BOX_ALIGNMENT, Plan, PlannedLaunch
+from cupyfa.planner.plan import BOX_ALIGNMENT, Plan, PlannedLaunch, PlannedMatmul
 from cupyfa.runtime.arrays import extent
 from cupyfa.runtime.backend import Backend, Mapped, Region, Start
 from cupyfa.runtime.call_cache import make_room
@@ -116,13 +116,23 @@ class Misaligned(Exception):
     """The address of an array is not aligned for a tensor map."""
 
 
+class _Place(NamedTuple):
+    """The place of a step's array, which may be a slice of an array of the call."""
+
+    array: int  # index of the array of the call
+    offset: int  # bytes from its element 0 to that of the slice
+
+    def among(self, addresses: Sequence[int]) -> int:
+        return addresses[self.array] + self.offset
+
+
 class _Launch(NamedTuple):
     """A launch without the addresses of its arrays."""
 
     start: Start
     values: tuple[bytes, ...]  # the encoded arguments, into which each call writes addresses
-    addresses: tuple[tuple[int, int, int], ...]  # (argument, byte offset, array) of each address
-    maps: tuple[tuple[int, int, Mapped], ...]  # (argument, array, contents) of each tensor map
+    addresses: tuple[tuple[int, int, _Place], ...]  # (argument, byte offset, array) of each address
+    maps: tuple[tuple[int, _Place, Mapped], ...]  # (argument, array, contents) of each tensor map
 
 
 class Launcher:
@@ -141,17 +151,17 @@ class Launcher:
         """``arrays`` are all arrays of the plan; calls pass their addresses in this order."""
         self._backend, self._device = backend, backend.device
         self._mine, self._together = threading.local(), _together[backend.device]
-        place = {name: at for at, name in enumerate(arrays)}
         kernels = kernels or compile_kernels(backend, plan)
         written, before = {*plan.outputs, *plan.scratch}, set[str]()
         self._steps: list[partial[Any]] = []
         for step in _in_order(plan):
+            seen, places = _seen(step, arrays)
             if isinstance(step, Matmul):
-                operands = _operands(step, arrays, place)
+                operands = _operands(step, seen, places)
                 self._steps.append(partial(_Operands, backend, plan, step, operands))
                 continue
             kernel = kernels[id(step.launch)]
-            launch = _launch(backend, step, kernel, arrays, place, written, before)
+            launch = _launch(backend, step, kernel, seen, places, written, before)
             self._steps.append(partial(_Arguments, backend, launch))
             before |= written & _named(step)
 
@@ -199,14 +209,14 @@ class Launcher:
         return calls[0] if len(calls) == 1 else partial(_call_all, self._together, calls), steps
 
 
-def _in_order(plan: Plan) -> list[PlannedLaunch | Matmul]:
+def _in_order(plan: Plan) -> list[PlannedLaunch | PlannedMatmul]:
     """Lists the steps to launch; skips launches with an empty grid, which CUDA rejects.
 
     Disables programmatic dependent launch for a launch that is the first step, that follows a
     Matmul or an empty grid, or that is recorded: it then waits for all earlier work.
     """
-    steps: list[PlannedLaunch | Matmul] = []
-    before: PlannedLaunch | Matmul | None = None
+    steps: list[PlannedLaunch | PlannedMatmul] = []
+    before: PlannedLaunch | PlannedMatmul | None = None
     for x, after in zip(plan.steps, (*plan.steps[1:], None)):
         if isinstance(x, PlannedLaunch):
             follows = isinstance(before, PlannedLaunch) and all(before.grid)
@@ -221,7 +231,7 @@ def _in_order(plan: Plan) -> list[PlannedLaunch | Matmul]:
     return steps
 
 
-def _unawaited(step: PlannedLaunch | Matmul | None) -> frozenset[str]:
+def _unawaited(step: PlannedLaunch | PlannedMatmul | None) -> frozenset[str]:
     """Returns the arrays that a step reads without waiting for the launch before it."""
     if not isinstance(step, PlannedLaunch) or step.recording or not all(step.grid):
         return frozenset()
@@ -234,19 +244,34 @@ def _call_all(together: threading.Lock, calls: Sequence[Callable[[], Any]]) -> N
             call()
 
 
+def _seen(
+    step: PlannedLaunch | PlannedMatmul, arrays: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, _Place]]:
+    """Returns the arrays as a step sees them, and their places among the arrays of the call."""
+    seen, places = {}, {}
+    for at, (name, array) in enumerate(arrays.items()):
+        index = step.slices.get(name, ())
+        starts = (x.start or 0 for x in index)
+        seen[name] = array[index] if index else array
+        places[name] = _Place(at, sum(x * stride for x, stride in zip(starts, array.strides)))
+    return seen, places
+
+
 def _launch(
     backend: Backend,
     step: PlannedLaunch,
     kernel: Any,
     arrays: Mapping[str, Any],
-    place: Mapping[str, int],
+    places: Mapping[str, _Place],
     written: Set[str],
     before: Set[str],
 ) -> _Launch:
     values = tuple(np.asarray(x).tobytes() for x in arguments(backend, step, arrays))
     given = [(at, 0, x.name, x.form) for at, x in enumerate(step.arguments) if x.value is None]
     given += [
-        (at, place, name, "data") for at, x in enumerate(step.arguments) for name, place in x.arrays
+        (at, inside, name, "data")
+        for at, x in enumerate(step.arguments)
+        for name, inside in x.arrays
     ]
     regions = []
     for name, (at, inside) in {name: (at, inside) for at, inside, name, _ in given}.items():
@@ -257,9 +282,9 @@ def _launch(
     return _Launch(
         backend.starter(kernel, step, [len(x) for x in values], regions),
         values,
-        tuple((at, inside, place[name]) for at, inside, name, form in given if form != "map"),
+        tuple((at, inside, places[name]) for at, inside, name, form in given if form != "map"),
         tuple(
-            (at, place[name], describe_map(backend, step, name, arrays[name]))
+            (at, places[name], describe_map(backend, step, name, arrays[name]))
             for at, _, name, form in given
             if form == "map"
         ),
@@ -287,15 +312,15 @@ def _with_values(make: partial[Any], step: PlannedLaunch) -> partial[Any]:
 
 
 def _operands(
-    step: Matmul, arrays: Mapping[str, Any], place: Mapping[str, int]
-) -> list[tuple[int, tuple[Any, ...]]]:
-    """Returns (index of the array, (shape, dtype, strides)) for a, b and the result."""
+    step: Matmul, arrays: Mapping[str, Any], places: Mapping[str, _Place]
+) -> list[tuple[_Place, tuple[Any, ...]]]:
+    """Returns (place of the array, (shape, dtype, strides)) for a, b and the result."""
     operands = []
     for name in (step.a, step.b, step.out):
         array = arrays[name.removesuffix(".T")]
         seen = array.swapaxes(-1, -2) if name.endswith(".T") else array
         form = seen.shape, seen.dtype, seen.strides
-        operands.append((place[name.removesuffix(".T")], form))
+        operands.append((places[name.removesuffix(".T")], form))
     return operands
 
 
@@ -313,7 +338,7 @@ class _Arguments:
             ctypes.memmove(base + _WORD * start, value, len(value))
         self._table = (ctypes.c_uint64 * max(len(starts), 1))(*(base + _WORD * x for x in starts))
         self.start, self.pointers = launch.start, ctypes.addressof(self._table)
-        self._slots = [(starts[at] + x // _WORD, array) for at, x, array in launch.addresses]
+        self._slots = [(starts[at] + x // _WORD, place) for at, x, place in launch.addresses]
         # The last element caches encoded maps: array address -> address of the encoded map.
         self._maps = [(*x, dict[int, int]()) for x in launch.maps]
         self._backend, self._encoded = backend, list[Any]()
@@ -321,10 +346,10 @@ class _Arguments:
     def write(self, addresses: Sequence[int]) -> None:
         """Writes the arrays' addresses into the arguments."""
         memory = self._memory
-        for slot, array in self._slots:
-            memory[slot] = addresses[array]
-        for at, array, like, known in self._maps:
-            address = addresses[array]
+        for slot, (array, offset) in self._slots:
+            memory[slot] = addresses[array] + offset
+        for at, place, like, known in self._maps:
+            address = place.among(addresses)
             there = known.get(address)
             if there is None:
                 there = known[address] = self._encode_map(like, address)
@@ -352,7 +377,7 @@ class _Operands:
     pointers = 0
 
     def __init__(
-        self, backend: Backend, plan: Plan, step: Matmul, operands: list[tuple[int, Any]]
+        self, backend: Backend, plan: Plan, step: Matmul, operands: list[tuple[_Place, Any]]
     ) -> None:
         self._backend, self._operands = backend, operands
         self._scale = plan.problem.scale if step.scaled else 1.0
@@ -361,7 +386,7 @@ class _Operands:
     def write(self, addresses: Sequence[int]) -> None:
         """Sets the operands to the arrays that start at these addresses."""
         at = self._backend.at
-        self._arrays = [at(addresses[array], *form) for array, form in self._operands]
+        self._arrays = [at(place.among(addresses), *form) for place, form in self._operands]
 
     def start(self, stream: int | None, pointers: int, extra: int) -> None:
         """Multiplies in the current stream; ``stream`` must be the current stream."""

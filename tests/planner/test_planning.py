@@ -184,9 +184,9 @@ def test_kernels_without_a_feature_name_those_with(feature):
 A100 = Limits("an A100", shared_bytes=166912, arch="80")
 DEVICES = {"120": limits_of("120"), "90": H100, "80": A100, "75": TURING}
 ROWS = {"batch": 4, "heads": 16, "N": 1024, "d": 128}
-# Sizes of gradients near the point where "auto" stops selecting the baseline, which stores S, P, dS
-# and dP of all heads.
-STORED = {"batch": 2, "heads": 14, "M": 1024, "N": 1024, "d": 256, "dtype": "float64"}
+# Sizes of gradients for which "auto" selects the baseline, in several rounds, each of which stores
+# S, P, dS and dP of some heads.
+STORED = {"batch": 2, "heads": 16, "M": 1024, "N": 1024, "d": 256, "dtype": "float64"}
 F16, F64 = {"dtype": "float16"}, {"dtype": "float64"}
 # The kernel that "auto" selects for these sizes on an architecture; M and d are 64 by default.
 CHOSEN = [
@@ -220,12 +220,14 @@ CHOSEN = [
     ("mma_tf32", "90", {"d": 256, "precision": "tf32"}),
     ("mma_pipelined", "75", {"precision": "float16"}),
     ("mma_slices", "90", {"d": 257, "precision": "float16"}),
-    ("baseline_backward", "90", {**STORED, "heads": 12}),
-    ("mma_f64_columns", "90", {**STORED, "heads": 16}),
+    ("baseline_backward", "90", STORED),
+    ("baseline_backward", "90", {**STORED, "M": 4096, "N": 4096}),
+    ("mma_f64_columns", "90", {**STORED, "M": 8192, "N": 8192}),
+    ("mma_f64_columns", "90", {**STORED, "kv_heads": 1, "M": 2048, "N": 2048}),
     ("mma_f64_columns", "90", {**STORED, "d": 128}),
     ("mma_f64_columns", "90", {**STORED, "causal": True}),
     ("mma_f64_columns", "90", {**STORED, "mask": "bhmn"}),
-    ("mma_f64_columns", "90", {**STORED, "M": 512, "N": 512}),
+    ("mma_f64_columns", "90", {**STORED, "M": 500, "N": 500}),
     ("baseline_backward", "90", {**STORED, "dtype": "float32", "d": 512}),
     ("mma_slices_backward", "80", {"d": 257, **F16}),
     ("mma_slices_backward", "80", {"d": 4096, "dtype": "bfloat16"}),

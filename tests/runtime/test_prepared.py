@@ -765,22 +765,21 @@ class Driven:
         return Engine()
 
 
-@pytest.mark.parametrize("kernel", FORWARD.values(), ids=name)
+IN_ROUNDS = replace(LADDER["backward"]["baseline_backward"], round_heads=lambda p, c: 1)
+
+
+@pytest.mark.parametrize("kernel", [*FORWARD.values(), IN_ROUNDS], ids=name)
 def test_the_driver_gets_the_arguments_that_a_launch_would_have(driver, kernel):
     engine = Driven()
     sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "M": 70, "N": 45, "d": 32}
     if "gqa" not in kernel.features:
         sizes["kv_heads"] = 4
     plan = planned(kernel, Simulator(), sizes, usual_dtype(kernel))
-    p = plan.problem
-    shapes = {"Q": "batch heads M d", "K": "batch kv_heads N d", "V": "batch kv_heads N dv"}
 
-    def made():
-        inputs = {x: on_device(p.shape(axes), p.dtype.numpy) for x, axes in shapes.items()}
-        others = {**plan.outputs, **plan.scratch}
-        return inputs | {x: on_device(shape, dtype) for x, (shape, dtype) in others.items()}
+    def seen(step, arrays):
+        return {x: array[step.slices.get(x, ())] for x, array in arrays.items()}
 
-    first, second = made(), made()
+    first, second = ({x: on_device(*about) for x, about in plan.arrays.items()} for _ in range(2))
     launcher = Launcher(engine, plan, first)
     for arrays in (first, second, first):
         driver.clear()
@@ -790,13 +789,13 @@ def test_the_driver_gets_the_arguments_that_a_launch_would_have(driver, kernel):
         products = [step for step in plan.steps if isinstance(step, Matmul)]
         for step, product in zip(products, engine.products[-len(products) :]):
             for x, (address, shape, strides) in zip((step.a, step.b, step.out), product):
-                array = arrays[x.removesuffix(".T")]
+                array = seen(step, arrays)[x.removesuffix(".T")]
                 array = array.swapaxes(-1, -2) if x.endswith(".T") else array
                 assert (address, shape, strides) == (array.data.ptr, array.shape, array.strides)
         for step, (_, grid, threads, shared, stream, pointers) in zip(plan.launches, driver):
             assert (grid, threads, shared) == (step.grid, step.threads, step.shared_bytes)
             assert stream == 42
-            values = arguments(engine, step, arrays)
+            values = arguments(engine, step, seen(step, arrays))
             table = (ctypes.c_uint64 * len(values)).from_address(pointers)
             for value, address in zip(values, table):
                 size = np.asarray(value).nbytes

@@ -193,7 +193,7 @@ def test_an_interrupted_call_leaves_no_stale_address():
 
     memory = Memory([0, 0, 0])
     step = object.__new__(_Arguments)
-    step._memory, step._slots, step._maps = memory, [(i, i) for i in range(3)], []
+    step._memory, step._slots, step._maps = memory, [(i, (i, 0)) for i in range(3)], []
     step.start, step.pointers = lambda *_: launched.append(list(memory)), 0
     launcher = object.__new__(Launcher)
     launcher._mine = SimpleNamespace(steps=[step], addresses=None)

@@ -15,7 +15,10 @@ Roofline: Williams, Waterman and Patterson, 2009, doi:10.1145/1498765.1498785.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
+
+import numpy as np
 
 from cupyfa.errors import Unsupported
 from cupyfa.lab.analysis.resources import gpu, limits_of
@@ -332,18 +335,28 @@ def naive_bytes(operation: str, p: Problem) -> int:
 
 
 def planned_bytes(plan: Plan) -> int:
-    """Counts the bytes moved if each launch and each product moves each of its arrays once."""
+    """Counts the bytes moved if each launch and each product moves each of its arrays once.
+
+    In rounds over heads, it moves the heads of its round.
+    """
     sizes = _input_sizes(plan.kernel.operation, plan.problem)
     sizes |= {name: plan.stored_bytes(name) for name in (*plan.outputs, *plan.scratch)}
     moved = 0
     for step in plan.steps:
         if isinstance(step, Matmul):
-            names = {name.removesuffix(".T") for name in (step.a, step.b, step.out)}
+            names = set(step.names)
         else:
             names = {name for name, _ in step.launch.arrays}
             names |= {name for x in step.arguments for name, _ in x.arrays}  # captured arrays
-        moved += sum(sizes.get(name, 0) for name in names)
+        parts = {name: _part(plan.arrays[name][0], x) for name, x in step.slices.items()}
+        moved += sum(round(sizes.get(name, 0) * parts.get(name, 1)) for name in names)
     return moved
+
+
+def _part(shape: tuple[int, ...], index: tuple[slice, ...]) -> Fraction:
+    """Returns the fraction of an array's elements that an index selects."""
+    array = np.broadcast_to(False, shape)
+    return Fraction(array[index].size, max(array.size, 1))
 
 
 def uses_tensor_cores(plan: Plan) -> bool:

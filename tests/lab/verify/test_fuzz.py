@@ -28,6 +28,7 @@ COVERED = {
     "wgmma": (*SIZES, "window", "beyond the ring"),
     "wgmma_persistent": (*SIZES, "beyond the ring", "several tasks a block"),
     "wgmma_slices": (*SIZES, "beyond the ring", "slices of d"),
+    "baseline_backward": ("several rounds", "GQA", "mask", "softcap"),
     "mma_slices_backward": (*SIZES, "several rounds", "slices of d"),
     "wgmma_columns": (*SIZES, "beyond the ring"),
     "softmax_safe": ("below a tile", "a tile's edge", "several tiles"),
