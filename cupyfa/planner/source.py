@@ -17,7 +17,7 @@ INCLUDE = KERNELS / "include"
 # folders for launches in which the constant is true; their headers say how a block ends.
 RECORDING = KERNELS / "timeline"
 WITH = KERNELS / "with"
-ENDS = {"finishes": "finishing", "shares_groups": "sharing"}
+ENDS = {"finishes": "finishing", "shares_groups": "sharing", "splits_keys": "splitting"}
 # Matches code in which macros may form names: ## and #include of a macro.
 _MADE = re.compile(r"##|^[ \t]*#[ \t]*include\s+\w", re.MULTILINE)
 _ALIGNED = r"\b(?:alignas|__align__)\s*\((?:[^()]|\([^()]*\))*\)"

@@ -238,7 +238,7 @@ def test_bytes_of_the_simulators_tensor_map(kernel, simulator):
         by_batch, by_head, by_row, _ = arrays[name].strides
         expected = np.zeros(16, np.int64)
         expected[:4] = (arrays[name].ctypes.data, by_row, by_head, by_batch)
-        expected[4:8].view(np.int32)[:6] = (columns, rows, heads, batch, box_rows, 2)
+        expected[4:8].view(np.int32)[:7] = (columns, rows, heads, batch, box_rows, 1, 2)
         assert bytes(made) == expected.tobytes()
         assert made.ctypes.data % 64 == 0 and made.nbytes == 128
 
@@ -297,7 +297,7 @@ def test_arguments_of_cuTensorMapEncodeTiled(monkeypatch):
 
     monkeypatch.setattr(cuda, "_encode_tiled", lambda: encode)
     cuda._encoded.cache_clear()
-    mapped = Mapped(0x7000, "float16", (40, 37, 4, 2), (80, 2**33, 2**35), 16)
+    mapped = Mapped(0x7000, "float16", (40, 37, 4, 2), (80, 2**33, 2**35), (16, 1))
     made = cuda.Cuda().tensor_map(mapped)
     assert asked == [
         (6, 4, 0x7000, [40, 37, 4, 2], [80, 2**33, 2**35]),
