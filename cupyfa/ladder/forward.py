@@ -341,7 +341,7 @@ def few_rows_for_many_keys(p: Problem, c: SimpleNamespace) -> bool:
     tiles occupy at most a quarter of the SMs; at least 1024 keys are required, or 512 for at most
     16 rows per key head.
     """
-    if p.pages:  # no other fast kernel supports pages
+    if p.pages:  # the only other fast kernel for pages, wgmma_slices, is for wider heads
         return True
     rows = p.M * p.group
     few = rows <= FEW_ROWS or 4 * packed_tiles(p, c) <= c.multiprocessors
