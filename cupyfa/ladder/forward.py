@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from math import gcd
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,7 @@ from cupyfa.ladder.common import (
     warps_of_scores,
     with_cleared_rest,
 )
-from cupyfa.ladder.kernel import Formula, Kernel, Launch, Matmul, padded
+from cupyfa.ladder.kernel import MOST_BOX_ROWS, Formula, Kernel, Launch, Matmul, padded
 from cupyfa.ladder.softmax import softmax_launch
 from cupyfa.ladder.split_float32 import (
     OPERANDS,
@@ -316,7 +317,12 @@ def num_splits(p: Problem, c: SimpleNamespace) -> int:
     estimated as the number of K/V tiles per split, plus 1. The search covers up to four times the
     waves of a single split.
     """
-    tiles, at_a_time = max(packed_tiles(p, c), 1), c.blocks_per_sm * c.multiprocessors
+    return fastest_splits(p, c, packed_tiles(p, c), c.blocks_per_sm)
+
+
+def fastest_splits(p: Problem, c: SimpleNamespace, tiles: int, blocks_per_sm: int) -> int:
+    """Returns `num_splits` for a number of row tiles."""
+    tiles, at_a_time = max(tiles, 1), blocks_per_sm * c.multiprocessors
     most = max(cdiv(visible_keys(p, c), c.Bc), 1)
     least = cdiv(tiles, at_a_time)
     waves = range(least, least * (MOST_PARTS if least <= LONG_WAVES else 1) + 1)
@@ -344,7 +350,7 @@ def few_rows_for_many_keys(p: Problem, c: SimpleNamespace) -> bool:
     tiles occupy at most a quarter of the SMs; at least 1024 keys are required, or 512 for at most
     16 rows per key head.
     """
-    if p.pages:  # no other fast kernel supports pages
+    if p.pages:  # the only other fast kernel for pages, wgmma_slices, is for wider heads
         return True
     rows = p.M * p.group
     few = rows <= FEW_ROWS or 4 * packed_tiles(p, c) <= c.multiprocessors
@@ -557,6 +563,20 @@ def splits_at_once(splits: Formula) -> Formula:
     return at_once
 
 
+def merge_splits(splits: Formula) -> Launch:
+    """Makes the launch that merges the results of splits; it does nothing if there is one split."""
+    return Launch(
+        "merge_splits",
+        args=f"{SPLITS} O lse num_splits Q K V sizes heads group scale mods",
+        grid=lambda p, c: p.M * p.heads * p.batch if splits(p, c) > 1 else 1,
+        threads=lambda p, c: MERGE_WARPS * WARP,
+        shared=lambda p, c: 4 * MERGE_WARPS * (round_up(p.dv, 16) + 2),
+        constants={"at_once": splits_at_once(splits)},
+        numbers={"num_splits": splits},
+        begins_early=True,
+    )
+
+
 def split_kv(splits: Formula) -> Kernel:
     """Makes the record of mma_split_kv with a formula for the number of splits."""
     return rung(
@@ -572,18 +592,7 @@ def split_kv(splits: Formula) -> Kernel:
             "numbers": {"num_splits": splits},
             "walks": {},
         },
-        then=(
-            Launch(
-                "merge_splits",
-                args=f"{SPLITS} O lse num_splits Q K V sizes heads group scale mods",
-                grid=lambda p, c: p.M * p.heads * p.batch if splits(p, c) > 1 else 1,
-                threads=lambda p, c: MERGE_WARPS * WARP,
-                shared=lambda p, c: 4 * MERGE_WARPS * (round_up(p.dv, 16) + 2),
-                constants={"at_once": splits_at_once(splits)},
-                numbers={"num_splits": splits},
-                begins_early=True,
-            ),
-        ),
+        then=(merge_splits(splits),),
         scratch=scratch_of_splits(splits, width=lambda p: round_up(p.dv, 16)),
         tiles=SPLIT_KV_TILES,
         candidates={
@@ -953,10 +962,47 @@ def wgmma_sliced_keys(p: Problem, c: SimpleNamespace) -> int:
     return next(x for x in (128, 64, 32, 16) if c.Bc % x == 0 and x * boxes <= c.Br + c.Bc)
 
 
+def box_heads(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the number of query heads whose rows a TMA box of Q holds, equally many of each."""
+    return gcd(pack_gqa(p, c), c.Br)
+
+
+def boxed_tiles(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the number of tiles of Br rows over all heads, after packing by box_heads."""
+    heads = box_heads(p, c)
+    return cdiv(p.M * heads, c.Br) * (p.heads // heads) * p.batch
+
+
+# merge_splits keeps a row of O in the registers of a warp.
+MOST_MERGED_COLUMNS = 1024
+
+
+def splits_keys(p: Problem) -> bool:
+    """Returns whether wgmma_slices may split the keys: if few rows share many keys."""
+    return p.M * p.group <= 512 and p.N >= 1024 and p.dv <= MOST_MERGED_COLUMNS
+
+
+def sliced_splits(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the number of splits for wgmma_slices; 1 if there is a row tile for every SM."""
+    tiles = boxed_tiles(p, c)
+    if not splits_keys(p) or tiles >= c.multiprocessors:
+        return 1
+    return fastest_splits(p, c, tiles, 1)
+
+
+def wgmma_sliced_blocks(p: Problem, c: SimpleNamespace) -> int:
+    return boxed_tiles(p, c) * sliced_splits(p, c)
+
+
 def wgmma_sliced_sums(p: Problem, c: SimpleNamespace) -> int:
     """Returns the number of elements of O_sum, in whole tiles; 0 if one span covers all keys."""
     columns = cdiv(p.dv, 256) * even_width(p.dv, 256, 16)
-    return row_tiles(p, c) * c.Br * columns if c.span < p.N else 0
+    return wgmma_sliced_blocks(p, c) * c.Br * columns if c.span < p.N else 0
+
+
+def rows_of_page(most: Formula) -> Formula:
+    """Returns the formula for the rows of a box of keys: at most those of a page."""
+    return lambda p, c: min(most(p, c), p.page_size or MOST_BOX_ROWS)
 
 
 WGMMA_SLICES = rung(
@@ -964,11 +1010,25 @@ WGMMA_SLICES = rung(
     "wgmma_slices",
     "any head dimension with wgmma and TMA; P in registers",
     launch={
-        "args": "Q.map K.map V.map Q K V O lse O_sum.data sizes heads group scale batch mods",
-        "boxes": {"Q": lambda p, c: c.Br, "K": lambda p, c: c.Bc, "V": wgmma_sliced_keys},
+        "args": f"Q.map K.map V.map Q K V O lse O_sum.data {SPLITS} num_splits sizes heads group "
+        "scale batch mods",
+        "boxes": {
+            "Q": lambda p, c: c.Br,
+            "K": rows_of_page(lambda p, c: c.Bc),
+            "V": rows_of_page(wgmma_sliced_keys),
+        },
+        "box_heads": {"Q": box_heads},
+        "grid": wgmma_sliced_blocks,
         "shared": wgmma_sliced_shared,
+        "constants": {
+            **WGMMA_LAUNCH.constants,
+            "pack_gqa": box_heads,
+            "splits_keys": lambda p, c: splits_keys(p),
+        },
+        "numbers": {"num_splits": sliced_splits},
         "walks": {},
     },
+    then=(replace(merge_splits(sliced_splits), when=splits_keys),),
     tiles=named(
         "Br Bc span stages",
         *((128, 256, 512, 3), (128, 256, 256, 4), (128, 128, 128, 4), (128, 64, 64, 2)),
@@ -976,8 +1036,11 @@ WGMMA_SLICES = rung(
     candidates={},
     rules={**WGMMA.rules, "span is Bc or twice that": lambda c: c.span in (c.Bc, 2 * c.Bc)},
     largest_d=None,
-    features=EVERYTHING,
-    scratch={"O_sum": (wgmma_sliced_sums, "real")},
+    features=IN_SPLITS,
+    scratch={
+        "O_sum": (wgmma_sliced_sums, "real"),
+        **scratch_of_splits(sliced_splits, width=lambda p: round_up(p.dv, 16)),
+    },
     after=(),
     tflops={"float16": {1024: 405}, "bfloat16": {320: 445, 512: 410, 1024: 408}},
 )

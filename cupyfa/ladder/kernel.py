@@ -117,6 +117,9 @@ class Launch(_Record):
         has 64 columns of 16 bits or 128 of 8 bits, and its rows must be aligned to 16 bytes.
         Unaligned arrays (odd d, negative strides, broadcast axes, odd offsets) are copied to
         aligned memory; outputs are copied back.
+    box_heads: query heads per TMA box, for boxes that hold rows of several heads, as ``{"Q": lambda
+        p, c: 8}``. Row r of such a box is row r // 8 of head r % 8, and ``boxes`` counts the rows
+        of all heads. The kernel passes the head before the row to tma_load().
     numbers: additional int32 arguments, as ``{"name": lambda p, c: …}``.
     in_rounds: whether the launch is repeated in each of the kernel's ``rounds``.
     begins_early: whether the launch may begin while the previous launch ends, on "90" and later
@@ -148,6 +151,7 @@ class Launch(_Record):
     file: str | Path | None = None
     when: Callable[[Problem], bool] = lambda p: True
     boxes: Mapping[str, Formula] = field(default_factory=dict)
+    box_heads: Mapping[str, Formula] = field(default_factory=dict)
     numbers: Mapping[str, Formula] = field(default_factory=dict)
     in_rounds: bool = False
     begins_early: bool = False
@@ -596,6 +600,9 @@ _LAUNCH_RULES: Rules = {
     "boxes must be {array: lambda p, c: rows} for each Q.map in args": lambda x: (
         set(x.boxes) == {name for name, form in x.arrays if form == "map"}
         and all(map(callable, x.boxes.values()))
+    ),
+    "box_heads must be {array: lambda p, c: heads} for arrays in boxes": lambda x: (
+        set(x.box_heads) <= set(x.boxes) and all(map(callable, x.box_heads.values()))
     ),
 }
 _KERNEL_RULES: Rules = {

@@ -271,6 +271,11 @@ class _Planner:
                 name: self.whole(f"rows of a box of {name}", rows, c, least=1, most=MOST_BOX_ROWS)
                 for name, rows in launch.boxes.items()
             },
+            box_heads={
+                name: heads
+                for name, formula in launch.box_heads.items()
+                if (heads := self.whole(f"heads of a box of {name}", formula, c, least=1)) > 1
+            },
             mods=cuda_source.header(
                 p,
                 taped="gradients" in launch.args.split(),

@@ -88,6 +88,7 @@ class PlannedLaunch(Shown):
     threads: int
     shared_bytes: int
     boxes: Mapping[str, int] = field(default_factory=dict)  # rows per TMA box, by array name
+    box_heads: Mapping[str, int] = field(default_factory=dict)  # heads per box, if more than one
     arguments: tuple[Argument, ...] = ()
     mods: str = NO_MODS  # C++ source of struct Mods and of the expressions
     target: str | None = (

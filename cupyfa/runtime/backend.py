@@ -42,9 +42,9 @@ class Mapped(NamedTuple):
 
     address: int  # 0 for an array without elements
     dtype: str
-    sizes: tuple[int, int, int, int]  # columns, rows, heads, batch
-    strides: tuple[int, int, int]  # rows, heads, batch
-    box_rows: int
+    sizes: tuple[int, int, int, int]  # columns, rows, heads, batch; or columns, heads, rows, batch
+    strides: tuple[int, int, int]  # of the axes after the columns
+    box: tuple[int, int]  # sizes of a box along the second and third axis
 
     @property
     def itemsize(self) -> int:

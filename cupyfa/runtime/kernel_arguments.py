@@ -85,8 +85,12 @@ def describe_map(backend: Backend, step: PlannedLaunch, name: str, array: Any) -
         stride if array.size and size > 1 else allowed
         for size, stride in zip(array.shape, array.strides[:3])
     )
+    box_rows, box_heads = step.boxes[name], step.box_heads.get(name, 1)
+    if box_heads > 1:  # the rows of a box are ordered by row, then by head
+        sizes, strides = (columns, heads, rows, batch), (of_head, of_row, of_batch)
+        return Mapped(address, boxed, sizes, strides, (box_heads, box_rows // box_heads))
     sizes, strides = (columns, rows, heads, batch), (of_row, of_head, of_batch)
-    return Mapped(address, boxed, sizes, strides, step.boxes[name])
+    return Mapped(address, boxed, sizes, strides, (box_rows, 1))
 
 
 def can_be_boxed(array: Any, address: int) -> bool:

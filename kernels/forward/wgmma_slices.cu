@@ -5,12 +5,18 @@
 // rows of both tiles, so P stays in registers between the two products. A span of two tiles of keys
 // halves the memory traffic of O between spans: P of the first tile is saved in shared memory.
 //
+// If one head has few queries, a tile holds the rows of `pack_gqa` heads that share a key head, and
+// their keys may be split among several blocks, as in `mma_split_kv`. Keys may lie in pages.
+//
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   O_sum: scratch for each block's tiles of O in float, if N > span
-//   grid (any size; blocks loop over cdiv(M, Br) * heads * batch tiles of Q)
+//   O_splits, max_splits, sum_splits: results of the splits (kernels/splitting), if splits_keys
+//   grid (any size; blocks loop over cdiv(M * pack_gqa, Br) * num_splits * heads / pack_gqa * batch
+//   tiles of Q and splits of their keys)
 //   block (128 + 2 * Br)
-//   the host sets: scalar, result, operand, real, Br, Bc, Wr, span, stages, pack_gqa, d, dv,
-//   threads, shared_bytes and options (extent.cuh)
+//   the host sets: scalar, result, operand, real, Br, Bc, Wr, span, stages, pack_gqa, splits_keys,
+//   d, dv, threads, shared_bytes and options (extent.cuh)
+#include <attention/key_boxes.cuh>
 #include <attention/nonfinite.cuh>
 #include <attention/register_budget.cuh>
 #include <attention/row_softmax.cuh>
@@ -18,8 +24,8 @@
 #include <attention/score.cuh>
 #include <attention/tile_mask.cuh>
 #include <forward/parts/epilogue.cuh>
+#include <forward/parts/key_split.cuh>
 #include <forward/parts/pack_weights.cuh>
-#include <forward/parts/ping_pong.cuh>
 #include <ptx/opaque.cuh>
 #include <ptx/setmaxnreg.cuh>
 #include <ptx/wgmma.cuh>
@@ -28,12 +34,15 @@
 #include <tile/warpgroup.cuh>
 
 constexpr int consumers = Br / warpgroup_rows;  // consumer warpgroups, besides one that loads
-static_assert(Br % warpgroup_rows == 0 && Wr == step && pack_gqa == 1, "a warpgroup owns 64 rows");
+static_assert(Br % warpgroup_rows == 0 && Wr == step, "a warpgroup owns 64 rows");
+static_assert(Br % pack_gqa == 0, "a box of Q has equally many queries of each head");
 static_assert(Bc % step == 0, "tiles are multiples of the MMA depth");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
 
 using Registers = RegisterBudget<consumers, 24>;
 using PackedP = unsigned[Bc / step][4];  // P of a tile of keys as operands of O += P V
+using OwnRows = Rows<step, pack_gqa>;
+constexpr int queries = Br / pack_gqa;  // of each head in a tile of Q
 
 constexpr int d_slices = cdiv(d, box_columns);  // slices of Q and K along d
 constexpr int output_tiles = cdiv(dv, 256);     // number of tiles of O, of equal width
@@ -84,10 +93,10 @@ struct Span {
 };
 
 // Runs in one thread of the producer warp: loads the slices of a tile of Q. Its loops are not
-// unrolled, because the producer has few registers.
+// unrolled, because the producer has few registers. Packed heads come before rows in Q's map.
 __device__ __forceinline__ void produce(Shared& shared, PipelineState<stages>& state,
-                                        const RowTile& task, const TensorMap& Q, const TensorMap& K,
-                                        const TensorMap& V, int kv_head) {
+                                        const RowTile& task, const TensorMap& Q, const KeyBoxes& K,
+                                        const KeyBoxes& V) {
 #pragma unroll 1
   for (int first_key = task.kv_begin; first_key < task.kv_end; first_key += span) {
     const Span keys(task, first_key);
@@ -100,16 +109,19 @@ __device__ __forceinline__ void produce(Shared& shared, PipelineState<stages>& s
         Barrier& full = shared.pipeline.acquire(state);
         const int col = slice * box_columns;
         arrive_expect_tx(full, sizeof to);
-        tma_load(to.Q.box, Q, full, col, task.row, task.head, task.batch);
-        tma_load(to.K.box, K, full, col, first_key + tile * Bc, kv_head, task.batch);
+        tma_load(to.Q.box, Q, full, col, pack_gqa > 1 ? task.head : task.row,
+                 pack_gqa > 1 ? task.row : task.head, task.batch);
+        K.load(to.K, full, first_key + tile * Bc, col);
       }
     }
 #pragma unroll 1
     for (int tile = 0; tile < output_tiles; ++tile) {
 #pragma unroll 1
       for (int key = 0; key < keys.keys; key += Bv, state.advance()) {
-        load_async(shared.ring[state.stage].V, V, shared.pipeline.acquire(state), first_key + key,
-                   kv_head, task.batch, tile * Wv);
+        auto& values = shared.ring[state.stage].V;
+        Barrier& full = shared.pipeline.acquire(state);
+        arrive_expect_tx(full, sizeof values);
+        V.load(values, full, first_key + key, tile * Wv);
       }
     }
   }
@@ -246,11 +258,23 @@ __device__ __forceinline__ void add_sums(Fragments<step, Wv>& O, const float4* f
   }
 }
 
-// Returns the tile of Q with this index; under a causal mask a head's longest tiles come first.
-__device__ __forceinline__ RowTile task_at(int index, const Sizes& sizes, int heads) {
-  const int tiles = cdiv(sizes.M, Br);
-  const auto [tile, head, batch] = place(index, tiles, heads);
-  return row_tile<Br, Bc>(extent_of(sizes, batch), (tiles - 1 - tile) * Br, head, batch);
+// A tile of Q, from query `row` on, of pack_gqa heads from `head` on, and a split of its keys.
+struct Task : RowTile {
+  int split;
+  bool exists;  // false past the end of a batch element
+};
+
+// Returns the task with this index; under a causal mask a head's longest tiles come first.
+__device__ __forceinline__ Task task_at(int index, const Sizes& sizes, const Mods& mods, int heads,
+                                        const KeySplits& splits) {
+  const int tiles = cdiv(sizes.M, queries);
+  const auto [tile, group, batch] = place(index, tiles * splits.count(), heads / pack_gqa);
+  const int row = (tiles - 1 - tile % tiles) * queries, split = tile / tiles;
+  const Extent extent = extent_of(sizes, mods, batch);
+  Task task = {row_tile<queries, Bc>(extent, row, group * pack_gqa, batch), split,
+               extent.has_tile_of_rows(row)};
+  splits.take(task, split);
+  return task;
 }
 
 // A consumer warpgroup.
@@ -260,7 +284,7 @@ struct Consumer {
   int warpgroup, lane;
 
   // Computes P of a span. The last tile's P stays in registers, the previous tile's P is saved.
-  __device__ __forceinline__ void softmax(const Span& keys, const RowTile& task, Rows<step>& rows,
+  __device__ __forceinline__ void softmax(const Span& keys, const RowTile& task, OwnRows& rows,
                                           PackedP& P) {
 #pragma unroll 1
     for (int tile = 0; tile < keys.tiles(); ++tile) {
@@ -270,7 +294,7 @@ struct Consumer {
       multiply_scores(slices, S, warpgroup);
       const int first_key = keys.first_key + tile * Bc;
       scorer.apply(S, rows, first_key);
-      const bool risen = is_masked(rows.extent, task.row, Br, first_key, Bc)
+      const bool risen = is_masked(rows.extent, task.row, queries, first_key, Bc)
                              ? raise_maxima<true, true>(S, rows, first_key, lane, factor, slack)
                              : raise_maxima<false, true>(S, rows, first_key, lane, factor, slack);
       rows.scale(factor);
@@ -297,20 +321,25 @@ struct Consumer {
 extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_slices(
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
     const __grid_constant__ TensorMap V_map, Tensor<const operand> Q, Tensor<const operand> K,
-    Tensor<const operand> V, Tensor<result> O, Tensor<real> lse, real* O_sum, Sizes sizes,
-    int heads, int group, real scale, int batch, const __grid_constant__ Mods mods) {
+    Tensor<const operand> V, Tensor<result> O, Tensor<real> lse, real* O_sum, float* O_splits,
+    float* max_splits, float* sum_splits, int num_splits, Sizes sizes, int heads, int group,
+    real scale, int batch, const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) init_pipeline(shared);
   __syncthreads();
-  const int count = cdiv(sizes.M, Br) * heads * batch;
+  const KeySplits splits(O_splits, max_splits, sum_splits, num_splits);
+  const auto task_of = [&](int index) { return task_at(index, sizes, mods, heads, splits); };
+  const int count = cdiv(sizes.M, queries) * splits.count() * (heads / pack_gqa) * batch;
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   if (warpgroup < 0) {
     decrease_registers<Registers::producer>();
     if (threadIdx.x < warp_size && elect_one()) {
       PipelineState<stages> state;
       for (int index = blockIdx.x; index < count; index += gridDim.x) {
-        const RowTile task = task_at(index, sizes, heads);
-        produce(shared, state, task, Q_map, K_map, V_map, task.head / group);
+        const Task task = task_of(index);
+        if (!task.exists) continue;
+        const KeyBoxes keys(K_map, mods, task, task.head / group);
+        produce(shared, state, task, Q_map, keys, {V_map, mods, task, task.head / group});
       }
     }
     return;
@@ -322,9 +351,10 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_slices(
   Consumer consumer = {{shared}, scorer, warpgroup, lane};
 #pragma unroll 1
   for (int index = blockIdx.x; index < count; index += gridDim.x) {
-    const RowTile task = task_at(index, sizes, heads);
-    Rows<step> rows(task.row + own_row, extent_of(sizes, mods, task.batch, task.head),
-                    scorer.scale2());
+    const Task task = task_of(index);
+    if (!task.exists) continue;
+    OwnRows rows(task.row * pack_gqa + own_row, extent_of(sizes, mods, task.batch, task.head),
+                 scorer.scale2(), task.split == 0);
     bool repair = false;
 #pragma unroll 1
     for (int first_key = task.kv_begin; first_key == task.kv_begin || first_key < task.kv_end;
@@ -340,25 +370,27 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_slices(
         Fragments<step, Wv> sums = {};
         consumer.multiply(keys, P, sums);
         // Recomputed from an opaque index, so that it occupies no registers until here.
-        const RowTile same = task_at(opaque(index), sizes, heads);
+        const Task same = task_of(opaque(index));
         float4* saved = reinterpret_cast<float4*>(O_sum) +
                         (opaque(int(blockIdx.x)) * (long long)output_tiles + tile) *
                             (Wv / 8 * consumer_threads) +
                         (threadIdx.x - warpgroup_size);
         if (first_key > task.kv_begin) add_sums(sums, saved, factor);
-        if (first_key + span >= task.kv_end) {
-          repair |= needs_repair(sums, rows);
-          finish_rows(sums, rows, lse, same.batch, same.head, lane);
-          store_output<dv>(sums, rows, O, same.batch, same.head, lane, tile * Wv);
-        } else {
+        if (first_key + span < task.kv_end) {
           save_sums(sums, saved);
+        } else if (!splits.store<dv>(sums, rows, same.split, same.batch * heads + same.head,
+                                     sizes.M, lane, tile * Wv)) {
+          repair |= needs_repair(sums, rows);
+          finish_rows(sums, rows, lse, same.batch, same.head / pack_gqa, lane);
+          store_output<dv>(sums, rows, O, same.batch, same.head / pack_gqa, lane, tile * Wv);
         }
       }
     }
     if (repair) {
       __syncwarp();  // before repairs overwrite rows that other lanes stored
-      const RowTile same = task_at(opaque(index), sizes, heads);
-      repair_rows<d, dv>(Q, K, V, O, lse, rows, same.batch, same.head, same.head / group, scorer);
+      const Task same = task_of(opaque(index));
+      repair_rows<d, dv>(Q, rows_of(K, mods), rows_of(V, mods), O, lse, rows, same.batch,
+                         same.head / pack_gqa, same.head / group, scorer);
     }
   }
 }

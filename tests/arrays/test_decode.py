@@ -97,12 +97,19 @@ KERNELS = [
     ("fa2_coalesced", "float64", {"Br": 8, "Bc": 8}),
     ("fa2_split_kv", "float32", {"Br": 4, "Bc": 16, "blocks_per_sm": 4}),
     ("fa2_split_kv", "float64", {"Br": 8, "Bc": 8, "blocks_per_sm": 1}),
+    ("wgmma_slices", "bfloat16", {"Br": 128, "Bc": 64, "span": 64, "stages": 2}),
 ]
+
+
+def able_or_skip(kernel, backend, dtype="float16"):
+    if not planning.can(FORWARD[kernel], Problem.of_sizes(M=1, d=D, dtype=dtype), backend.limits):
+        pytest.skip(f"{kernel} cannot run on {backend.limits.device}")
 
 
 @pytest.mark.parametrize("pages", [False, True], ids=["contiguous", "pages"])
 @pytest.mark.parametrize("kernel, dtype, tiles", KERNELS)
 def test_each_sequence_has_its_own_keys(backend, kernel, dtype, tiles, pages):
+    able_or_skip(kernel, backend, dtype)
     q, k, v = given(dtype, tokens=3)
     for layout in ("bshd", "bhsd"):
         cache = cache_of(k, v, pages=pages, layout=layout)
@@ -172,7 +179,7 @@ OPTIONS = (
 )
 QUICK = (
     *(("mma_split_kv", 1), ("mma_split_kv", 3), ("fa2", 0), ("fa2", 2)),
-    *(("fa2_split_kv", 1), ("fa2_split_kv", 2)),
+    *(("fa2_split_kv", 1), ("fa2_split_kv", 2), ("wgmma_slices", 1)),
 )
 
 
@@ -180,11 +187,12 @@ QUICK = (
     "kernel, number",
     [
         pytest.param(kernel, i, marks=[pytest.mark.slow] * ((kernel, i) not in QUICK))
-        for kernel in ("mma_split_kv", "fa2_split_kv", "fa2", "fa2_coalesced")
+        for kernel in ("mma_split_kv", "fa2_split_kv", "fa2", "fa2_coalesced", "wgmma_slices")
         for i in range(len(OPTIONS))
     ],
 )
 def test_options_of_attention(backend, kernel, number):
+    able_or_skip(kernel, backend)
     options = OPTIONS[number]
     q, k, v = given("float16", tokens=2)
     cache = cache_of(k, v, pages=True)

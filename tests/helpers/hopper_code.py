@@ -18,7 +18,7 @@ WRITE = """
 MAP = np.dtype(
     [
         ("address", np.uint64), ("strides", np.int64, 3), ("sizes", np.int32, 4),
-        ("box_rows", np.int32), ("itemsize", np.int32), ("unused", np.int32, 18),
+        ("box", np.int32, 2), ("itemsize", np.int32), ("unused", np.int32, 17),
     ]
 )  # fmt: skip
 
@@ -34,7 +34,7 @@ class Map:
         self.value["address"] = array.ctypes.data
         self.value["strides"] = row_stride, head_stride, batch_stride
         self.value["sizes"] = columns, rows, heads, batch
-        self.value["box_rows"] = box_rows
+        self.value["box"] = box_rows, 1
         self.value["itemsize"] = array.itemsize
 
 

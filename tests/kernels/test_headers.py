@@ -45,6 +45,7 @@ MAY_READ = {
     "sees_distance.cuh": {"causal", "windowed"},
     "row_range.cuh": {"causal", "windowed"},
     "tile_pair.cuh": {"has_row_tiles", "causal", "windowed", "has_mask_mod"},
+    "key_boxes.cuh": {"page_size"},
     "key_head.cuh": {"page_size"},
     "seen_keys.cuh": {"windowed"},
     "tensor.cuh": {"packed"},

@@ -22,7 +22,7 @@ from cupyfa.runtime import guard
 from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.backend import Mapped
 from cupyfa.runtime.choose_backend import backend_named
-from cupyfa.runtime.kernel_arguments import arguments
+from cupyfa.runtime.kernel_arguments import arguments, describe_map
 from cupyfa.runtime.launcher import Launcher, _Arguments, replay
 
 SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "M": 37, "N": 21, "d": 40, "dv": 72}
@@ -238,9 +238,20 @@ def test_bytes_of_the_simulators_tensor_map(kernel, simulator):
         by_batch, by_head, by_row, _ = arrays[name].strides
         expected = np.zeros(16, np.int64)
         expected[:4] = (arrays[name].ctypes.data, by_row, by_head, by_batch)
-        expected[4:8].view(np.int32)[:6] = (columns, rows, heads, batch, box_rows, 2)
+        expected[4:8].view(np.int32)[:7] = (columns, rows, heads, batch, box_rows, 1, 2)
         assert bytes(made) == expected.tobytes()
         assert made.ctypes.data % 64 == 0 and made.nbytes == 128
+
+
+def test_a_box_of_several_heads_exchanges_rows_and_heads(simulator):
+    sizes = {"batch": 2, "heads": 32, "kv_heads": 2, "M": 5, "N": 70, "d": 40}
+    plan = planned(LADDER["forward"]["wgmma_slices"], simulator, sizes, "float16")
+    arrays = timing.arrays_of(simulator, plan, inputs_of(plan, layout="bshd"), {})
+    by_batch, by_head, by_row, _ = arrays["Q"].strides
+    found = describe_map(simulator, plan.launches[0], "Q", arrays["Q"])
+    assert found.sizes == (40, 32, 5, 2) and found.strides == (by_head, by_row, by_batch)
+    assert found.box == (16, 8)
+    assert describe_map(simulator, plan.launches[0], "K", arrays["K"]).box == (256, 1)
 
 
 def test_axes_of_size_1_get_valid_strides(kernel, simulator):
@@ -297,7 +308,7 @@ def test_arguments_of_cuTensorMapEncodeTiled(monkeypatch):
 
     monkeypatch.setattr(cuda, "_encode_tiled", lambda: encode)
     cuda._encoded.cache_clear()
-    mapped = Mapped(0x7000, "float16", (40, 37, 4, 2), (80, 2**33, 2**35), 16)
+    mapped = Mapped(0x7000, "float16", (40, 37, 4, 2), (80, 2**33, 2**35), (16, 1))
     made = cuda.Cuda().tensor_map(mapped)
     assert asked == [
         (6, 4, 0x7000, [40, 37, 4, 2], [80, 2**33, 2**35]),

@@ -503,7 +503,7 @@ def _encoded(mapped: Mapped) -> np.ndarray:
     """
     encoded = blank_map()
     rank = len(mapped.sizes)
-    box = (BOX_ROW_BYTES // mapped.itemsize, mapped.box_rows, *(1,) * (rank - 2))
+    box = (BOX_ROW_BYTES // mapped.itemsize, *mapped.box, *(1,) * (rank - 3))
     error = _encode_tiled()(
         encoded.ctypes.data,
         _MAP_DTYPES[mapped.dtype],

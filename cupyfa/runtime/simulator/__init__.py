@@ -28,8 +28,8 @@ from cupyfa.runtime.simulator import dynamic_shared, lines, machine
 
 # Mirrors struct TensorMap of the simulator's tma.cuh; strides are in bytes.
 _MAP = np.dtype(
-    [("address", "u8"), ("strides", "i8", 3), ("sizes", "i4", 4), ("box_rows", "i4")]
-    + [("itemsize", "i4"), ("unused", "V72")]
+    [("address", "u8"), ("strides", "i8", 3), ("sizes", "i4", 4), ("box", "i4", 2)]
+    + [("itemsize", "i4"), ("unused", "V68")]
 )
 
 MOST_MULTIPROCESSORS = 1024
@@ -102,7 +102,7 @@ class Simulator(Backend):
 
     def tensor_map(self, mapped: Mapped) -> np.ndarray:
         made, m = blank_map(), mapped
-        made.view(_MAP)[...] = (m.address, m.strides, m.sizes, m.box_rows, m.itemsize, b"")
+        made.view(_MAP)[...] = (m.address, m.strides, m.sizes, m.box, m.itemsize, b"")
         return made
 
     def compile_launch(self, launch: PlannedLaunch) -> machine.CompiledKernel:

@@ -14,9 +14,12 @@ namespace {
 struct TensorMap {
   std::uint64_t address;
   std::int64_t row_stride, head_stride, batch_stride;  // bytes
-  std::int32_t columns, rows, heads, batch, box_rows;
-  std::int32_t itemsize;  // bytes
-  std::int32_t unused[18];
+  std::int32_t columns, rows, heads, batch;
+  std::int32_t box_rows, box_heads;  // the rows of a head are adjacent in a box
+  std::int32_t itemsize;             // bytes
+  std::int32_t unused[17];
+
+  int rows_of_box() const { return box_rows * box_heads; }
 };
 static_assert(sizeof(TensorMap) == 128, "as large as on a device");
 
@@ -42,7 +45,7 @@ struct Box {
   std::size_t count = 0;            // number of bytes from `memory` on
 
   std::size_t bytes() const {
-    return memory != nullptr ? count : static_cast<std::size_t>(map.box_rows) * row_bytes;
+    return memory != nullptr ? count : static_cast<std::size_t>(map.rows_of_box()) * row_bytes;
   }
 };
 
@@ -517,8 +520,8 @@ void wait_for_phase(Worker& worker, PhaseBarrier& barrier, int phase, const Plac
 void check_map(Worker& worker, const TensorMap* map, const char* operation, const Place& place) {
   check<Access::read>(map, sizeof *map, place);
   bool good = map->address % 16 == 0 && map->columns > 0 && map->rows > 0 && map->heads > 0 &&
-              map->batch > 0 && map->box_rows > 0 && map->box_rows <= 256 &&
-              (map->itemsize == 1 || map->itemsize == 2);
+              map->batch > 0 && map->box_rows > 0 && map->box_rows <= 256 && map->box_heads > 0 &&
+              map->box_heads <= 256 && (map->itemsize == 1 || map->itemsize == 2);
   for (std::int64_t stride : {map->row_stride, map->head_stride, map->batch_stride}) {
     good = good && stride % 16 == 0 && stride >= 0;
   }
@@ -549,16 +552,17 @@ struct Row {
 
 Row row_of(const Box& box, int index) {
   const TensorMap& map = box.map;
-  std::int64_t row = std::int64_t{box.row} + index;
-  bool outside = row < 0 || row >= map.rows || box.head < 0 || box.head >= map.heads ||
-                 box.batch < 0 || box.batch >= map.batch;
+  std::int64_t row = std::int64_t{box.row} + index % map.box_rows;
+  std::int64_t head = std::int64_t{box.head} + index / map.box_rows;
+  bool outside = row < 0 || row >= map.rows || head < 0 || head >= map.heads || box.batch < 0 ||
+                 box.batch >= map.batch;
   std::int64_t first = std::max<std::int64_t>(0, -std::int64_t{box.column});
   std::int64_t end =
       std::min<std::int64_t>(row_bytes / map.itemsize, std::int64_t{map.columns} - box.column);
   if (outside || first >= end) return {nullptr, 0, 0};
-  std::uint64_t offset = static_cast<std::uint64_t>(
-      row * map.row_stride + box.head * map.head_stride + box.batch * map.batch_stride +
-      map.itemsize * (box.column + first));
+  std::uint64_t offset = static_cast<std::uint64_t>(row * map.row_stride + head * map.head_stride +
+                                                    box.batch * map.batch_stride +
+                                                    map.itemsize * (box.column + first));
   return {reinterpret_cast<unsigned char*>(map.address + offset),
           static_cast<std::size_t>(map.itemsize * first),
           static_cast<std::size_t>(map.itemsize * (end - first))};
@@ -576,7 +580,7 @@ void load(const Box& box) {
     std::memcpy(box.shared, box.memory, box.count);
     return;
   }
-  for (int index = 0; index < box.map.box_rows; ++index) {
+  for (int index = 0; index < box.map.rows_of_box(); ++index) {
     unsigned char bytes[row_bytes] = {};
     Row row = row_of(box, index);
     if (row.bytes > 0) std::memcpy(bytes + row.first, row.memory, row.bytes);
@@ -587,7 +591,7 @@ void load(const Box& box) {
 }
 
 void store(const Box& box) {
-  for (int index = 0; index < box.map.box_rows; ++index) {
+  for (int index = 0; index < box.map.rows_of_box(); ++index) {
     unsigned char bytes[row_bytes];
     for (int at = 0; at < row_bytes; at += chunk_bytes) {
       std::memcpy(bytes + at, swizzled(box.shared + index * row_bytes + at), chunk_bytes);
@@ -669,7 +673,7 @@ void check_array(const Box& box) {
     check<access>(box.memory, box.count, box.place);
     return;
   }
-  for (int index = 0; index < box.map.box_rows; ++index) {
+  for (int index = 0; index < box.map.rows_of_box(); ++index) {
     Row row = row_of(box, index);
     if (row.bytes > 0) check<access>(row.memory, row.bytes, box.place);
   }

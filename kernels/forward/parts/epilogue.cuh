@@ -9,10 +9,10 @@
 #include <timeline.cuh>
 
 // Stores the warp's 16 rows of O, from column `first_col` on.
-template <int dv, int blocks>
-__device__ __forceinline__ void store_output(const float (&O)[1][blocks][4], const Rows<step>& rows,
-                                             Tensor<result> out, int batch, int head, int lane,
-                                             int first_col = 0) {
+template <int dv, int blocks, int pack_gqa>
+__device__ __forceinline__ void store_output(const float (&O)[1][blocks][4],
+                                             const Rows<step, pack_gqa>& rows, Tensor<result> out,
+                                             int batch, int head, int lane, int first_col = 0) {
   const bool aligned = is_aligned(out);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -21,7 +21,8 @@ __device__ __forceinline__ void store_output(const float (&O)[1][blocks][4], con
     for (int n = 0; n < blocks; ++n)
       pairs[n] = stored_pair<result>(O[0][n][half * 2], O[0][n][half * 2 + 1]);
     const int row = rows.row(0, half);
-    store_row<dv>(out.row(batch, head, row), pairs, first_col, aligned, row < rows.extent.M, lane);
+    result* to = out.row(batch, head * pack_gqa + row % pack_gqa, row / pack_gqa);
+    store_row<dv>(to, pairs, first_col, aligned, row < rows.extent.M * pack_gqa, lane);
   }
 }
 

@@ -5,10 +5,6 @@
 #include <ptx/named_barrier.cuh>
 #include <tile/warp.cuh>
 
-// A score, as an exponent of two, may exceed its row's maximum by this much before the maximum is
-// raised. P is then at most 2^8, and float16 holds numbers up to almost 2^16.
-constexpr int slack = 8;
-
 // Orders the turns of `consumers` warpgroups by named barriers 1 … consumers.
 template <int consumers>
 struct PingPong {

@@ -27,7 +27,7 @@ COVERED = {
     "mma_slices": (*SIZES, "beyond the ring", "several spans", "slices of d"),
     "wgmma": (*SIZES, "window", "beyond the ring"),
     "wgmma_persistent": (*SIZES, "beyond the ring", "several tasks a block"),
-    "wgmma_slices": (*SIZES, "beyond the ring", "slices of d"),
+    "wgmma_slices": (*SIZES, "beyond the ring", "slices of d", "several splits"),
     "baseline_backward": ("several rounds", "GQA", "mask", "softcap"),
     "mma_slices_backward": (*SIZES, "several rounds", "slices of d"),
     "wgmma_columns": (*SIZES, "beyond the ring"),
