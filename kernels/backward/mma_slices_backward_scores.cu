@@ -25,7 +25,7 @@ using Own = Tiles::Own;
 
 constexpr int rows_of_thread = Wr / 8;
 constexpr int pairs_of_sums = rows_of_thread * (Wc / 8);  // pairs of accumulators per thread
-constexpr int slices = cdiv(d, Bd);  // slices of Q and K; those of dO and V follow
+constexpr int slices = cdiv(d, Bd);  // slices of Q and K; slices of dO and V come after them
 
 struct Shared {
   Stage ring[stages];
