@@ -92,8 +92,10 @@ class NcclGroup(Group):
         self._queued.clear()  # frees the arrays even if the program keeps the group
 
     def close(self) -> None:
-        super().close()
-        self._await_abort()
+        try:
+            super().close()
+        finally:
+            self._await_abort()
 
     def abort_for(self, error: BaseException) -> None:
         super().abort_for(error)
