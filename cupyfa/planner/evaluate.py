@@ -33,7 +33,7 @@ from cupyfa.problem.optional_inputs import MAPS, STARTS
 from cupyfa.problem.problem import MOST_ELEMENTS, Problem
 
 _LARGEST_GRID = (2**31 - 1, 65535, 65535)
-# NumPy dtype of struct Sizes in extent.cuh.
+# NumPy dtype of struct Sizes in batch.cuh.
 SIZES = np.dtype([(name, "i4") for name in ("M", "N", "causal_offset", "window_offset")])
 # NumPy void dtypes of the size of an array argument: a struct Tensor, a pointer or a TensorMap.
 _BYTES = {"": "V32", "data": "V8", "map": "V128"}
