@@ -237,7 +237,10 @@ TWO_PASS = rung(
 # mma.sync kernels
 
 
-def block_heads(p: Problem, c: SimpleNamespace) -> int:
+MOST_HEADS = 2  # query heads of a group that a block of mma.sync processes under a causal mask
+
+
+def block_heads(p: Problem, c: SimpleNamespace, most: int) -> int:
     """Returns the number of query heads that a block which computes dK and dV processes.
 
     A block processes the group of its key head where all blocks are equally long and there are
@@ -245,14 +248,15 @@ def block_heads(p: Problem, c: SimpleNamespace) -> int:
     a causal mask, blocks differ in length. With many heads each, the longest ones would run alone
     at the end, and blocks would read different heads at the same time, so that L2 holds fewer of
     their rows. With few heads each, or few rows, the sums of dK and dV cost more than that.
+
+    most: the largest number of heads with which the kernel is fast under a causal mask.
     """
     if cdiv(p.M, 64) * p.group <= 8:
         return p.group
     differ = (p.causal or p.right is not None) and p.left is None and 4 * p.M >= p.N
+    if not differ:
+        most = p.group
     is_narrow = max(p.d, p.dv) <= 64
-    most = p.group
-    if differ:
-        most = 4 if is_narrow and (p.M < 16384 or p.is_ragged) else 2
     takes_all = p.group <= 4 or (is_narrow and p.M * p.group <= 8192 and not p.is_ragged)
     wanted = c.multiprocessors * (1.5 if differ else 0.75)
     for heads in range(p.group, 1, -1):
@@ -263,8 +267,8 @@ def block_heads(p: Problem, c: SimpleNamespace) -> int:
 
 
 def group_splits(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the number of blocks that share the query heads of a group."""
-    return p.group // block_heads(p, c)
+    """Returns the number of blocks of mma.sync that share the query heads of a group."""
+    return p.group // block_heads(p, c, MOST_HEADS)
 
 
 def parts_of_rows(height: int, columns: int, warps: int) -> int:
@@ -708,7 +712,11 @@ def is_persistent(p: Problem, heads: int) -> bool:
 
 def wgmma_splits(p: Problem, c: SimpleNamespace) -> int:
     """Returns the number of blocks of wgmma_columns that share the query heads of a group."""
-    return 1 if is_wide(p) or finishes(p) else group_splits(p, c)
+    if is_wide(p) or finishes(p):
+        return 1
+    is_narrow = max(p.d, p.dv) <= 64
+    most = 4 if is_narrow and (p.M < 16384 or p.is_ragged) else 2
+    return p.group // block_heads(p, c, most)
 
 
 def shares_groups(p: Problem, c: SimpleNamespace) -> bool:
@@ -716,41 +724,22 @@ def shares_groups(p: Problem, c: SimpleNamespace) -> bool:
     return wgmma_splits(p, c) > 1
 
 
-CONSUMING_WARPS = 8  # warps that hold dK and dV
-
-
-def wgmma_sharing_blocks(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the number of blocks that store dK and dV for others of their group."""
-    return wgmma_columns_tiles(p, c) if shares_groups(p, c) else 0
-
-
-def wgmma_shared_sums(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the number of accumulators of dK and dV in all sharing blocks."""
-    return wgmma_sharing_blocks(p, c) * c.Bc * padded_columns(p, 16)
-
-
 def counts_size(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the number of counters: of blocks that have ended, or of tiles taken and of warps
-    that have stored dK and dV.
-    """
-    blocks = wgmma_sharing_blocks(p, c)
-    return 1 + blocks * CONSUMING_WARPS if blocks else p.batch * p.kv_heads
+    """Returns the number of counters: tiles taken, and additions to each sum."""
+    return 1 + 2 * key_tiles(p, c) if shares_groups(p, c) else p.batch * p.kv_heads
 
 
-def wgmma_share_stride(p: Problem, c: SimpleNamespace) -> int:
-    """Returns share_stride, times the batch elements if these come first; see key_tile.cuh."""
-    return share_stride(p, c) * (p.batch if batch_first(p) else 1)
-
-
-def wgmma_columns_tiles(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the number of key tiles, over all key heads and the shares of their groups."""
-    return key_tiles(p, c) * wgmma_splits(p, c)
+def key_sums_size(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the number of float4 in the sums of dK and dV; see key_sums.cuh."""
+    width = wgmma_part_width(p, c)
+    columns = sum(round_up(x, width) for x in (p.d, p.dv))
+    return key_tiles(p, c) * c.Bc * columns // 4 if shares_groups(p, c) else 0
 
 
 def wgmma_columns_blocks(p: Problem, c: SimpleNamespace) -> int:
-    tiles = wgmma_columns_tiles(p, c)
-    persistent = is_persistent(p, p.group // wgmma_splits(p, c))
-    return min(c.multiprocessors, tiles) if persistent else tiles
+    splits = wgmma_splits(p, c)
+    blocks = key_tiles(p, c) * splits
+    return min(c.multiprocessors, blocks) if is_persistent(p, p.group // splits) else blocks
 
 
 def wgmma_parts(p: Problem, c: SimpleNamespace) -> int:
@@ -837,23 +826,20 @@ WGMMA_COLUMNS = Kernel(
     (
         Launch(
             "begin_rows",
-            args="O dO lse row_sums.data dQ_sum.data counts.data counts_size M heads mods",
+            args="O dO lse row_sums.data dQ_sum.data counts.data counts_size key_sums.data "
+            "key_sums_size M heads mods",
             grid=lambda p, c: (row_tiles(p, c), 1),
             threads=lambda p, c: LANES_OF_ROW * c.Br,
             constants=BY_LENGTHS,
-            numbers={"counts_size": counts_size},
+            numbers={"counts_size": counts_size, "key_sums_size": key_sums_size},
         ),
         replace(
             WGMMA_COLUMNS_LAUNCH,
-            args=WGMMA_COLUMNS_LAUNCH.args.replace(
-                "counts.data", "counts.data shared_sums.data"
-            ).replace("group", "group splits stride tiles"),
+            args=WGMMA_COLUMNS_LAUNCH.args.replace("mods", "batch mods")
+            .replace("counts.data", "counts.data key_sums.data")
+            .replace("group", "group splits"),
             grid=wgmma_columns_blocks,
-            numbers={
-                "splits": wgmma_splits,
-                "stride": wgmma_share_stride,
-                "tiles": wgmma_columns_tiles,
-            },
+            numbers={"splits": wgmma_splits},
             constants={
                 "shares_groups": shares_groups,
                 "finishes": lambda p, c: finishes(p),
@@ -897,8 +883,8 @@ WGMMA_COLUMNS = Kernel(
     scratch={
         "row_sums": (lambda p, c: 2 * row_tiles(p, c) * c.Br, "real"),
         "dQ_sum": (lambda p, c: row_tiles(p, c) * c.Br * wgmma_sums_width(p, c), "real"),
-        "counts": (counts_size, "int"),
-        "shared_sums": (wgmma_shared_sums, "real"),
+        "counts": (lambda p, c: 4 * counts_size(p, c), "byte"),
+        "key_sums": (lambda p, c: 4 * key_sums_size(p, c), "real"),
     },
     arch="90a",
     largest_d=256,
@@ -907,13 +893,26 @@ WGMMA_COLUMNS = Kernel(
         "bfloat16": {64: 457, 128: 515, 192: 360, 256: 383},
     },
     unordered=("dQ",),
+    unordered_with={"shares_groups": ("dK", "dV")},
     after=(),
 )
+CONSUMING_WARPS = 8  # warps of wgmma_two_pass_columns that hold dK and dV
+
+
+def two_pass_splits(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the number of blocks of wgmma_two_pass that share the query heads of a group."""
+    return 1 if is_wide(p) else p.group // block_heads(p, c, most=8)
+
+
+def two_pass_sharing_blocks(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the number of blocks that store dK and dV for others of their group."""
+    splits = two_pass_splits(p, c)
+    return key_tiles(p, c) * splits if splits > 1 else 0
 
 
 def two_pass_counts_size(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the number of counters of warps that have stored dK and dV."""
-    return wgmma_sharing_blocks(p, c) * CONSUMING_WARPS
+    """Returns the number of counters in group_shares.cuh."""
+    return two_pass_sharing_blocks(p, c) * CONSUMING_WARPS
 
 
 WGMMA_TWO_PASS = rung(
@@ -934,9 +933,9 @@ WGMMA_TWO_PASS = rung(
             args=WGMMA_TWO_PASS_COLUMNS.args.replace(
                 "dK dV", "dK dV shared_sums.data counts.data"
             ).replace("group", "group splits stride"),
-            grid=wgmma_columns_tiles,
-            numbers={"splits": wgmma_splits, "stride": share_stride},
-            constants={"shares_groups": shares_groups},
+            grid=lambda p, c: key_tiles(p, c) * two_pass_splits(p, c),
+            numbers={"splits": two_pass_splits, "stride": share_stride},
+            constants={"shares_groups": lambda p, c: two_pass_splits(p, c) > 1},
         ),
         replace(
             WGMMA_TWO_PASS_COLUMNS,
@@ -979,11 +978,17 @@ WGMMA_TWO_PASS = rung(
     rules={**WGMMA_RULES, "Bk is a multiple of 16": lambda c: c.Bk % 16 == 0},
     scratch={
         "row_sums": WGMMA_COLUMNS.scratch["row_sums"],
-        "shared_sums": (wgmma_shared_sums, "real"),
+        "shared_sums": (
+            lambda p, c: (
+                two_pass_counts_size(p, c) // CONSUMING_WARPS * c.Bc * padded_columns(p, 16)
+            ),
+            "real",
+        ),
         "counts": (two_pass_counts_size, "int"),
     },
     tflops={"float16": {64: 361, 128: 374, 256: 395}, "bfloat16": {192: 437, 256: 451}},
     unordered=(),
+    unordered_with={},
 )
 
 

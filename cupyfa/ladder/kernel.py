@@ -246,6 +246,8 @@ class Kernel(_Record):
         selects the kernel, if it has a measured speed, for these problems only.
     unordered: outputs that are summed in arbitrary order, for example by atomics, so that their
         last bits differ from run to run.
+    unordered_with: further such outputs of plans with a launch in which a constant is true, as
+        ``{constant: outputs}``.
     persistent: whether tiles are assigned to persistent blocks in advance, so that the launch waits
         for blocks that begin late.
     folder: the folder of a user's kernel files. If it contains at least one of the kernel's files,
@@ -295,6 +297,7 @@ class Kernel(_Record):
     tflops: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     made_for: Callable[[Problem, SimpleNamespace], bool] | None = None
     unordered: Sequence[str] = ()
+    unordered_with: Mapping[str, Sequence[str]] = field(default_factory=dict)
     persistent: bool = False
     folder: str | Path | None = None
     after: Sequence[str] = ()

@@ -221,6 +221,13 @@ class Plan:
         return sum(x.launch is program.launch for x in self.launches)
 
     @property
+    def unordered(self) -> set[str]:
+        """Outputs that are summed in arbitrary order, so that their last bits may differ."""
+        more = self.kernel.unordered_with.items()
+        found = (x for name, x in more if any(y.constants.get(name) for y in self.launches))
+        return set(self.kernel.unordered).union(*found)
+
+    @property
     def scratch_bytes(self) -> int:
         return sum(map(self.stored_bytes, self.scratch))
 

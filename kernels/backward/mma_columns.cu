@@ -117,9 +117,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_columns(
     int group, int splits, int stride, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
   const Shares shares = {shared_sums, counts, splits, stride};
-  const auto [tile, share, batch] =
-      place_of_keys<Bc>(blockIdx.x, sizes, mods, kv_heads * shares.count());
-  const int kv_head = share / shares.count(), heads = group / shares.count();
+  const int sharing = blocks_of_group(splits);
+  const auto [tile, share, batch] = place_of_keys<Bc>(blockIdx.x, sizes, mods, kv_heads * sharing);
+  const int kv_head = share / sharing, heads = group / sharing;
   const int first_key = tile * Bc;
   const Extent extent = extent_of(sizes, mods, batch, kv_head * group);
   if (!extent.has_tile_of_keys(first_key)) return;

@@ -7,14 +7,12 @@
 // product sums over the keys of both warpgroups. dQ stays in register order: TMA reduce-add adds it
 // to dQ_sum, and another launch converts it (block_end.cuh).
 //
-// A block processes one key tile. For short sequences, blocks are `persistent` instead: a block
-// takes tiles from a queue, whose counter is counts[0], and loads the next tile while it stores the
-// gradients of the last one.
+// A block processes one key tile. For short sequences blocks are `persistent`: they take tiles from
+// a queue, counted by counts[0], and load the next tile while they store the last gradients.
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   row_sums [batch, heads, cdiv(M, Br)]    dQ_sum [batch, heads, cdiv(M, Br), parts]
-//   counts: used by block_end.cuh; counts[0] by persistent blocks
-//   shared_sums, counts: used by group_shares.cuh
+//   counts, key_sums: used by block_end.cuh; counts[0] by persistent blocks
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * splits * batch), or one block per SM if persistent
 //   block (384)
 //   the host sets: scalar, result, real, Br, Bc, stages, dS_stages, persistent, bias_bytes,
@@ -22,7 +20,6 @@
 #include <attention/bias_tile.cuh>
 #include <backward/parts/add_dQ.cuh>
 #include <backward/parts/block_end.cuh>
-#include <backward/parts/group_shares.cuh>
 #include <backward/parts/load_rows.cuh>
 #include <backward/parts/register_operands.cuh>
 #include <backward/parts/tile_queue.cuh>
@@ -34,7 +31,7 @@ constexpr int width = cdiv(dv, step) * step;  // columns of the dO and V tiles
 using Task = KeyTile<Br, Bc>;
 using Layout = QueryLayout<Br, d, dv>;
 using Part = RegisterTile<Layout::width>;
-using Shares = GroupShares<Sums<depth>, Sums<width>, consuming_threads>;
+using End = BlockEnd<Part, d, dv>;
 using Bias = OfWarps<StagedBiasColumns<bias_bytes, Br / 8>, 4 * consumers>;
 // Whether V stays in registers, so that it is read from shared memory only once. Expressions that
 // read indices or arrays leave too few registers for it.
@@ -110,7 +107,8 @@ struct Consumer {
     }
     task.for_tiles([&](int head, int row, long long) {
       const TilePair<Br, Bc> pair = {extent_of_head(task.extent, head), row, task.first_key};
-      if (task.is_first(head, row)) shared.bias.own().load(pair, row, own.first_key());
+      const bool is_first = row == task.map_of(head).template from<Br>(task.first_row);
+      if (is_first) shared.bias.own().load(pair, row, own.first_key());
       advance(pair, task.after(head, row));
     });
     if (!is_loaded) return;
@@ -204,19 +202,19 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
     const __grid_constant__ TensorMap V_map, const __grid_constant__ TensorMap dO_map,
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
-    Tensor<const real> lse, const RowSums<Br>* row_sums, Part* dQ_sum, int* counts,
-    real* shared_sums, Tensor<result> dQ, Tensor<result> dK, Tensor<result> dV, Sizes sizes,
-    int heads, int kv_heads, int group, int splits, int stride, int tiles, real scale,
-    const __grid_constant__ Mods mods) {
+    Tensor<const real> lse, const RowSums<Br>* row_sums, Part* dQ_sum, int* counts, Part* key_sums,
+    Tensor<result> dQ, Tensor<result> dK, Tensor<result> dV, Sizes sizes, int heads, int kv_heads,
+    int group, int splits, real scale, int batch, const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
   if (gridDim.x <= few_blocks) launch_dependents();
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
-  const Shares shares = {shared_sums, counts + 1, splits, stride};
+  const int shares = kv_heads * blocks_of_group(splits);
+  const int tiles = persistent ? max(cdiv(sizes.N, Bc), 1) * shares * batch : gridDim.x;
   const auto task_of = [&](int number) {
-    return key_tile<Br, Bc, batch_first>(sizes, mods, kv_heads, group, heads, shares.count(),
-                                         number, tiles);
+    return key_tile<Br, Bc, batch_first>(sizes, mods, kv_heads, group, heads,
+                                         blocks_of_group(splits), number, tiles);
   };
   const auto own_tiles = [&](int* counter = nullptr) {
     if constexpr (persistent)
@@ -229,7 +227,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
     wait_for_launch_before();  // every block must wait
     return;
   }
-  const BlockEnd<Part, d, dv> end = {sizes, kv_heads, dQ_sum, counts};
+  const End end = {sizes, kv_heads, dQ_sum, key_sums, counts};
   if (warpgroup < 0) {
     decrease_registers<producer_registers>();
     const int warp = warp_uniform(threadIdx.x / warp_size), of = warp - 1;
@@ -240,12 +238,13 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
     for (auto own = own_tiles(); own.has_tile; own.advance()) {
       const Task task = task_of(own.number);
       add_dQ<Layout>(shared.dQ[of], dQ_sum, task, of, of % Layout::count, of % Layout::count + 1);
-      end.leave(shared.is_last[of], task);
+      end.leave(shared.dQ[of], shared.is_last[of], task, own.number, tiles, of);
     }
     return;
   }
   increase_registers<consumer_registers>();
-  Consumer consumer(shared, warpgroup, {scale, mods});
+  const Scorer<float> scorer = {scale, mods};
+  Consumer consumer(shared, warpgroup, scorer);
 #pragma unroll 1
   for (auto own = own_tiles(); own.has_tile; own.advance()) {
     const Task task = task_of(own.number);
@@ -253,8 +252,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
     wait_for_launch_before();  // a block without row tiles has not waited yet
     const StatsOfTiles<Br> stats = {row_sums, task.number, lse, task.batch};
     const Repair<d, dv, scalar, StatsOfTiles<Br>> repair = {
-        task.extent, Q, K, V, dO, stats, consumer.scorer, task.batch, task.kv_head};
-    if (shares.complete(consumer.dK, consumer.dV, task.index)) {
+        task.extent, Q, K, V, dO, stats, scorer, task.batch, task.kv_head};
+    if (end.completes(consumer, task, own.number, tiles)) {
       store_or_repair<false>(consumer.dK, dK, consumer.own, task, repair);
       store_or_repair<true>(consumer.dV, dV, consumer.own, task, repair);
     }

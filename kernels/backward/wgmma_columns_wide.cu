@@ -180,7 +180,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns_wide(
   const Task task = key_tile<Br, Bc>(sizes, mods, kv_heads, group, heads);
   if (warpgroup >= 0) wait_for_launch_before();  // every block must wait, even if it returns below
   if (!task.extent.has_tile_of_keys(task.first_key)) return;
-  const End end = {sizes, kv_heads, dQ_sum, counts};
+  const End end = {sizes, kv_heads, dQ_sum, nullptr, counts};
   if (warpgroup < 0) {
     decrease_registers<producer_registers>();
     const int warp = warp_uniform(threadIdx.x / warp_size), of = warp - 1;
@@ -188,7 +188,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns_wide(
     if (warp == 0 || warp > consumers) return;
     add_dQ<Layout>(shared.dQ[of], dQ_sum, task, of, first_part<Layout>(of),
                    first_part<Layout>(of + 1));
-    end.leave(shared.is_last[of], task);
+    end.leave(shared.dQ[of], shared.is_last[of], task, blockIdx.x, gridDim.x, of);
     return;
   }
   increase_registers<consumer_registers>();

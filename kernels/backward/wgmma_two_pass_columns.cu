@@ -16,6 +16,7 @@
 
 constexpr int depth = cdiv(d, step) * step;   // columns of the Q and K tiles, zero-padded
 constexpr int width = cdiv(dv, step) * step;  // columns of the dO and V tiles
+using Task = KeyTile<Br, Bc>;
 using Shares = GroupShares<Sums<depth>, Sums<width>, consuming_threads>;
 
 struct Shared {
@@ -92,7 +93,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_columns(
   __syncthreads();
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   const Shares shares = {shared_sums, counts, splits, stride};
-  const auto task = key_tile<Br, Bc>(sizes, mods, kv_heads, group, heads, shares.count());
+  const Task task = key_tile<Br, Bc>(sizes, mods, kv_heads, group, heads, blocks_of_group(splits));
   if (warpgroup >= 0) {  // every block must wait, even if it returns below
     wait_for_launch_before();
     launch_dependents();  // not earlier: the next launch reads row sums without waiting
@@ -107,7 +108,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_columns(
     return;
   }
   increase_registers<consumer_registers>();
-  Consumer consumer(shared, warpgroup, {scale, mods});
+  const Scorer<float> scorer = {scale, mods};
+  Consumer consumer(shared, warpgroup, scorer);
   if (task.first_row < task.end_row) {
     shared.K_pipeline.wait();
     shared.V_pipeline.wait();
@@ -119,7 +121,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_columns(
   if (!shares.complete(consumer.dK, consumer.dV, task.index)) return;
   const StatsOfTiles<Br> stats = {row_sums, task.number, lse, task.batch};
   const Repair<d, dv, scalar, StatsOfTiles<Br>> repair = {
-      task.extent, Q, K, V, dO, stats, consumer.scorer, task.batch, task.kv_head};
+      task.extent, Q, K, V, dO, stats, scorer, task.batch, task.kv_head};
   store_or_repair<false>(consumer.dK, dK, consumer.own, task, repair);
   store_or_repair<true>(consumer.dV, dV, consumer.own, task, repair);
 }

@@ -113,12 +113,13 @@ def test_blocks_share_the_query_heads_of_a_group(
 ):
     monkeypatch.setattr(backward, "FEWEST_PERSISTENT", fewest_persistent)
     monkeypatch.setattr(backward, "FEWEST_FINISHING", 1000)
-    monkeypatch.setattr(backward, "block_heads", lambda p, c: heads)
+    monkeypatch.setattr(backward, "block_heads", lambda *_, **__: heads)
     sizes = {"batch": 2, "heads": 16, "kv_heads": 2, "causal": True, **sizes}
     plan = planned(BACKWARD["wgmma_columns"], backend, sizes)
     launch = plan.launches[1]
     assert launch.constants["shares_groups"]
     assert launch.constants["persistent"] == (fewest_persistent == 1)
+    assert plan.unordered == {"dQ", "dK", "dV"}
     for values in ("normal", "nan"):
         guard.checked(backend, plan, inputs_of(plan, values=values), {})
 
@@ -140,11 +141,12 @@ def test_the_last_block_of_a_group_adds_in_the_order_of_shares(
     backend, monkeypatch, name, heads, sizes
 ):
     monkeypatch.setattr(backward, "FEWEST_FINISHING", 1000)
-    monkeypatch.setattr(backward, "block_heads", lambda p, c: heads)
+    monkeypatch.setattr(backward, "block_heads", lambda *_, **__: heads)
     sizes = {"batch": 2, "heads": 8, "kv_heads": 2, **sizes}
     kernel = BACKWARD[name]
     plan = planned(kernel, backend, sizes, usual_dtype(kernel))
     assert any(x.constants.get("shares_groups") for x in plan.launches)
+    assert plan.unordered <= {"dQ"}
     for values in ("normal", "nan"):
         guard.checked(backend, plan, inputs_of(plan, values=values), {})
 
@@ -155,7 +157,7 @@ def test_the_last_block_of_a_group_adds_in_the_order_of_shares(
     ["wgmma_columns", *(pytest.param(x, marks=pytest.mark.slow) for x in IN_ORDER)],
 )
 def test_blocks_share_the_groups_of_sequences(backend, monkeypatch, name):
-    monkeypatch.setattr(backward, "block_heads", lambda p, c: 1)
+    monkeypatch.setattr(backward, "block_heads", lambda *_, **__: 1)
     checked = cupyfa.check(name, lengths="150,70,0,300", causal=True, samples=4, backend=backend)
     assert checked.right == checked.runs == 4
 

@@ -56,7 +56,7 @@ def test_a_thousand_launches_give_the_same_bits(cuda, kernel, dtype, sizes):
     compare = cupy.ElementwiseKernel(
         "T one, T other", "raw bool differs", "if (one != other) differs[0] = true", "compare"
     )
-    differs = {x: cupy.zeros(1, bool) for x in first if x not in plan.kernel.unordered}
+    differs = {x: cupy.zeros(1, bool) for x in first if x not in plan.unordered}
     for _ in range(LAUNCHES - 1):
         for array in made.values():
             array.fill(np.iinfo(array.dtype).max)

@@ -198,7 +198,7 @@ def difference(
     for again in range(1, reruns + 1):
         begins()
         others = run_guarded(backend.reordered(again), plan, inputs, {})
-        for name in results.keys() - set(plan.kernel.unordered):
+        for name in results.keys() - plan.unordered:
             first, other = (x[name].view(f"u{x[name].itemsize}") for x in (results, others))
             if len(different := np.argwhere(first != other)):
                 return (

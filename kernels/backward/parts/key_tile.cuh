@@ -33,9 +33,6 @@ struct KeyTile {
     const int next = map_of(head).template after<Br>(row);
     return next < end_row ? next : -1;
   }
-  __device__ __forceinline__ bool is_first(int head, int row) const {
-    return row == map_of(head).template from<Br>(first_row);
-  }
   __device__ __forceinline__ auto map_of(int head) const {
     return extent_of_head(extent, head).row_tiles(first_key / Bc);
   }

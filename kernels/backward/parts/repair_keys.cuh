@@ -1,10 +1,9 @@
 #pragma once
-// Recomputes dK and dV of keys that are not finite.
+// Recomputes dK or dV, if not finite, of keys `first` to `end` - 1, over `group` query heads.
 
 #include <backward/parts/repair_gradients.cuh>
 #include <backward/parts/row_range.cuh>
 
-// Recomputes dK or dV for keys `first` … `end` - 1, summed over the `group` query heads.
 template <bool of_V, int width, int d, int dv, class T, class Stats>
 __device__ void repair_keys(const Repair<d, dv, T, Stats>& repair, Tensor<result> gradient,
                             int group, int first, int end, int first_col) {

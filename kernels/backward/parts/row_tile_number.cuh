@@ -1,9 +1,8 @@
 #pragma once
-// Maps row tiles to indices over all heads and batch elements.
+// Maps row tiles, as (head, row) of one batch element, to indices over all of them.
 
 #include <attention/tile_index.cuh>
 
-// Maps (head, row) of one batch element to the index of the row tile.
 template <int Br>
 struct TilesOfRows {
   int batch, heads, M;  // if packed, batch is the sequence's first tile and M the tiles per head

@@ -3,6 +3,7 @@
 // while the sums are in L2 and other blocks keep running.
 
 #include <backward/parts/finish_dQ.cuh>
+#include <backward/parts/group_shares.cuh>
 #include <backward/parts/last_block.cuh>
 
 // Finishes dQ with the block's consumer warps. Each warp keeps the loads of two pieces in flight.
@@ -29,13 +30,19 @@ struct BlockEnd {
   const Sizes& sizes;
   int kv_heads;
   const Part* dQ_sum;
+  Part* key_sums;
   int* counts;
 
   // Counts a warp that has added dQ of a key tile.
   template <int Br, int Bc>
-  __device__ __forceinline__ void leave(int& was_last, const KeyTile<Br, Bc>& task) const {
+  __device__ __forceinline__ void leave(const Part&, int& was_last, const KeyTile<Br, Bc>& task,
+                                        int, int, int) const {
     leave_sums(was_last, counts[task.batch * kv_heads + task.kv_head],
                consumers * max(cdiv(sizes.N, Bc), 1));
+  }
+  template <class Consumer, class Task>
+  __device__ __forceinline__ bool completes(Consumer&, const Task&, int, int) const {
+    return true;
   }
   template <int Br>
   __device__ __forceinline__ void finish(const Repair<d, dv, scalar, StatsOfTiles<Br>>& repair,

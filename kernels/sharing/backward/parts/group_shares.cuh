@@ -6,6 +6,10 @@
 #include <tile/math.cuh>
 #include <tile/warp.cuh>
 
+__device__ __forceinline__ int blocks_of_group(int splits) {
+  return splits;
+}
+
 // KeySums, ValueSums: a thread's accumulators of dK and dV, in the last `summing_threads` threads.
 template <class KeySums, class ValueSums, int summing_threads>
 struct GroupShares {
@@ -18,8 +22,6 @@ struct GroupShares {
   real* sums;          // [grid, keys + values, summing_threads] chunks of 16 bytes
   int* counts;         // [grid, warps]: blocks of a key tile whose warp has stored its accumulators
   int splits, stride;  // shares of a group; the distance from a tile's index to its next share's
-
-  __device__ __forceinline__ int count() const { return splits; }
 
   // Stores a warp's dK and dV. In the last block of a key tile, replaces them with the sums over
   // all shares and returns true. Warps hold different elements, hence each has its own count.
