@@ -22,7 +22,8 @@ __device__ __forceinline__ bool is_huge(real exponent) {
 __device__ __forceinline__ bool has_overflowed(real maximum, real sum, bool sees_key) {
   const bool may_have_none = (has_expressions && !of_products) || !sees_key;
   const bool has_none = has_context && maximum == -largest && sum == 0 && may_have_none;
-  return !(sum < infinity) || ((has_sink || sees_key) && !has_none && is_huge(maximum));
+  const bool must_be_finite = (has_sink || sees_key) && !has_none;
+  return !(sum < infinity) | (must_be_finite & is_huge(maximum));  // without branches
 }
 
 template <int Wr, int pack_gqa>
