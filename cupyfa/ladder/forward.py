@@ -462,7 +462,7 @@ MMA_ASYNC = rung(
     "asynchronous copies (cp.async) overlap with products; two buffers for K and V",
     launch={"shared": lambda p, c: mma_shared(p, c, buffers=2)},
 )
-TMA_TILES = {64: [(128, 64, 32, 2)], 128: [(128, 64, 16, 2), (128, 32, 16, 2)]}
+TMA_TILES = {64: [(128, 64, 32, 2)], 128: [(128, 32, 32, 2)], 256: [(128, 64, 16, 2)]}
 MMA_TMA = rung(
     MMA_ASYNC,
     "mma_tma",
@@ -475,9 +475,10 @@ MMA_TMA = rung(
     tiles=TileChoice.of(
         "Br Bc Wr stages",
         [(*tile, 2) for tile in HALVES],
-        up_to={**TMA_TILES, 256: [(64, 32, 16, 2)]},
-        # For 32 keys of 256 columns, ptxas runs out of registers.
-        on={"120": {**TMA_TILES, 256: [(128, 16, 16, 2)]}},
+        up_to=TMA_TILES,
+        # sm_120 has less shared memory, and ptxas runs out of registers for 32 rows of 128 columns
+        # and for 32 keys of 256.
+        on={"120": {**TMA_TILES, 128: [(128, 64, 16, 2)], 256: [(128, 16, 16, 2)]}},
     ),
     candidates={**MMA_ASYNC.candidates, "stages": (2, 3, 4)},
     rules={**MMA_ASYNC.rules, "stages is 2 or more": lambda c: c.stages >= 2},

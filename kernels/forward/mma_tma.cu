@@ -19,6 +19,7 @@
 #include <attention/tile_index.cuh>
 #include <attention/tile_mask.cuh>
 #include <ptx/mma.cuh>
+#include <ptx/proxy_fence.cuh>
 #include <tile/pipeline.cuh>
 #include <tile/shared.cuh>
 #include <tile/tensor.cuh>
@@ -156,7 +157,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_tma(
       rescale<false>(S, sums, rows, first_key, lane);
     exponentiate(S, rows, first_key);
     multiply_output(shared.V[here.stage], S, sums, lane);
-    __syncwarp();  // all lanes have read this tile
+    fence_proxy_async();  // the next copy to this stage starts after these reads
+    __syncwarp();         // all lanes have read this tile
     if (lane == 0) shared.pipeline.arrive(here);
     here.advance();
   }

@@ -43,8 +43,8 @@ STEPS = tuple(steps())
 # Steps above the limit: changed lines, lines of newly used headers, and the reason.
 LONGER_STEPS = {
     ("forward/mma_async", "forward/mma_tma"): (
-        64,
-        151,
+        65,
+        158,
         "copies by TMA: its boxes, mbarriers, and a ring of stages between them",
     ),
     ("forward/mma_async", "forward/mma_pipelined"): (

@@ -236,18 +236,19 @@ inline bool knows(const Reader& reader, Epoch epoch) {
 }
 
 [[noreturn]] COLD void fault_unpublished(Worker& worker, const Arena& arena, const Touch& touch,
-                                         int writer) {
+                                         int thread, const char* done) {
   fault(worker, touch.place,
-        format("%s wrote byte %zu of %s without fence_proxy_async, but copies or tensor cores "
+        format("%s %s byte %zu of %s without fence_proxy_async, but copies or tensor cores "
                "access it next",
-               thread_name(worker, writer).chars,
+               thread_name(worker, thread).chars, done,
                static_cast<std::size_t>(touch.address - arena.address), arena.name));
 }
 
-inline bool is_published(const Worker& worker, Epoch writer) {
-  int thread = thread_of(writer);
-  return thread >= max_threads || clock_of(writer) <= worker.floor ||
-         clock_of(writer) <= worker.fibers[thread].published;
+// Returns whether a thread has executed the proxy fence after an access.
+inline bool is_published(const Worker& worker, Epoch access) {
+  int thread = thread_of(access);
+  return thread >= max_threads || clock_of(access) <= worker.floor ||
+         clock_of(access) <= worker.fibers[thread].published;
 }
 
 // Checks that an asynchronous operation may read these bytes.
@@ -263,7 +264,7 @@ inline void check_reading(Worker& worker, Arena& arena, const unsigned char* poi
     if (clock_of(cell->writer) <= worker.floor) fault_uninitialised(worker, arena, touch);
     if (!knows(reader, cell->writer)) fault_race(worker, arena, touch, cell->writer, "wrote");
     if (!knows(reader, cell->updater)) fault_race(worker, arena, touch, cell->updater, "updated");
-    fault_unpublished(worker, arena, touch, thread_of(cell->writer));
+    fault_unpublished(worker, arena, touch, thread_of(cell->writer), "wrote");
   }
 }
 
@@ -679,14 +680,27 @@ void check_array(const Box& box) {
   }
 }
 
-// Checks that threads which wrote to the destination have executed the proxy fence.
+// Returns whether a proxy fence separates an access from a copy that this thread starts: in the
+// other thread after the access, or in this thread after the barrier.
+inline bool is_fenced(const Worker& worker, Epoch access) {
+  return is_published(worker, access) ||
+         clock_of(access) <= worker.fiber->fenced[thread_of(access) / warp_size];
+}
+
+// Checks that a proxy fence separates the copy from writes to its destination, and from reads: on a
+// device a copy may overtake reads that a barrier alone orders before it.
 void check_published(Worker& worker, Arena& arena, const Box& box) {
   const Cell* cell = cells_at(arena, box.shared);
   for (std::size_t i = 0; i < box.bytes() / cell_bytes; ++i, ++cell) {
-    if (is_published(worker, cell->writer)) continue;
     std::uintptr_t address = reinterpret_cast<std::uintptr_t>(box.shared) + i * cell_bytes;
     Touch touch{Access::write, address, cell_bytes, box.place};
-    fault_unpublished(worker, arena, touch, thread_of(cell->writer));
+    if (!is_fenced(worker, cell->writer)) {
+      fault_unpublished(worker, arena, touch, thread_of(cell->writer), "wrote");
+    }
+    for (Epoch reader : cell->readers) {
+      if (is_fenced(worker, reader)) continue;
+      fault_unpublished(worker, arena, touch, thread_of(reader), "read");
+    }
   }
 }
 
@@ -1700,6 +1714,7 @@ EXPORTED void simulator_make_additions() {
 EXPORTED void simulator_fence_for_copies() {
   Worker& worker = *self;
   worker.fiber->published = worker.warp->clock++;
+  std::copy_n(worker.warp->seen, max_warps, worker.fiber->fenced);
   publish_phase_barriers(worker);
 }
 

@@ -265,9 +265,10 @@ struct Fiber {
   Copy* copies;           // copies in flight, oldest first
   Copy** copies_end;
   std::uint64_t copy_groups;
-  Clock published;      // clock of the last proxy fence
-  Store* stores;        // stores that have not read shared memory yet, oldest first
-  Addition* additions;  // delayed additions that have read shared memory
+  Clock published;          // clock of the last proxy fence
+  Clock fenced[max_warps];  // clocks of other warps that the thread had seen at that fence
+  Store* stores;            // stores that have not read shared memory yet, oldest first
+  Addition* additions;      // delayed additions that have read shared memory
   // Number of products begun, committed and waited for, and number of committed groups.
   std::uint64_t products;
   std::uint64_t grouped;
@@ -1548,6 +1549,7 @@ void prepare_fiber(Worker& worker, int index) {
   fiber.barrier = -1;
   fiber.awaited = -1;
   fiber.published = 0;
+  std::fill_n(fiber.fenced, max_warps, 0);
   fiber.products = fiber.grouped = fiber.finished_products = fiber.groups = 0;
   fiber.begun = fiber.waited = false;
   fiber.copies = nullptr;

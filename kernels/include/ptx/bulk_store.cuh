@@ -1,5 +1,6 @@
 #pragma once
 // TMA reduce-adds to global memory, and waits for TMA stores.
+#include <ptx/proxy_fence.cuh>
 #include <ptx/tma.cuh>
 
 // Starts an atomic add of `count` floats, a multiple of 4, from shared to global memory. The order
@@ -27,10 +28,4 @@ __device__ __forceinline__ void bulk_wait_group_read() {
 __device__ __forceinline__ void bulk_wait_group() {
   const timeline::Phase waiting(timeline::store_wait);
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-}
-
-// Makes this thread's writes to shared memory visible to TMA and wgmma. Other threads may start TMA
-// and wgmma operations on them after a barrier that follows the fence.  PTX: fence.proxy.async
-__device__ __forceinline__ void fence_proxy_async() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

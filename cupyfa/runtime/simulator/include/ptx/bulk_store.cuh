@@ -4,6 +4,7 @@
 // The simulator reads shared memory for a store only when the thread waits for that store; it
 // reports a write before the wait as a race. Floats are added later still: with a seed in a random
 // wait, without a seed in bulk_wait_group or at the end of the block.
+#include <ptx/proxy_fence.cuh>
 #include <ptx/tma.cuh>
 
 // Starts an atomic add of `count` floats, a multiple of 4, from shared to global memory. The order
@@ -28,10 +29,4 @@ inline void bulk_wait_group(simulator::Here here = {}) {
   const timeline::Phase waiting(timeline::store_wait);
   simulator_end_stores(here.file, here.line);
   simulator_make_additions();
-}
-
-// Makes this thread's writes to shared memory visible to TMA and wgmma. Another thread may start
-// these after a barrier that follows the fence.
-inline void fence_proxy_async() {
-  simulator_fence_for_copies();
 }
