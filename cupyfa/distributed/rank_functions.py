@@ -25,7 +25,9 @@ def attention_of_others(function: Function, arguments: Mapping[str, Any]) -> Any
 
 def backward_of_others(function: Function, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
     """Implements ``backward`` for this rank's rows. arguments: the call's arguments by name."""
-    of_rows = {x: arguments[x] for x in ("dout", "out", "lse", "dlse") if arguments[x] is not None}
+    of_rows = {name: arguments[name] for name in ("dout", "out", "lse")}
+    if arguments["dlse"] is not None:
+        of_rows["dlse"] = arguments["dlse"]
     run, (q, k, v, *rows) = agree_on_call(function, "backward", arguments, of_rows)
     with arguments["q"].group.calling():
         return run((q, *rows), k, v)

@@ -509,6 +509,15 @@ def test_every_field_has_to_be_equal():
     ranks.threads(2, of_rank)
 
 
+def test_gradients_without_lse_are_the_error_of_all_ranks():
+    def of_rank(group):
+        with pytest.raises(TypeError, match="rank 0: lse is None; pass a NumPy or CuPy array"):
+            cupyfa.backward(X, *sharded(X, X, X, group), X, None, **BACKWARD)
+        assert np.isfinite(attention(group=group)).all()
+
+    ranks.threads(2, of_rank)
+
+
 def test_a_failure_of_one_rank_ends_the_call_of_all(monkeypatch):
     """All ranks raise, since each needs key gradients from all others; later calls raise too."""
     find_prepared, lse = job.find_prepared, X[..., 0]
