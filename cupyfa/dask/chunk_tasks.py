@@ -2,31 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from cupyfa.api import attention, backward
-from cupyfa.partition.part_call import Call
+from cupyfa.problem.options import AttentionOptions
 
 Chunks = Sequence[Any]  # consecutive chunks of an array
 OF_ROWS = ("q", "dout", "out", "lse", "dlse")  # inputs of the backward pass; dlse is optional
 
 
-class Attend(Call):
+@dataclass(frozen=True)
+class _Task:
+    """The non-array arguments that all tasks of one problem share.
+
+    options: the options of the whole problem, without an offset. captured: the numbers that
+    expressions read. how: kernel, tiles, backend and check.
+    """
+
+    options: AttentionOptions
+    captured: Mapping[str, Any] | None
+    how: Mapping[str, Any]
+
+    def arguments(self, offset: int | None) -> dict[str, Any]:
+        """Returns the task's non-array arguments for a part at this query offset."""
+        keywords = replace(self.options, offset=offset).keywords()
+        return {**keywords, "captured": self.captured, **self.how}
+
+
+class Attend(_Task):
     """A task that computes (out, lse) for one chunk of q and consecutive chunks of keys."""
 
     def __call__(
         self, q: Any, ks: Chunks, vs: Chunks, skipped: int, offset: int | None
     ) -> tuple[Any, Any]:
         k, v = _joined(ks, skipped), _joined(vs, skipped)
-        return attention(q, k, v, **self.forward_arguments(offset))
+        more = self.arguments(offset)
+        return attention(q, k, v, out=self.options.out_dtype, return_lse=True, **more)
 
 
 @dataclass(frozen=True)
-class Differentiate(Call):
+class Differentiate(_Task):
     """A task that computes the gradients with respect to ``wrt``.
 
     rows: the chunks of each array in OF_ROWS.

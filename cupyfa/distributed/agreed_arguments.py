@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from cupyfa.call.call import Call, Operation
 from cupyfa.call.keywords import list_arguments
 from cupyfa.call.pullback import check_dlse, check_like_result
 from cupyfa.distributed import gather, ring
@@ -17,13 +20,14 @@ from cupyfa.distributed.job import Job
 from cupyfa.distributed.shards import Sharded, Shards
 from cupyfa.errors import Unsupported, described
 from cupyfa.ladder.kernel import Kernel
-from cupyfa.partition.part_call import Call, options_of_parts, planned
+from cupyfa.partition.part_call import options_of_parts, planned
 from cupyfa.partition.position_names import places
 from cupyfa.partition.whole_problem import read_problem, require_four_axes
 from cupyfa.planner.plan import Limits
 from cupyfa.problem.options import read_flag
 from cupyfa.problem.problem import Problem, whole
 from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.call_cache import make_room
 from cupyfa.runtime.choose_backend import adopt
 from cupyfa.score.expressions import Expression
 
@@ -31,44 +35,28 @@ from cupyfa.score.expressions import Expression
 _FIXED = {type(None), bool, int, float, str, tuple, Kernel}
 _FLAGS = ("check", "deterministic", "return_lse")
 _NO_OPTIONS = {"kernel", "tiles", "backend", "out", "dlse", *_FLAGS}
-_MOST_KNOWN = 256  # largest number of checked calls that a group caches
-
-
-class Schedule(NamedTuple):
-    """How ranks divide the work and communicate."""
-
-    forward: Callable[..., tuple[Any, Any]]
-    backward: Callable[..., tuple[Any, ...]]
-    # Names of indices that have the same value in a rank's calls as in the whole problem.
-    known: frozenset[str]
-    # Whether "auto" may choose a kernel with persistent blocks. NCCL kernels that wait for another
-    # rank occupy multiprocessors, and persistent blocks would queue behind them.
-    persistent: bool = True
-
-
-_SCHEDULES = {
-    "gather": Schedule(
-        gather.forward, gather.backward, frozenset({"batch", "position", "key", "keys"})
-    ),
-    "ring": Schedule(ring.forward, ring.backward, frozenset({"batch"}), persistent=False),
-}
+_SCHEDULES: Mapping[str, Any] = {"gather": gather, "ring": ring}
+_form = attrgetter("shape", "dtype")
 
 
 class AgreedCall(NamedTuple):
-    """A checked call. fields: descriptions of the call, which must be equal on all ranks."""
+    """A checked call with prepared steps.
+
+    fields: descriptions of the call, which must be equal on all ranks. run: computes this rank's
+    results.
+    """
 
     fields: Mapping[str, str]
-    schedule: Schedule
-    job: Job
+    run: Callable[..., tuple[Any, ...]]
 
 
 def agree_on_call(
     function: Callable[..., Any],
-    operation: str,
+    operation: Operation,
     arguments: Mapping[str, Any],
     of_rows: Mapping[str, Any] | None = None,
-) -> tuple[AgreedCall, Sequence[Any]]:
-    """Returns the call and its arrays if the calls of all ranks are valid and equal.
+) -> tuple[Callable[..., Any], Sequence[Any]]:
+    """Returns the prepared call and its arrays if the calls of all ranks are valid and equal.
 
     Otherwise all ranks raise. arguments: the call's arguments by name. of_rows: dout, out, lse and
     dlse, if given.
@@ -107,7 +95,7 @@ def agree_on_call(
             raise different
     finally:  # break the reference cycle of exception and frame, which keeps the arrays alive
         del different, error
-    return call, arrays
+    return call.run, arrays
 
 
 def _check_shards(shards: Mapping[str, Any]) -> None:
@@ -137,7 +125,7 @@ class _Given:
     """
 
     function: Callable[..., Any]
-    operation: str
+    operation: Operation
     q: Sharded
     k: Sharded
     how: Mapping[str, Any]
@@ -150,13 +138,15 @@ class _Given:
         arrays: q, k and v.
         """
         key, known = self._key(arrays), self.q.group.known
-        if key is None:
-            return self._checked(*arrays)
-        if key not in known:
-            if len(known) >= _MOST_KNOWN:
-                known.clear()
-            known[key] = self._checked(*arrays)
-        made: AgreedCall = known[key]
+        try:
+            made: AgreedCall | None = known.get(key)
+        except TypeError:  # a tuple may contain a list
+            key = made = None
+        if made is None:
+            made = self._checked(*arrays)
+            if key is not None:
+                make_room(known)
+                known[key] = made
         return made
 
     def _key(self, arrays: Sequence[Any]) -> tuple[Any, ...] | None:
@@ -175,16 +165,11 @@ class _Given:
         kinds = tuple(map(type, values))
         if not {*kinds} <= _FIXED:
             return None
-        forms = tuple((tuple(x.shape), x.dtype) for x in (*arrays, *self.of_rows.values()))
+        forms = *map(_form, arrays), *map(_form, self.of_rows.values())
         # Include the repr of floats, because 0.0 equals -0.0.
         asked = tuple(named), kinds, values, repr([x for x in values if type(x) is float])
         of_arrays = type(arrays[0]), forms, tuple(self.of_rows)
-        key = self.operation, self.backend.limits, *of_arrays, *asked
-        try:
-            hash(key)
-        except TypeError:  # a tuple may contain a list
-            return None
-        return key
+        return self.operation, self.backend.limits, *of_arrays, *asked
 
     def _checked(self, q: Any, k: Any, v: Any) -> AgreedCall:
         how, of_out = self.how, self.of_rows.get("out")
@@ -202,17 +187,23 @@ class _Given:
         _refuse_places(p, self.q.schedule)
         self._check_rows(q, v, p)
         flags = {x: read_flag(x, how.get(x, False)) for x in _FLAGS}
-        of_backward = {}
-        if self.operation == "backward":
-            of_backward["deterministic"] = flags["deterministic"]
         kernel, tiles, limits = how.get("kernel", "auto"), how.get("tiles"), self.backend.limits
-        which = {"persistent": schedule.persistent, **of_backward}
+        which = {"persistent": schedule.PERSISTENT, "deterministic": flags["deterministic"]}
         of_kernel = planned(self.operation, p, limits, kernel, tiles, **which)
-        of_parts = {"backend": how.get("backend", "auto"), "check": flags["check"]}
-        of_parts |= {**of_backward, **of_kernel}
-        call = Call(options_of_parts(p), how.get("captured"), of_parts)
-        job = Job(self.q.group, p, of_q, of_k, call, self.backend, isinstance(q, np.ndarray))
-        return AgreedCall(_describe_call(p, of_kernel, limits), schedule, job)
+        call = Call(
+            self.operation,
+            backend=self.backend,
+            options=options_of_parts(p),
+            return_lse=self.operation == "forward",
+            deterministic=flags["deterministic"],
+            inputs=("mods.dlse",) if "dlse" in self.of_rows else (),
+            numbers=p.operands,
+            **of_kernel,
+        )
+        on_host = isinstance(q, np.ndarray)
+        job = Job(self.q.group, p, of_q, of_k, call, flags["check"], self.backend, on_host)
+        run = partial(getattr(schedule, self.operation), job, schedule.prepare(job))
+        return AgreedCall(_describe_call(p, of_kernel, limits), run)
 
     def _check_rows(self, q: Any, v: Any, p: Problem) -> None:
         """Raises unless dout, out, lse and dlse match this rank's results in shape and dtype."""
@@ -230,7 +221,8 @@ class _Given:
                 check_like_result(name, x, *results[name])
 
 
-def _find_schedule(name: Any) -> Schedule:
+def _find_schedule(name: Any) -> Any:
+    """Returns the module of a schedule; raises ValueError if there is none of this name."""
     if not isinstance(name, str) or name not in _SCHEDULES:
         known = " or ".join(map(repr, _SCHEDULES))
         raise ValueError(f"schedule is {described(name)}; use {known}")
@@ -275,8 +267,8 @@ def _describe_call(p: Problem, how: Mapping[str, Any], limits: Limits) -> dict[s
 def _refuse_places(p: Problem, schedule: str) -> None:
     """Raises Unsupported for indices that have other values on a rank than in the whole problem."""
     for place, name in places(p.options).items():
-        if place not in _SCHEDULES[schedule].known:
-            others = [repr(x) for x, s in _SCHEDULES.items() if place in s.known]
+        if place not in _SCHEDULES[schedule].KNOWN:
+            others = [repr(x) for x, s in _SCHEDULES.items() if place in s.KNOWN]
             instead = f"use schedule={' or '.join(others)}" if others else "write position - key"
             raise Unsupported(
                 f"{name} uses the index {place}, which starts at 0 on each rank with "

@@ -40,6 +40,8 @@ class Group(OfThisProcess, ABC):
         self.reason = ""
         self.sent = 0
         self.calls = 0  # number of calls of attention and backward
+        # All ranks but this one, starting with the next one to spread the traffic.
+        self._others = [(rank + step) % ranks for step in range(1, ranks)]
         self.kept: dict[Any, Any] = {}  # cache of small arrays for later calls
         self.known: dict[Any, Any] = {}  # cache of checked calls
 
@@ -97,11 +99,6 @@ class Group(OfThisProcess, ABC):
             return total
 
         return wait
-
-    @property
-    def _others(self) -> list[int]:
-        """All ranks but this one, starting with the next one to spread the traffic."""
-        return [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
 
     def close(self) -> None:
         """Ends the group; all ranks must call it.

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from cupyfa.api import attention, backward
+from cupyfa.call.call import Call
+from cupyfa.call.prepare import find_prepared
 from cupyfa.distributed.communicator import Group
 from cupyfa.distributed.packing import in_words, new
 from cupyfa.distributed.shards import Part, Shards
-from cupyfa.partition.part_call import Call, offset_of_part
+from cupyfa.partition.part_call import offset_of_part
 from cupyfa.partition.position_names import places
 from cupyfa.partition.visible_chunks import overlap, tile_of, visible_keys
 from cupyfa.problem.problem import Problem
 from cupyfa.runtime.backend import Backend
-from cupyfa.runtime.merging import merge
+from cupyfa.runtime.merging import merge, merge_results
 
 _STEP_BYTES = 32 << 20  # bytes of keys and values that the L2 cache of a large GPU holds
 _ROWS_OF_BLOCK = 128  # rows or keys per thread block
@@ -28,8 +29,8 @@ _ROWS_OF_BLOCK = 128  # rows or keys per thread block
 class Job:
     """A distributed call: the whole problem, and how it is divided into calls on parts.
 
-    q_shards, k_shards: how queries and keys are divided among ranks. call: the non-array arguments
-    of the calls on parts.
+    q_shards, k_shards: how queries and keys are divided among ranks. call: what the calls on parts
+    have in common. check: whether to compare their results with the reference.
     """
 
     group: Group
@@ -37,6 +38,7 @@ class Job:
     q_shards: Shards
     k_shards: Shards
     call: Call
+    check: bool
     backend: Backend
     in_host: bool  # whether the arrays are NumPy arrays
 
@@ -44,34 +46,34 @@ class Job:
     def rows(self) -> list[Part]:
         return self.q_shards.parts(self.group.rank)
 
-    @property
+    @cached_property
     def results(self) -> np.dtype:
         """The dtype of out, dq, dk and dv."""
         return self.problem.out_dtype.numpy
 
-    @property
+    @cached_property
     def sums(self) -> np.dtype:
         """The dtype in which results of several ranks are added up."""
         return self.problem.dtype.sums
 
-    def attend(self, q: Any, k: Any, v: Any, first_row: int, first_key: int) -> tuple[Any, Any]:
-        """Computes out and lse of a part that begins at these rows and keys of the sequence."""
+    def call_of(self, first_row: int, first_key: int) -> Call:
+        """Returns the call on a part that begins at these rows and keys of the sequence."""
         offset = offset_of_part(self.problem, first_row, first_key)
-        return attention(q, k, v, **self.call.forward_arguments(offset))
+        options = self.call.options
+        assert options is not None
+        return self.call._replace(options=replace(options, offset=offset))
 
-    def differentiate(
-        self, of_rows: Sequence[Any], k: Any, v: Any, first_row: int, first_key: int
-    ) -> tuple[Any, ...]:
-        """Computes dq, dk and dv of a part. of_rows: q, dout, out, lse and optionally dlse."""
-        q, dout, out, lse, *dlse = of_rows
-        offset = offset_of_part(self.problem, first_row, first_key)
-        more = self.call.arguments(offset)
-        return backward(dout, q, k, v, out, lse, dlse=dlse[0] if dlse else None, **more)
+    def run(self, call: Call, *arrays: Any) -> Any:
+        """Runs the call on a part, whose arrays are slices of arrays that have been checked."""
+        prepared, _ = find_prepared(call, self.backend, arrays, self.backend.forms(arrays))
+        return prepared.run(arrays, prepared.all_new, check=self.check)
 
     def merge(self, parts: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
         """Merges the (out, lse) of several sets of keys into the result for all keys."""
         if len(parts) == 1:
             return parts[0]
+        if self.backend.owns(parts[0][0]):
+            return merge_results(self.backend, parts)
         return merge(parts, backend=self.backend)
 
     def sees(self, rows: range, keys: range) -> bool:
@@ -86,7 +88,7 @@ class Job:
         p = self.problem
         if self._counts_keys:
             return range(p.N)
-        return visible_keys(p, rows, tile_of(self.call.how["tiles"])) or range(min(p.N, 1))
+        return visible_keys(p, rows, tile_of(self.call.tiles or {})) or range(min(p.N, 1))
 
     @cached_property
     def _counts_keys(self) -> bool:

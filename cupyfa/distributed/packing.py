@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from math import gcd
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -24,30 +24,11 @@ def packed(*arrays: Any, room: int | None = None) -> Any:
     room: the number of rows to allocate; rows after the packed ones stay uninitialized.
     """
     batch, heads, rows, _ = arrays[0].shape
-    columns = sum(x.shape[3] for x in arrays)
-    made = new(arrays[0], (rows if room is None else room, batch, heads, columns))
-    pack(made[:rows], *arrays)
-    return made
-
-
-def pack(made: Any, *arrays: Any) -> None:
-    """Copies arrays into the columns of a packed array, which may have a different dtype."""
-    for part, x in _columns(made, arrays):
+    columns = [x.shape[3] for x in arrays]
+    made = new(arrays[0], (rows if room is None else room, batch, heads, sum(columns)))
+    for part, x in zip(unpacked(made[:rows], *columns), arrays):
         copy_to(part, x)
-
-
-def add_to(made: Any, *arrays: Any) -> None:
-    """Adds arrays to the columns of a packed array, which may have a wider dtype."""
-    for part, x in _columns(made, arrays):
-        part += x
-
-
-def _columns(made: Any, arrays: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yields each array's columns in the packed array, and the array with its axes reordered."""
-    first = 0
-    for x in arrays:
-        yield made[..., first : first + x.shape[3]], x.transpose(2, 0, 1, 3)
-        first += x.shape[3]
+    return made
 
 
 def copy_to(made: Any, array: Any) -> None:
@@ -67,7 +48,7 @@ def in_words(*arrays: Any) -> list[Any]:
         if x.strides[-1] != x.itemsize:
             return [*arrays]
         size = gcd(size, address_of(x), x.shape[-1] * x.itemsize, *x.strides[:-1])
-    return [x.view(_WORDS[size]) for x in arrays] if size in _WORDS else [*arrays]
+    return [*map(methodcaller("view", _WORDS[size]), arrays)] if size in _WORDS else [*arrays]
 
 
 def unpacked(made: Any, *columns: int) -> list[Any]:

@@ -17,19 +17,20 @@ Function = Callable[..., Any]
 
 def attention_of_others(function: Function, arguments: Mapping[str, Any]) -> Any:
     """Implements ``attention`` for this rank's rows. arguments: the call's arguments by name."""
-    call, arrays = agree_on_call(function, "forward", arguments)
-    with call.job.group.calling():
-        out, lse = call.schedule.forward(call.job, *arrays)
+    run, (q, k, v) = agree_on_call(function, "forward", arguments)
+    with arguments["q"].group.calling():
+        out, lse = run(q, k, v)
     return (out, lse) if arguments["return_lse"] else out
 
 
 def backward_of_others(function: Function, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
     """Implements ``backward`` for this rank's rows. arguments: the call's arguments by name."""
-    of_rows = {x: arguments[x] for x in ("dout", "out", "lse", "dlse") if arguments[x] is not None}
-    call, (q, k, v, *rows) = agree_on_call(function, "backward", arguments, of_rows)
-    with call.job.group.calling():
-        dq, dk, dv = call.schedule.backward(call.job, (q, *rows), k, v)
-    return dq, dk, dv
+    of_rows = {name: arguments[name] for name in ("dout", "out", "lse")}
+    if arguments["dlse"] is not None:
+        of_rows["dlse"] = arguments["dlse"]
+    run, (q, k, v, *rows) = agree_on_call(function, "backward", arguments, of_rows)
+    with arguments["q"].group.calling():
+        return run((q, *rows), k, v)
 
 
 def vjp_of_others(function: Function, arguments: Mapping[str, Any]) -> tuple[Any, Pullback]:

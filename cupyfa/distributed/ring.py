@@ -7,32 +7,61 @@ behind their keys, and return to their rank at the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from cupyfa.call.call import Call
 from cupyfa.distributed.job import Job
-from cupyfa.distributed.packing import add_to, copy_to, new, pack, packed, unpacked
+from cupyfa.distributed.packing import copy_to, new, packed, unpacked
 from cupyfa.distributed.shards import Part
 
 Result = tuple[Any, Any]  # out and lse
+# The place of some keys in [batch, heads, keys, columns], and the calls of the rows that see them:
+# the index in ``job.rows`` with the call.
+Calls = tuple[tuple[slice, ...], Sequence[tuple[int, Call]]]
 
 # Largest number of partial results per row range before they are merged. Each merge rounds `out`.
 MOST_HELD = 8
+# Names of indices that have the same value in a rank's calls as in the whole problem.
+KNOWN = frozenset({"batch"})
+# "auto" chooses no kernel with persistent blocks. NCCL kernels that wait for another rank occupy
+# multiprocessors, and persistent blocks would queue behind them.
+PERSISTENT = False
 
 
-def forward(job: Job, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+class Step(NamedTuple):
+    """A step: the rank whose keys this rank holds, and the calls on each part of these keys."""
+
+    owner: int
+    calls: Sequence[Calls]
+
+
+def prepare(job: Job) -> list[Step]:
+    """Prepares the steps of ``forward`` or ``backward``; a rank begins with its own keys."""
+    owners = [(job.group.rank - step) % job.group.ranks for step in range(job.group.ranks)]
+    return [Step(x, [_calls(job, keys) for keys in job.k_shards.parts(x)]) for x in owners]
+
+
+def _calls(job: Job, keys: Part) -> Calls:
+    seeing = [(i, x.rows) for i, x in enumerate(job.rows) if job.sees(x.rows, keys.rows)]
+    return np.s_[:, :, keys.at], [(i, job.call_of(x.start, keys.rows.start)) for i, x in seeing]
+
+
+def forward(job: Job, steps: Sequence[Step], q: Any, k: Any, v: Any) -> tuple[Any, Any]:
     """Computes out and lse of this rank's rows."""
-    found: dict[int, list[Result]] = {x.start: [] for x in job.rows}  # by index of the first row
-    now, columns = packed(k, v), (k.shape[3], v.shape[3])
-    for owner in _owners(job):
-        is_last = owner == (job.group.rank + 1) % job.group.ranks
-        arriving = None if is_last else _passed_on(job, (now, owner))
-        for rows in job.rows:
-            parts = found[rows.start]
-            for keys in _seen(job, rows, owner):
-                ks, vs = unpacked(now[keys.at], *columns)
-                first = rows.rows.start, keys.rows.start
-                parts.append(job.attend(q[:, :, rows.at], ks, vs, *first))
+    rows = [q[:, :, x.at] for x in job.rows]
+    found: list[list[Result]] = [[] for _ in rows]
+    now = packed(k, v)
+    for step in steps:
+        ks, vs = unpacked(now, k.shape[3], v.shape[3])
+        arriving = None if step is steps[-1] else _passed_on(job, {step.owner: now})
+        for at, calls in step.calls:
+            for i, call in calls:
+                found[i].append(job.run(call, rows[i], ks[at], vs[at]))
+        for parts in found:
             if len(parts) > MOST_HELD:
                 parts[:] = [_merged(job, parts)]
         if arriving is not None:
@@ -40,40 +69,47 @@ def forward(job: Job, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
     return _results(job, q, v, found)
 
 
-def backward(job: Job, of_rows: Sequence[Any], k: Any, v: Any) -> tuple[Any, ...]:
+def backward(
+    job: Job, steps: Sequence[Step], of_rows: Sequence[Any], k: Any, v: Any
+) -> tuple[Any, ...]:
     """Computes dq of this rank's rows, and dk and dv of its keys."""
-    sums: dict[int, Any] = {}  # accumulated dq, by index of the first row
+    rows = [[x[:, :, part.at] for x in of_rows] for part in job.rows]
+    sums: list[Any] = [None] * len(rows)  # accumulated dq of each part of the rows
     now, total = packed(k, v), None  # this step's k and v, and the previous step's dk and dv
     columns, ranks = (k.shape[3], v.shape[3]), job.group.ranks
-    for owner in _owners(job):
-        travelling = [] if owner == (job.group.rank + 1) % ranks else [(now, owner)]
+    for step in steps:
+        ks, vs = unpacked(now, *columns)
+        travelling = {} if step is steps[-1] else {step.owner: now}
         if total is not None:
-            travelling.append((total, (owner + 1) % ranks))
-        arriving = _passed_on(job, *travelling)
-        made, unseen = new(now, now.shape, job.sums), {*job.k_shards.parts(owner)}
-        for rows in job.rows:
-            own = [x[:, :, rows.at] for x in of_rows]
-            for keys in _seen(job, rows, owner):
-                ks, vs = unpacked(now[keys.at], *columns)
-                first = rows.rows.start, keys.rows.start
-                of_q, *of_keys = job.differentiate(own, ks, vs, *first)
-                sums[rows.start] = _added(job, sums.get(rows.start), of_q)
-                (pack if keys in unseen else add_to)(made[keys.at], *of_keys)
-                unseen.discard(keys)
-        for keys in unseen:
-            made[keys.at] = 0
+            travelling[(step.owner + 1) % ranks] = total
+        arriving = _passed_on(job, travelling)
+        made = new(now, now.shape, job.sums)
+        dks, dvs = unpacked(made, *columns)
+        for at, calls in step.calls:
+            if not calls:
+                dks[at], dvs[at] = 0, 0
+            for n, (i, call) in enumerate(calls):
+                q, dout, *others = rows[i]
+                of_q, of_k, of_v = job.run(call, dout, q, ks[at], vs[at], *others)
+                sums[i] = _added(job, sums[i], of_q)
+                if n:
+                    dks[at] += of_k
+                    dvs[at] += of_v
+                else:
+                    copy_to(dks[at], of_k)
+                    copy_to(dvs[at], of_v)
         arrived = arriving()
         if total is not None:
             made += arrived.pop()
         total, now = made, arrived[0] if arrived else now
     if ranks > 1:
-        (total,) = _passed_on(job, (total, (job.group.rank + 1) % ranks))()
+        (total,) = _passed_on(job, {(job.group.rank + 1) % ranks: total})()
     dq, dk, dv = (new(x, x.shape, job.results) for x in (of_rows[0], k, v))
-    for rows in job.rows:
-        if rows.start in sums:
-            copy_to(dq[:, :, rows.at], sums[rows.start])
+    for part, x in zip(job.rows, sums):
+        if x is not None:
+            copy_to(dq[:, :, part.at], x)
         else:  # these rows see no key
-            dq[:, :, rows.at] = 0
+            dq[:, :, part.at] = 0
     for gradient, x in zip((dk, dv), unpacked(total, *columns)):
         copy_to(gradient, x)
     return dq, dk, dv
@@ -88,26 +124,16 @@ def _added(job: Job, total: Any, x: Any) -> Any:
     return total
 
 
-def _owners(job: Job) -> Iterator[int]:
-    """Yields the rank whose keys this rank holds in each step, starting with itself."""
-    return ((job.group.rank - step) % job.group.ranks for step in range(job.group.ranks))
-
-
-def _seen(job: Job, rows: Part, owner: int) -> list[Part]:
-    """Returns the parts of the owner's keys that contain a key visible to these rows."""
-    return [x for x in job.k_shards.parts(owner) if job.sees(rows.rows, x.rows)]
-
-
-def _passed_on(job: Job, *arrays: tuple[Any, int]) -> Callable[[], list[Any]]:
+def _passed_on(job: Job, arrays: Mapping[int, Any]) -> Callable[[], list[Any]]:
     """Starts to send arrays to the next rank and to receive arrays from the previous rank.
 
-    arrays: pairs of an array and the rank that owns its keys. The returned function waits for the
-    received arrays: for an array of keys of rank r, an array of keys of rank r - 1.
+    arrays: by the rank that owns their keys. The returned function waits for the received arrays:
+    for an array of keys of rank r, an array of keys of rank r - 1.
     """
     group, sizes = job.group, job.k_shards.sizes
-    sends = [(x, (group.rank + 1) % group.ranks) for x, _ in arrays]
-    rooms = [new(x, (sizes[owner - 1], *x.shape[1:])) for x, owner in arrays]
-    arrived = group.exchange(sends, [(x, (group.rank - 1) % group.ranks) for x in rooms])
+    after, before = (group.rank + 1) % group.ranks, (group.rank - 1) % group.ranks
+    rooms = [new(x, (sizes[owner - 1], *x.shape[1:])) for owner, x in arrays.items()]
+    arrived = group.exchange([*zip(arrays.values(), repeat(after))], [*zip(rooms, repeat(before))])
 
     def wait() -> list[Any]:
         arrived()
@@ -120,12 +146,12 @@ def _merged(job: Job, parts: Sequence[Result]) -> Result:
     return job.merge([(out.astype(job.sums, copy=False), lse) for out, lse in parts])
 
 
-def _results(job: Job, q: Any, v: Any, found: Mapping[int, Sequence[Result]]) -> Result:
+def _results(job: Job, q: Any, v: Any, found: Sequence[Sequence[Result]]) -> Result:
     """Merges each row's results into out and lse; rows without keys get 0 and -infinity."""
     out = new(q, (*q.shape[:3], v.shape[3]), job.results)
     lse = new(q, q.shape[:3], job.sums)
-    for rows in job.rows:
-        at, parts = (slice(None), slice(None), rows.at), found[rows.start]
+    for rows, parts in zip(job.rows, found):
+        at = (slice(None), slice(None), rows.at)
         if not parts:
             out[at], lse[at] = 0, -float("inf")
             continue

@@ -87,7 +87,7 @@ class Part:
     rows: range
     start: int
 
-    @property
+    @cached_property
     def at(self) -> slice:
         return slice(self.start, self.start + len(self.rows))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from cupyfa.call.call import Tiles
@@ -14,28 +14,6 @@ from cupyfa.planner import choose_kernel as planning
 from cupyfa.planner.plan import Limits
 from cupyfa.problem.options import AttentionOptions, read_flag
 from cupyfa.problem.problem import Problem, can_give
-
-
-@dataclass(frozen=True)
-class Call:
-    """The non-array arguments that all calls on parts of one problem share.
-
-    options: the options of the whole problem, without an offset. captured: the numbers that
-    expressions read. how: kernel, tiles, backend and check.
-    """
-
-    options: AttentionOptions
-    captured: Mapping[str, Any] | None
-    how: Mapping[str, Any]
-
-    def arguments(self, offset: int | None) -> dict[str, Any]:
-        """Returns the non-array arguments of ``backward`` for a part at this query offset."""
-        keywords = replace(self.options, offset=offset).keywords()
-        return {**keywords, "captured": self.captured, **self.how}
-
-    def forward_arguments(self, offset: int | None) -> dict[str, Any]:
-        """Returns the non-array arguments of ``attention`` for a part at this query offset."""
-        return {**self.arguments(offset), "out": self.options.out_dtype, "return_lse": True}
 
 
 def options_of_parts(p: Problem) -> AttentionOptions:

@@ -71,8 +71,7 @@ def find_launcher(
     key: identifies the plan together with the arrays' names, order, shapes, strides and dtypes.
     """
     known = backend.calls.launchers
-    forms = tuple((name, *backend.form(x)) for name, x in arrays.items())
-    key = backend.device, *key, forms
+    key = backend.device, *key, *arrays, *map(backend.form, arrays.values())
     launcher = known.get(key)
     if launcher is None:
         make_room(known)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from math import gcd
+from math import gcd, prod
 from typing import Any
 
 import numpy as np
@@ -81,6 +81,22 @@ def merge(
     return _Parts(parts, layout, backend).merged(out, check)
 
 
+def merge_results(backend: Backend, parts: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Merges results of ``attention`` like ``merge``, without checks.
+
+    parts: pairs (out, lse), [batch, heads, M, dv] and [batch, heads, M], of equal shapes and dtypes
+        in the memory of the backend, as its kernels write them.
+    """
+    with backend.working_on(parts[0][0]):
+        out, lse = (backend.empty(x.shape, x.dtype) for x in parts[0])
+        arrays: Arrays = {}
+        for i, (x, rows) in enumerate(parts):
+            arrays |= {f"out{i}": x, f"lse{i}": rows[..., None]}
+        arrays |= {"O": out, "lse": lse[..., None]}
+        _merge(backend, len(parts), arrays, [*arrays.values()])
+    return out, lse
+
+
 def merge_vjp(
     parts: Sequence[tuple[Any, Any]],
     *,
@@ -124,10 +140,8 @@ class _Parts:
         names = [f"{name}{i}" for i in range(len(parts)) for name in ("out", "lse")]
         self._parts: Arrays = dict(zip(names, arrays))
         first = self.outs[0]
-        batch, heads, M, dv = sizes_of("parts[0][0]", first, layout)
+        sizes_of("parts[0][0]", first, layout)  # raises for too few axes or an unknown layout
         self.dtype = _dtype_of(first)
-        # Merging is planned as attention: the parts act as keys, and their lse as scores.
-        self._problem = Problem(batch, heads, heads, M, len(parts), 0, dv, self.dtype)
         self._shape, self._rows = tuple(first.shape), rows_of(first, layout)
         for i, (x, rows) in enumerate(zip(self.outs, self.lses)):
             self._check_output(f"parts[{i}][0]", x, "parts[0][0]")
@@ -151,7 +165,7 @@ class _Parts:
             lse = backend.empty(self._rows, self.dtype.sums)
             arrays = self._there(self._parts)
             arrays |= {"O": self._view("O", made), "lse": self._view("lse", lse)}
-            _merge(backend, self._problem, arrays, (*self._parts.values(), made, lse))
+            _merge(backend, len(self.outs), arrays, (*self._parts.values(), made, lse))
             result, lse = self._back(made), self._back(lse)
             if mine is not None and not in_place:
                 mine[...] = result
@@ -179,7 +193,7 @@ class _Parts:
             arrays = self._there({**self._parts, **given})
             arrays |= {name: self._view(name, x) for name, x in made.items()}
             own = (*self._parts.values(), *given.values(), *made.values())
-            _differentiate(backend, self._problem, arrays, own)
+            _differentiate(backend, len(self.outs), arrays, own)
             found = [*map(self._back, made.values())]
             results = [*zip(found[::2], found[1::2])]
         if check:
@@ -248,7 +262,7 @@ class _Parts:
         parts = self._on_host("out", *self.outs), self._on_host("lse", *self.lses)
         right = merge_bounds.expected_merge(*parts, dtype=self.dtype.name)
         found = {"out": self._on_host("out", out)[0], "lse": self._on_host("lse", lse)[0]}
-        tolerance.require(tolerance.compare(found, right), f"merge of {self._problem}")
+        tolerance.require(tolerance.compare(found, right), f"merge of {self._problem()}")
 
     def _require_gradients(self, given: Arrays, results: Sequence[tuple[Any, Any]]) -> None:
         parts = self._on_host("out", *self.outs), self._on_host("lse", *self.lses)
@@ -258,7 +272,10 @@ class _Parts:
         right = merge_bounds.expected_gradients(*parts, *merged, dtype=self.dtype.name)
         douts, dlses = zip(*results)
         found = {"dout": self._on_host("dout", *douts), "dlse": self._on_host("dlse", *dlses)}
-        tolerance.require(tolerance.compare(found, right), f"merge_vjp of {self._problem}")
+        tolerance.require(tolerance.compare(found, right), f"merge_vjp of {self._problem()}")
+
+    def _problem(self) -> Problem:
+        return _problem(len(self.outs), self._view("out", self.outs[0]))
 
 
 # Arguments
@@ -299,28 +316,38 @@ def _readable(array: Any) -> Any:
 # Launches
 
 
-def _merge(backend: Backend, p: Problem, arrays: Arrays, given: Sequence[Any]) -> None:
-    """Computes arrays["O"] and arrays["lse"]. ``given`` are the arrays that are not temporary."""
-    constants = _constants(p, arrays)
-    carries = p.N > MOST_PARTS
+def _problem(count: int, out: Any) -> Problem:
+    """Describes merging as attention: the parts act as keys, and their lse as scores."""
+    batch, heads, M, dv = out.shape
+    return Problem(batch, heads, heads, M, count, 0, dv, _dtype_of(out))
+
+
+def _merge(backend: Backend, count: int, arrays: Arrays, given: Sequence[Any]) -> None:
+    """Computes arrays["O"] and arrays["lse"] from ``count`` parts.
+
+    given: the arrays that are not temporary.
+    """
+    constants = _constants(arrays)
+    carries = count > MOST_PARTS
     if carries:
-        rows, lanes, sums = p.batch * p.heads * p.M, constants["lanes"], p.dtype.sums
-        arrays["sums"] = backend.empty((rows, p.dv), sums)
-        arrays["totals"] = backend.empty((rows, lanes, 2), sums)
+        *of_rows, dv = arrays["O"].shape
+        rows, sums = prod(of_rows), arrays["lse"].dtype
+        arrays["sums"] = backend.empty((rows, dv), sums)
+        arrays["totals"] = backend.empty((rows, constants["lanes"], 2), sums)
     written = "O", "lse", "sums", "totals"
-    _launch(backend, p, {**constants, "carries": carries}, arrays, given, written, _merging)
+    _launch(backend, count, {**constants, "carries": carries}, arrays, given, written, _merging)
 
 
-def _differentiate(backend: Backend, p: Problem, arrays: Arrays, given: Sequence[Any]) -> None:
+def _differentiate(backend: Backend, count: int, arrays: Arrays, given: Sequence[Any]) -> None:
     """Computes arrays["dout0"], arrays["dlse0"], … ``given`` are the non-temporary arrays."""
-    constants = {**_constants(p, arrays), "has_dlse": "dlse" in arrays}
-    written = [f"d{name}{i}" for i in range(p.N) for name in ("out", "lse")]
-    _launch(backend, p, constants, arrays, given, written, _differentiating)
+    constants = {**_constants(arrays), "has_dlse": "dlse" in arrays}
+    written = [f"d{name}{i}" for i in range(count) for name in ("out", "lse")]
+    _launch(backend, count, constants, arrays, given, written, _differentiating)
 
 
 def _launch(
     backend: Backend,
-    p: Problem,
+    count: int,
     constants: Mapping[str, int],
     arrays: Arrays,
     given: Sequence[Any],
@@ -330,12 +357,13 @@ def _launch(
     """Launches steps in the current stream without waiting for them."""
 
     def make_plan() -> Plan:
+        p = _problem(count, arrays["O"])
         made = tuple(steps(p, constants))
         kernel = Kernel("merge", "merges attentions over parts of the keys", (made[0].launch,))
         outputs = {x: (arrays[x].shape, arrays[x].dtype) for x in written if x in arrays}
         return Plan(kernel, p, {}, made, {}, outputs)
 
-    launcher = find_launcher(backend, (steps, p, *constants.items()), arrays, make_plan)
+    launcher = find_launcher(backend, (steps, *constants.items()), arrays, make_plan)
     launcher(tuple(map(backend.address, arrays.values())), backend.stream)
     if backend.stream and backend.is_capturing:  # keep temporary arrays alive for the graph
         own = set(map(backend.address, given))
@@ -343,20 +371,23 @@ def _launch(
         workspace.of_graphs.extend(copies)
 
 
-def _constants(p: Problem, arrays: Arrays) -> dict[str, int]:
+def _constants(arrays: Arrays) -> dict[str, int]:
     """Returns the constants that divide a row among threads; see parts.cuh."""
-    vector = _vector([x for name, x in arrays.items() if "lse" not in name], p.itemsize)
-    lanes = min(_WARP, _power_of_two(cdiv(p.dv * p.itemsize, BOX_ALIGNMENT)))
+    row = arrays["O"].shape[-1] * arrays["O"].itemsize
+    lanes = min(_WARP, _power_of_two(cdiv(row, BOX_ALIGNMENT)))
+    vector = _vector([x for name, x in arrays.items() if "lse" not in name])
     return {"vector": vector, "lanes": lanes, "threads": _THREADS, "packed": False}
 
 
-def _vector(arrays: Sequence[Any], itemsize: int) -> int:
-    """Returns the number of columns that one aligned access can read or write in all arrays."""
-    steps = [BOX_ALIGNMENT]
-    for x in arrays:
-        strides = (step for n, step in zip(x.shape[:-1], x.strides) if n > 1)
-        steps += [address_of(x), x.shape[-1] * itemsize, *strides]
-    return max(gcd(*steps) // itemsize, 1)
+def _vector(arrays: Sequence[Any]) -> int:
+    """Returns the number of columns that one aligned access can read or write in all arrays.
+
+    All arrays have as many columns, of the same size.
+    """
+    steps = [step for x in arrays for n, step in zip(x.shape[:-1], x.strides) if n > 1]
+    itemsize, columns = arrays[0].itemsize, arrays[0].shape[-1]
+    width = gcd(BOX_ALIGNMENT, columns * itemsize, *map(address_of, arrays), *steps)
+    return max(width // itemsize, 1)
 
 
 def _power_of_two(least: int) -> int:

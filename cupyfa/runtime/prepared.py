@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import combinations, pairwise
+from functools import partial, reduce
+from itertools import combinations, pairwise, starmap
 from math import prod
 from numbers import Real
-from operator import is_
+from operator import is_, or_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -130,8 +130,8 @@ class Prepared(OfThisProcess):
         self._labelled = sum(x.label is not None for x in results)
         self._is_forward = operation.name != "backward"
         self._is_one = self._is_forward and len(results) == 1  # gradients are always a tuple
-        self._all_new: tuple[Any, ...] = (None,) * len(results)
-        self._others = self._all_new[1:]
+        self.all_new: tuple[Any, ...] = (None,) * len(results)
+        self._others = self.all_new[1:]
         self._new = [(x.shape, plan.outputs[x.name][1]) for x in results]
         self._views = {
             name: partial(_reshaped, plan.arrays[name][0])
@@ -221,15 +221,18 @@ class Prepared(OfThisProcess):
                 return self.run(arrays, targets, capturing=True)
         try:
             addresses = (*map(backend.address, arrays), *self._bound_at)
-            if targets is not self._all_new and not self._takes(targets, addresses):
+            if targets is self.all_new:
+                results = [*starmap(backend.empty, self._new)]
+            elif self._takes(targets, addresses):
+                results = [
+                    backend.empty(*new) if mine is None else mine
+                    for mine, new in zip(targets, self._new)
+                ]
+            else:
                 return self._closely(arrays, targets, check, progress)
-            results = [
-                backend.empty(*new) if mine is None else mine
-                for mine, new in zip(targets, self._new)
-            ]
             space = self._workspace.at(stream, capturing)  # has to stay alive until the launch
             every = (*addresses, *map(backend.address, results), *space[1])
-            if self._mask and any(x & self._mask for x in every):
+            if self._mask & reduce(or_, every, 0):
                 return self._in_general(arrays, targets, check, progress)
             try:
                 launcher(every, stream)
@@ -281,7 +284,7 @@ class Prepared(OfThisProcess):
         if launch is None:
             spare = repeat.spare(backend.allocator())
             if spare is None:
-                return self.run(arrays, self._all_new)
+                return self.run(arrays, self.all_new)
             results, launch = spare.results, spare.launch
         try:
             launch()
@@ -310,11 +313,11 @@ class Prepared(OfThisProcess):
         if self._is_forward:
             if grads is not None:
                 raise TypeError("attention has no argument grads; pass out")
-            return self._all_new if out is None else (out, *self._others)
+            return self.all_new if out is None else (out, *self._others)
         if out is not None:
             raise TypeError("backward has no argument out; pass grads, with one array per gradient")
         if grads is None:
-            return self._all_new
+            return self.all_new
         if not isinstance(grads, tuple | list) or len(grads) != self._labelled:
             many = isinstance(grads, tuple | list)
             what = f"has {len(grads)} elements" if many else f"is {described(grads)}"
@@ -323,7 +326,7 @@ class Prepared(OfThisProcess):
                 f"grads {what}; pass {len(names)} arrays, for {', '.join(names)}; to allocate a "
                 "gradient, pass None in place of its array"
             )
-        return (*grads, *self._all_new[len(grads) :])
+        return (*grads, *self.all_new[len(grads) :])
 
     # The arrays of a call
 

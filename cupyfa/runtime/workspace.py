@@ -6,6 +6,7 @@ memory, since it may be launched in any stream.
 
 import threading
 from collections.abc import Sequence
+from itertools import starmap
 from math import prod
 from typing import Any
 
@@ -58,7 +59,9 @@ class Workspace:
         self._device = backend.device
         self.by_stream: dict[Any, Space] = {}
         self._by_graph: dict[Any, Space] = {}
-        self._starts, self._bytes = _laid_out(plan, names)
+        kinds = {**plan.outputs, **plan.scratch}
+        self._stored = [(plan.stored_shape(name), kinds[name][1]) for name in names]
+        self._starts, self._bytes = _laid_out(self._stored)
         # Single-launch plans use a separate workspace, because another thread may launch one in the
         # same stream between the launches of a longer plan.
         self._several = len(plan.steps) > 1
@@ -121,15 +124,17 @@ class Workspace:
         return space
 
     def _space(self) -> Space:
-        arrays = self.new()
-        return arrays, tuple(map(self._backend.address, arrays.values()))
+        arrays = [*starmap(self._backend.empty, self._stored)]
+        return arrays, tuple(map(self._backend.address, arrays))
 
 
-def _laid_out(plan: Plan, names: Sequence[str]) -> tuple[list[int], int]:
-    """Lays out temporaries in one buffer; returns their offsets and the total bytes."""
-    kinds, starts, end = {**plan.outputs, **plan.scratch}, [], 0
-    for name in names:
+def _laid_out(stored: Sequence[tuple[tuple[int, ...], np.dtype]]) -> tuple[list[int], int]:
+    """Lays out temporaries in one buffer; returns their offsets and the total bytes.
+
+    stored: the shape and dtype of each temporary.
+    """
+    starts, end = [], 0
+    for shape, dtype in stored:
         starts.append(end)
-        size = prod(plan.stored_shape(name)) * kinds[name][1].itemsize
-        end += cdiv(size, _ALIGNMENT) * _ALIGNMENT
+        end += cdiv(prod(shape) * dtype.itemsize, _ALIGNMENT) * _ALIGNMENT
     return starts, end

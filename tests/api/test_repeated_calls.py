@@ -70,14 +70,20 @@ def test_a_repeated_call_enters_few_functions(call, most):
     assert 5 < repeated(call) <= most
 
 
-def test_a_repeated_call_of_ranks_enters_few_functions():
+@pytest.mark.parametrize("schedule", ["gather", "ring"])
+@pytest.mark.parametrize("function", ["attention", "backward"])
+def test_a_repeated_call_of_ranks_enters_few_functions(function, schedule):
     def run(group):
-        q, k, v = (
-            distributed.Sharded(np.ascontiguousarray(x[:, :, :32]), group, 64) for x in (Q, K, V)
-        )
-        return repeated(lambda: cupyfa.attention(q, k, v, kernel="fa2", backend="simulator"))
+        own = (np.ascontiguousarray(x[:, :, :32]) for x in (Q, K, V))
+        arrays = [distributed.Sharded(x, group, 64, schedule=schedule) for x in own]
+        how = {"kernel": "fa2", "backend": "simulator"}
+        if function == "attention":
+            return repeated(lambda: cupyfa.attention(*arrays, **how))
+        out, lse = cupyfa.attention(*arrays, return_lse=True, **how)
+        how["kernel"] = "two_pass"
+        return repeated(lambda: cupyfa.backward(out, *arrays, out, lse, **how))
 
-    assert sum(distributed.threads(2, run)) <= 600
+    assert 50 < sum(distributed.threads(2, run)) <= 600
 
 
 def test_lengths_are_read_again_in_each_call():

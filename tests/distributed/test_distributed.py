@@ -292,7 +292,7 @@ def test_a_ring_takes_no_persistent_blocks(monkeypatch, schedule, kernel):
     """Persistent blocks would start late while messages occupy multiprocessors."""
     monkeypatch.setattr(OTHER, "read_limits", lambda device: H100)
     made = []
-    monkeypatch.setattr(job, "attention", lambda *args, **how: made.append(how["kernel"]) or 1 / 0)
+    monkeypatch.setattr(job, "find_prepared", lambda call, *_: made.append(call.kernel) or 1 / 0)
     x = np.zeros((1, 8, 4096, 64), "f2")
     with pytest.raises(ZeroDivisionError), in_threads.groups_of_threads(1, 20)[0] as group:
         arrays = sharded(x, x, x, group, schedule=schedule)
@@ -312,7 +312,7 @@ def test_heads_of_a_step_fill_the_device(multiprocessors, of_rows, of_keys):
     x = np.broadcast_to(np.zeros((), "f2"), (1, 32, 8192, 128))
     p, shards = Problem.of(x, x[:, :8], x[:, :8]), Shards.of(8192, 8, "zigzag")
     backend = SimpleNamespace(limits=Limits("a GPU", 232448, multiprocessors=multiprocessors))
-    made = job.Job(None, p, shards, shards, None, backend, in_host=False)
+    made = job.Job(None, p, shards, shards, None, False, backend, in_host=False)
     assert (made.heads_of_rows(), made.heads_of_keys()) == (of_rows, of_keys)
 
 
@@ -509,17 +509,26 @@ def test_every_field_has_to_be_equal():
     ranks.threads(2, of_rank)
 
 
+def test_gradients_without_lse_are_the_error_of_all_ranks():
+    def of_rank(group):
+        with pytest.raises(TypeError, match="rank 0: lse is None; pass a NumPy or CuPy array"):
+            cupyfa.backward(X, *sharded(X, X, X, group), X, None, **BACKWARD)
+        assert np.isfinite(attention(group=group)).all()
+
+    ranks.threads(2, of_rank)
+
+
 def test_a_failure_of_one_rank_ends_the_call_of_all(monkeypatch):
     """All ranks raise, since each needs key gradients from all others; later calls raise too."""
-    backward, lse = job.backward, X[..., 0]
+    find_prepared, lse = job.find_prepared, X[..., 0]
     fault = SimulatorFault("fa2", (0, 0, 0), (0, 0, 0), "reads nothing", "")
 
-    def failing(*args, **options):
+    def failing(*args):
         if threading.current_thread().name == "rank 1":
             raise fault
-        return backward(*args, **options)
+        return find_prepared(*args)
 
-    monkeypatch.setattr(job, "backward", failing)
+    monkeypatch.setattr(job, "find_prepared", failing)
 
     def of_rank(group):
         threading.current_thread().name = f"rank {group.rank}"
@@ -655,6 +664,21 @@ def test_equal_calls_are_checked_and_planned_once(monkeypatch):
             attention(group=group, causal=1)
 
     ranks.threads(1, of_rank)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_repeated_call_takes_arrays_of_other_strides(schedule):
+    given = arrays(**SIZES)[:3]
+
+    def of_rank(group):
+        own = [ranks.shard(x, group) for x in given]
+        others = [np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) for x in own]
+        how = {"group": group, "schedule": schedule, "causal": True}
+        for _ in range(2):
+            first, second = (attention(**dict(zip("qkv", x)), **how) for x in (own, others))
+            np.testing.assert_array_equal(first, second)
+
+    ranks.threads(2, of_rank)
 
 
 def test_what_is_no_group():

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +169,7 @@ def starter(
         mine = _Request.from_buffer_copy(request)
         mine.arguments, mine.regions, report = pointers, here, _Report()
         failed = _interruptible(
-            lambda: kernel.runtime.cupyfa_launch(ctypes.byref(mine), ctypes.byref(report)),
+            partial(kernel.runtime.cupyfa_launch, ctypes.byref(mine), ctypes.byref(report)),
             stop=lambda: setattr(mine, "stopped", 1),
         )
         if failed:
