@@ -103,7 +103,7 @@ struct Consumer {
                       extent_of(sizes, scorer.mods, task.batch, task.head), scorer.scale2());
   }
 
-  // Waits for the warpgroup's turn, then starts S = Q K^T of the next tile of keys.
+  // Waits for the warpgroup's turn, then starts S = Q K^T of the tile in stage `keys`.
   __device__ __forceinline__ void begin_scores() {
     shared.K_pipeline.wait(keys);
     Turns::wait(warpgroup);
@@ -160,7 +160,7 @@ struct Consumer {
     begin_scores();
     begin_output();
     Turns::arrive(warpgroup);
-    wgmma_wait_group<1>(flat(S));
+    wgmma_wait_group<1>(flat(S));  // S has ended; P V, the later group, may still run
     release_keys();
     const bool risen = softmax(task, first_key, factor);
     wgmma_wait_group<0>(flat(O));  // until here P V reads P and writes O
