@@ -146,14 +146,15 @@ struct Consumer {
 
   // Main loop step: computes P of this tile, while O += P V of the previous tile is in flight.
   // This tile starts at `first_key`, and its K is in stage `keys`. V of the previous tile is in
-  // stage `values`, and P holds its weights until P V has ended.
+  // stage `values`, and P holds its weights until P V has ended. Groups of products end in order:
+  // wgmma_wait_group<1> waits for S alone.
   __device__ __forceinline__ void advance(const RowTile& task, int first_key) {
     timeline::event(timeline::tile, first_key, task.row);
     float factor[1][2];
     begin_scores();
     begin_output();
     Turns::arrive(warpgroup);
-    wgmma_wait_group<1>(flat(S));  // S has ended; P V, the later group, may still run
+    wgmma_wait_group<1>(flat(S));
     release_keys();
     const bool risen = softmax(task, first_key, factor);
     wgmma_wait_group<0>(flat(O));  // until here P V reads P and writes O

@@ -160,7 +160,7 @@ struct Consumer {
     begin_scores();
     begin_output();
     Turns::arrive(warpgroup);
-    wgmma_wait_group<1>(flat(S));  // S has ended; P V, the later group, may still run
+    wgmma_wait_group<1>(flat(S));
     release_keys();
     const bool risen = softmax(task, first_key, factor);
     wgmma_wait_group<0>(flat(O));  // until here P V reads P and writes O
