@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import chain, filterfalse
+from itertools import chain
 from math import prod
+from operator import is_, itemgetter
 from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
@@ -49,7 +50,7 @@ from cupyfa.problem.problem import MOST, Problem
 from cupyfa.problem.structured_arrays import KINDS, unwrap
 from cupyfa.problem.wrt import QKV, refuse_without_gradients
 from cupyfa.runtime.backend import Backend
-from cupyfa.runtime.call_cache import is_none, repeat_call
+from cupyfa.runtime.call_cache import repeat_call
 from cupyfa.runtime.choose_backend import backend_named
 from cupyfa.runtime.prepared import Prepared
 from cupyfa.score.dropout import Dropout, KeptWeights
@@ -184,40 +185,45 @@ def attention(
         if (function := find_function("attention", q, k, v)) is not None:
             return function(attention, locals())
         (q, k, v), structure = unwrap(q, k, v)
-    dtype = out if isinstance(out, DTYPES) else None
-    # Identifies a repeated call: all non-array arguments, which arrays are None, and whether out
-    # is an array, since an array determines the dtype of the result.
-    # fmt: off
-    fixed: tuple[Any, ...] = (
-        causal, window, offset, scale, softcap, score_mod, precision, dtype,
-        kernel, backend, layout, tiles, return_lse, return_max, captured,
-    )
-    # fmt: on
-    repeated_as = "attention" if out is None or dtype is not None else "attention into out"
+    if out is None or isinstance(out, DTYPES):
+        dtype, into, repeated_as = out, None, "attention"
+    else:  # an array, which determines the dtype of the result
+        dtype, into, repeated_as = None, out, "attention into out"
+    # In the order of OPTIONS and OWN_ARRAYS. All code below reads these tuples, so that no argument
+    # in them can be forgotten further down.
+    options = causal, window, offset, scale, softcap, score_mod, precision
+    optional = alibi_slopes, bias, mask, sink
+    others = dtype, kernel, backend, layout, tiles, return_lse, return_max, captured
+    fixed: tuple[Any, ...] = options + others  # identifies a repeated call: all but arrays
     arrays: Sequence[Any] = (q, k, v)
-    if structure or not (alibi_slopes is bias is mask is sink is dropout is None):
-        kept, dense = (mask, None) if isinstance(mask, _NOT_DENSE) else (None, mask)
-        read = alibi_slopes, bias, dense, sink
+    is_plain = not structure and dropout is None
+    for x in optional:  # a loop, because any() would enter a Python function for each element
+        if x is not None:
+            is_plain = False
+    if not is_plain:
+        kinds: list[Any] = []  # True for an array, otherwise the argument itself
+        dense: list[Any] = []
+        for x in optional:
+            is_dense = x is not None and not isinstance(x, _NOT_DENSE)
+            kinds.append(is_dense or x)
+            if is_dense:
+                dense.append(x)
         numbers = dropout if isinstance(dropout, tuple) else (dropout,)
-        fixed += kept, *map(is_none, read), *structure, *numbers
-        arrays = *arrays, *filterfalse(is_none, read), *structure.values()
+        fixed += *kinds, *structure, *numbers
+        arrays = *arrays, *dense, *structure.values()
     if not check:
-        repeated = repeat_call(repeated_as, fixed, arrays, out if dtype is None else None)
+        repeated = repeat_call(repeated_as, fixed, arrays, into)
         if repeated is not None:
             return repeated
-    here = locals()
     if unknown:
         raise unknown_argument(attention, unknown)
     if append is not None:
         raise TypeError("append requires a KVCache, but k is an array; leave append out")
     inputs: dict[str, Any] = {}
     asked: OptionKeywords = {}
-    # Skip reading the options if all of them have default values.
-    if causal is not False or not (
-        window is offset is scale is softcap is score_mod is precision is None
-        and alibi_slopes is bias is mask is captured is sink is dropout is None
-    ):
-        inputs, asked = split_keywords(attention, {name: here[name] for name in OF_SCORES})
+    scores = *options, *optional, captured, dropout  # in the order of OF_SCORES
+    if not all(map(is_, scores, _DEFAULTS)):
+        inputs, asked = split_keywords(attention, dict(zip(OF_SCORES, scores, strict=True)))
     target, asked = (None, asked) if out is None else read_out(out, q, asked)
     where: Any = backend
     devices = ANYWHERE
@@ -228,6 +234,7 @@ def attention(
     return run_call(call, (q, k, v), {**inputs, **structure}, target, **how)
 
 
+_DEFAULTS = itemgetter(*OF_SCORES)(attention.__kwdefaults__ or {})  # in the order of OF_SCORES
 _NOT_DENSE = (BlockMask, str, tuple)  # types of masks that are not arrays
 
 

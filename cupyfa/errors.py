@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Self
 _FEW = 4  # messages show sequences of at most this many elements
 _OTHER = "of type"  # precedes the type's name where a message does not show the value
 # All control characters but tab and newline, and Unicode marks that change the text direction.
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+_CONTROLS = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]"
 _LIBRARY = os.path.dirname(__file__) + os.sep
 
 
@@ -122,7 +122,7 @@ def printable(text: str) -> str:
 
     Strings from files may be untrusted. Newlines and tabs are kept.
     """
-    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return re.sub(_CONTROLS, lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def closest(name: object, known: Iterable[str]) -> str | None:

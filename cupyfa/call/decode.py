@@ -35,7 +35,9 @@ from cupyfa.runtime.choose_backend import as_array, writable_view
 from cupyfa.runtime.merging import merge
 
 _CAUSAL = AttentionOptions(causal="bottom-right")
-_READ = (optional_inputs.ALIBI, optional_inputs.SINK)  # optional arrays that decoding supports
+# Optional arrays that decoding supports; it refuses all others. Calls for a cache's prefix read
+# slopes in ``Prefixes.parts``, and no sink, which counts once.
+_READ = (optional_inputs.ALIBI, optional_inputs.SINK)
 # Arguments of ``attention`` that decoding rejects, with the reasons.
 _REFUSED = {
     **{
@@ -54,14 +56,14 @@ class DecodeCall(NamedTuple):
     """The arguments of ``attention`` over a KV cache.
 
     new: the keys and values to append. options: include causal="bottom-right" and the dtype of out.
-    scores: alibi_slopes and sink. out: the caller's array, or None.
+    scores: the optional arrays by name, or None. out: the caller's array, or None.
     """
 
     q: Any
     cache: KVCache
     new: tuple[Any, Any] | None
     options: AttentionOptions
-    scores: tuple[Any, Any]
+    scores: Mapping[str, Any]
     captured: Mapping[str, Any] | None
     kernel: str | Kernel
     backend: BackendName | Backend
@@ -79,7 +81,7 @@ class DecodeCall(NamedTuple):
 
     def list_inputs(self, step: Step) -> dict[str, Any]:
         """Returns the call's optional inputs by name."""
-        inputs = {"alibi_slopes": self.scores[0], "sink": self.scores[1], "captured": self.captured}
+        inputs = {**self.scores, "captured": self.captured}
         inputs |= {optional_inputs.PADDED[1]: step.lengths, optional_inputs.PAGE_TABLE: step.pages}
         return inputs | dict(zip(optional_inputs.SCALES, step.scales))
 
@@ -100,11 +102,10 @@ def attention_of_others(attention: Callable[..., Any], given: Mapping[str, Any])
             "cache)"
         )
     new, out, check = given["append"], given["out"], given["check"]
-    scores = given["alibi_slopes"], given["sink"]
     fixed = *_FIXED(given), out if isinstance(out, DTYPES) else None
     arrays = None
     if cache.prefix is None and not check and (new is None or type(new) is tuple):
-        arrays = [*scores, *list_arrays(q, cache, new)]
+        arrays = [*_ARRAYS(given), *list_arrays(q, cache, new)]
         last = cache.last_call
         if last is not None and last.is_repeated(fixed, arrays, cache):
             repeated = last.repeat(None if isinstance(out, DTYPES) else out)
@@ -113,6 +114,7 @@ def attention_of_others(attention: Callable[..., Any], given: Mapping[str, Any])
     return _run(_read(attention, q, cache, given), fixed, arrays)
 
 
+_ARRAYS = itemgetter(*_READ)
 # Reads the non-array arguments, which must be identical in a repeated call.
 _FIXED = itemgetter(
     *(name for name in OF_SCORES if name not in _READ),
@@ -217,7 +219,7 @@ def _read(
         cache=cache,
         new=None if new is None else tuple(new),
         options=options,
-        scores=(given["alibi_slopes"], given["sink"]),
+        scores={name: given[name] for name in _READ},
         captured=given["captured"],
         kernel=given["kernel"],
         backend=given["backend"],
@@ -272,10 +274,10 @@ def _make_keeper(
 ) -> Callable[[LastCall], None] | None:
     """Returns a function that stores the call in its cache, or None if it cannot be repeated.
 
-    A call whose alibi_slopes or sink were copied cannot be repeated. given: the caller's arrays.
+    A call whose optional arrays were copied cannot be repeated. given: the caller's arrays.
     arrays: the arrays that the kernel reads.
     """
-    scores_are_read = all(x is None or any(x is y for y in arrays) for x in call.scores)
+    scores_are_read = all(x is None or any(x is y for y in arrays) for x in call.scores.values())
     if given is None or not (step.may_repeat and scores_are_read and _is_usual(call.out, step.q)):
         return None
     shapes, where = _shapes_of(given), step.backend.current()
@@ -340,9 +342,9 @@ def _make_prefix_calls(
 ) -> list[tuple[Call, Sequence[Any]]]:
     """Makes one call per prefix and one call for the keys in the cache, each with its arrays."""
     assert cached.options is not None
-    captured, slopes = call.captured, call.scores[0]
+    captured, slopes = call.captured, call.scores[optional_inputs.ALIBI]
     if slopes is not None:
-        slopes = as_array(step.backend, "alibi_slopes", slopes)
+        slopes = as_array(step.backend, optional_inputs.ALIBI, slopes)
     new, calls = 0 if call.new is None else step.q.shape[2], []
     for x in shared.parts(step, cached.options, captured, slopes, new):
         kernel = _choose_kernel(x.q, x.k)

@@ -64,11 +64,11 @@ if TYPE_CHECKING:
 DTYPES = (str, np.dtype, type)  # types of ``out`` that name a dtype
 # Option types that can be part of a cache key; Python functions are traced first.
 _VALUES = frozenset({type(None), bool, int, float, str, tuple, Expression})
-# Keywords that are also fields of AttentionOptions.
-_OPTIONS = ("precision", "causal", "window", "offset", "scale", "softcap", "score_mod")
+# Keywords that are also fields of AttentionOptions. ``attention`` lists their values in this order.
+OPTIONS = ("causal", "window", "offset", "scale", "softcap", "score_mod", "precision")
 # Keywords for optional arrays and captured values.
 _ARRAYS = (*optional_inputs.OWN_ARRAYS, "captured")
-OF_SCORES = (*_OPTIONS, *_ARRAYS, "dropout")
+OF_SCORES = (*OPTIONS, *_ARRAYS, "dropout")
 # Keywords that ``vjp`` passes to both the forward and the backward pass.
 OF_BOTH_PASSES = (*OF_SCORES, "backend", "layout", "check")
 
@@ -133,7 +133,7 @@ def split_keywords(
     if not keywords.keys() <= {*OF_SCORES}:
         raise unknown_argument(function, keywords, (*OF_SCORES, *others))
     given = {x: keywords[x] for x in _ARRAYS if keywords.get(x) is not None}
-    asked: Any = {x: keywords[x] for x in _OPTIONS if keywords.get(x) is not None}
+    asked: Any = {x: keywords[x] for x in OPTIONS if keywords.get(x) is not None}
     if asked.get("causal") is False:
         del asked["causal"]
     if (mask := given.pop("mask", None)) is not None:

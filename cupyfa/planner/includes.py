@@ -7,12 +7,13 @@ from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
-_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:<([^>\n]+)>|"([^"\n]+)")', re.MULTILINE)
+# Patterns are strings, which ``re`` compiles on first use, because compiled ones slow the import.
+_INCLUDE = r'(?m:^[ \t]*#[ \t]*include[ \t]*(?:<([^>\n]+)>|"([^"\n]+)"))'
 # Matches the next comment, string or character literal.
-NO_CODE = re.compile(r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])'""", re.DOTALL)
-_LINE = re.compile(rf"{_INCLUDE.pattern}[^\n]*\n?|{NO_CODE.pattern}", re.MULTILINE | re.DOTALL)
-_ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once\b[^\n]*\n?", re.MULTILINE)
-_LEFT_AT_ONCE = re.compile(r"^// ---- [^\n]*, continued\n\s*(?=// ---- )", re.MULTILINE)
+NO_CODE = r"""(?s://[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])')"""
+_LINE = rf"{_INCLUDE}[^\n]*\n?|{NO_CODE}"
+_ONCE = r"(?m)^[ \t]*#[ \t]*pragma[ \t]+once\b[^\n]*\n?"
+_LEFT_AT_ONCE = r"(?m)^// ---- [^\n]*, continued\n\s*(?=// ---- )"
 
 
 def hashed(*parts: str | bytes) -> str:
@@ -74,19 +75,19 @@ def inlined(
             if content is None:  # not found, or inlined before
                 return "" if path else line[0]
             met.add(path)
-            header = _ONCE.sub("", content.decode(errors="replace"))
+            header = re.sub(_ONCE, "", content.decode(errors="replace"))
             inner = inline(header, title_of(Path(path)), [os.path.dirname(path)])
             return f"{inner}// ---- {title}, continued\n"
 
-        return f"// ---- {title}\n{_LINE.sub(replace, text).rstrip()}\n\n"
+        return f"// ---- {title}\n{re.sub(_LINE, replace, text).rstrip()}\n\n"
 
     together = "".join(inline(text, title, []) for title, text in texts.items())
-    return _LEFT_AT_ONCE.sub("", together).rstrip("\n") + "\n"
+    return re.sub(_LEFT_AT_ONCE, "", together).rstrip("\n") + "\n"
 
 
 @lru_cache(maxsize=256)  # exceeds the number of files in kernels/
 def _included(text: str) -> list[tuple[str, str]]:
-    return _INCLUDE.findall(text)
+    return re.findall(_INCLUDE, text)
 
 
 def _candidates(

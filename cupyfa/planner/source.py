@@ -24,12 +24,12 @@ ENDS = {"finishes": "finishing", "shares_groups": "sharing", "splits_keys": "spl
 _OF_EXPRESSIONS = ("score_mod", "staged_bias_tile", "dropout")
 _copies: dict[Path, Path] = {}  # folders of kernel files, and the folders to read instead
 # Matches code in which macros may form names: ## and #include of a macro.
-_MADE = re.compile(r"##|^[ \t]*#[ \t]*include\s+\w", re.MULTILINE)
+_MADE = r"(?m)##|^[ \t]*#[ \t]*include\s+\w"
 _ALIGNED = r"\b(?:alignas|__align__)\s*\((?:[^()]|\([^()]*\))*\)"
 # _DECLARED matches a type and the declared names, after array extents and template arguments have
 # been removed. _BESIDE matches qualifiers and keywords of built-in types.
 _BESIDE = r"(?:(?:const|volatile|typename|unsigned|signed|long|short|int|char|double)[\s*]+)*"
-_DECLARED = re.compile(
+_DECLARED = (
     r"(?!(?:struct|class|union|enum|friend|typedef|template|extern)\b)"
     rf"{_BESIDE}(?:::\s*)?[A-Za-z_]\w*(?:\s*::\s*\w+)*[\s*]+{_BESIDE}"
     r"([A-Za-z_]\w*(?:\s*,[\s*]*[A-Za-z_]\w*)*)"
@@ -180,8 +180,8 @@ def _read(path: Path, entry: str) -> str:
 @lru_cache(maxsize=128)  # exceeds the number of kernel files
 def _words(code: str) -> frozenset[str] | None:
     """Returns the words in code, without comments and strings; None if macros may paste names."""
-    bare = includes.NO_CODE.sub(" ", code)
-    return None if _MADE.search(bare) else frozenset(re.findall(r"\w+", bare))
+    bare = re.sub(includes.NO_CODE, " ", code)
+    return None if re.search(_MADE, bare) else frozenset(re.findall(r"\w+", bare))
 
 
 def _constant(name: str, value: int | float) -> str:
@@ -282,7 +282,7 @@ def members(file: str) -> list[str]:
 
 
 def _bare(code: str) -> str:
-    return includes.NO_CODE.sub(lambda x: " " * len(x[0]), code)
+    return re.sub(includes.NO_CODE, lambda x: " " * len(x[0]), code)
 
 
 def _is_global(above: str) -> bool:
@@ -298,7 +298,7 @@ def _declared(declaration: str) -> list[str] | None:
         before = None
         while before != declaration:
             before, declaration = declaration, re.sub(brackets, " ", declaration)
-    names = _DECLARED.fullmatch(declaration.strip())
+    names = re.fullmatch(_DECLARED, declaration.strip())
     return re.findall(r"\w+", names[1]) if names else None
 
 

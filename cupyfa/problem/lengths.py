@@ -19,7 +19,7 @@ _OF_LENGTHS = (
     "use whole numbers, such as 349,263,0,115; 7/9 for a sequence with 9 rows and 7 valid ones, "
     "_3 at an end for 3 rows outside of sequences, and 5,0:7,3 if queries and keys differ"
 )
-_LENGTHS = re.compile(r"(?:_(\d+),)?((?:\d+(?:/\d+)?,)+)(?:_(\d+),)?")
+_LENGTHS = r"(?:_(\d+),)?((?:\d+(?:/\d+)?,)+)(?:_(\d+),)?"
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Lengths:
             return given
         is_list = isinstance(given, list | tuple | np.ndarray)
         text = ",".join(map(str, given)) if is_list else given
-        if not isinstance(text, str) or not (found := _LENGTHS.fullmatch(f"{text},")):
+        if not isinstance(text, str) or not (found := re.fullmatch(_LENGTHS, f"{text},")):
             raise ValueError(f"{described(given)} is not a list of lengths; {_OF_LENGTHS}")
         before, middle, after = found.groups()
         each = [x.split("/") for x in middle.rstrip(",").split(",")]

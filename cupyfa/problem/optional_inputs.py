@@ -238,6 +238,8 @@ def _group(name: str) -> tuple[str, ...]:
 
 
 OWN_ARRAYS = _group("scores")  # array arguments that modify scores
+OF_PAIRS = tuple(x for x in OWN_ARRAYS if "N" in OPTIONAL_INPUTS[x].axes)  # per query and key
+OF_HEADS = tuple(x for x in OWN_ARRAYS if x not in OF_PAIRS)  # per head and batch element
 SEEDS, SCALES, DESCALES, MAPS = map(_group, ("seeds", "scales", "descales", "maps"))
 STARTS, USED, PADDED = map(_group, ("starts", "used", "padded"))
 LENGTHS = (*STARTS, *USED, *PADDED)
@@ -493,7 +495,8 @@ def modifiers(
     for x in operands:
         if x.name not in DESCALES:  # Problem._check_descales checks descales
             check_input(x, named, is_packed=STARTS[0] in by_name)
-    score, mask = list(_score_steps(options, by_name)), list(_mask_steps(options, by_name))
+    score = [*_softcap_step(options), *_score_steps(options, by_name)]
+    mask = list(_mask_steps(options, by_name))
     read = {name for step in (*score, *mask) for name in step.captured}
     for step in (*score, *mask):
         reserved = RESERVED if step.option in _CALLERS else ()
@@ -527,11 +530,16 @@ def refuse_short(found: Modifiers, sizes: tuple[int, int, int, int]) -> None:
                 )
 
 
+def _softcap_step(options: AttentionOptions) -> Iterator[Expression]:
+    """Yields the first step: tensor-core kernels cap whole tiles before they apply other steps."""
+    if options.softcap is not None:
+        yield _expression(SOFTCAP, "softcap * tanh(score / softcap)")
+
+
 def _score_steps(
     options: AttentionOptions, operands: Mapping[str, Operand]
 ) -> Iterator[Expression]:
-    if options.softcap is not None:
-        yield _expression(SOFTCAP, "softcap * tanh(score / softcap)")
+    """Yields the steps after the softcap, in the order in which they are applied."""
     if options.score_mod is not None:
         yield options.score_mod
     if ALIBI in operands:

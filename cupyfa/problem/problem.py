@@ -25,11 +25,11 @@ from cupyfa.problem.lengths import (
 )
 from cupyfa.problem.optional_inputs import (
     ALIBI,
-    BIAS,
     DESCALES,
     LENGTHS,
     MAPS,
     MASK,
+    OF_PAIRS,
     PADDED,
     PAGE_TABLE,
     ROW_MAX,
@@ -376,7 +376,7 @@ class Problem:
         )
 
     def _check_ragged(self) -> None:
-        by_pair = (BIAS, MASK) if self.modifiers.is_packed else ()
+        by_pair = OF_PAIRS if self.modifiers.is_packed else ()
         asked = [x.name for x in self.operands if x.name in by_pair]
         for what, given, remedy in (
             (" and ".join(asked), asked, "pass an expression that reads captured arrays"),

@@ -38,8 +38,7 @@ _MOST_SPARES = 2
 # If more calls than this in a row find all spares in use, no more spares are added.
 _MOST_MISSES = 8
 _SMALL = 1 << 20  # bytes; larger results are not kept
-# Functions implemented in C, so that a repeated call enters few Python functions.
-is_none = partial(is_, None)
+# Implemented in C, so that a repeated call enters few Python functions.
 shape_of = attrgetter("shape")
 
 

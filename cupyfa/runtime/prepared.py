@@ -268,13 +268,13 @@ class Prepared(OfThisProcess):
         known, backend = self._repeats.known, self._backend
         if not known:
             return None
-        where = backend.current()
-        repeat = known.get((where, *map(id, (*arrays, *targets))))
+        where, every = backend.current(), (*arrays, *targets)
+        repeat = known.get((where, *map(id, every)))
         if repeat is None:
             return None
         results, launch, spare = targets, repeat.launch, None
         if shapes:
-            given = arrays if launch is None else (*arrays, *targets)
+            given = arrays if launch is None else every
             if list(map(shape_of, given)) != repeat.shapes:
                 return None
         if before is not None:

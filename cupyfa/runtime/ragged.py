@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupyfa.errors import described
-from cupyfa.problem.optional_inputs import ALIBI, PADDED, SINK, STARTS, USED, written
+from cupyfa.problem.optional_inputs import OF_HEADS, PADDED, STARTS, USED, written
 from cupyfa.runtime.arrays import require_form
 
 _ROWS = {"bhsd": -2, "bshd": -3}  # index of the row axis in each layout
@@ -83,7 +83,7 @@ def with_a_sequence(given: Mapping[str, Any]) -> dict[str, Any]:
             made[name] = np.zeros(2, np.int32)
         elif name in USED and shape == (0,):
             made[name] = np.zeros(1, np.int32)
-        elif name in (ALIBI, SINK) and len(shape) == 2 and not shape[0]:
+        elif name in OF_HEADS and len(shape) == 2 and not shape[0]:
             made[name] = np.zeros((1, shape[1]), x.dtype)
         elif name.startswith("captured "):
             made[name] = with_elements(x)

@@ -88,7 +88,7 @@ struct Consumer {
                       extent_of(sizes, scorer.mods, task.batch, task.head), scorer.scale2());
   }
 
-  // Starts S = Q K^T of the next tile of keys.
+  // Starts S = Q K^T of the tile in stage `keys`.
   __device__ __forceinline__ void begin_scores() {
     shared.K_pipeline.wait(keys);
     ::begin_scores(shared.Q[queries.stage][warpgroup], shared.K[keys.stage], flat(S));

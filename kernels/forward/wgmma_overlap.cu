@@ -1,10 +1,10 @@
 // wgmma_overlap: `wgmma` whose tensor cores stay busy during the softmax.
 //
-// A warpgroup issues S = Q K^T of the next tile together with O += P V of the current one, and
-// computes the softmax of the next tile while P V is still in flight. Warpgroups take turns issuing
-// products (ping-pong), so that one computes exponentials while the tensor cores work for another.
-// A row's maximum is raised only if a score exceeds it by more than `slack`, so O is rarely
-// rescaled. A bias is loaded into shared memory one tile ahead.
+// In each step of the main loop a warpgroup issues S = Q K^T of this step's tile of keys together
+// with O += P V of the previous tile, and computes the softmax of S while P V is still in flight.
+// Warpgroups take turns issuing products (ping-pong), so that one computes exponentials while the
+// tensor cores work for another. A row's maximum is raised only if a score exceeds it by more than
+// `slack`, so O is rarely rescaled. A bias is loaded into shared memory one tile ahead.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M, Br) * heads * batch)    block (128 + 2 * Br)
@@ -94,7 +94,7 @@ struct Consumer {
                       extent_of(sizes, scorer.mods, task.batch, task.head), scorer.scale2());
   }
 
-  // Waits for the warpgroup's turn, then starts S = Q K^T of the next tile of keys.
+  // Waits for the warpgroup's turn, then starts S = Q K^T of the tile in stage `keys`.
   __device__ __forceinline__ void begin_scores() {
     shared.K_pipeline.wait(keys);
     Turns::wait(warpgroup);
@@ -119,6 +119,7 @@ struct Consumer {
     const int lane = threadIdx.x % warp_size;
     shared.bias.own().complete();
     scorer.apply(S, rows, first_key, task.is_full<Bc>(first_key), shared.bias.own());
+    // The scores have read this tile's bias, so that of the following tile may overwrite it.
     if (const int next = task.after<Bc>(first_key); next < task.kv_end)
       shared.bias.own().load(rows, next);
     const bool risen = is_masked(rows.extent, task.row, Br, first_key, Bc)
@@ -144,6 +145,9 @@ struct Consumer {
   }
 
   // Main loop step: computes P of this tile, while O += P V of the previous tile is in flight.
+  // This tile starts at `first_key`, and its K is in stage `keys`. V of the previous tile is in
+  // stage `values`, and P holds its weights until P V has ended. Groups of products end in order:
+  // wgmma_wait_group<1> waits for S alone.
   __device__ __forceinline__ void advance(const RowTile& task, int first_key) {
     timeline::event(timeline::tile, first_key, task.row);
     float factor[1][2];
@@ -168,6 +172,9 @@ struct Consumer {
       for (int first_key = task.after<Bc>(task.kv_begin); first_key < task.kv_end;
            first_key = task.after<Bc>(first_key))
         advance(task, first_key);
+      // P V of the last tile needs no turn. All warpgroups have the same number of tiles and turns,
+      // so none waits for a turn that does not come. The last turn is passed to warpgroup 0, which
+      // no longer waits; the block ends with these arrivals pending.
       begin_output();
       wgmma_wait_group<0>(flat(O));  // no later load waits for this stage
     }

@@ -103,7 +103,7 @@ struct Consumer {
                       extent_of(sizes, scorer.mods, task.batch, task.head), scorer.scale2());
   }
 
-  // Waits for the warpgroup's turn, then starts S = Q K^T of the next tile of keys.
+  // Waits for the warpgroup's turn, then starts S = Q K^T of the tile in stage `keys`.
   __device__ __forceinline__ void begin_scores() {
     shared.K_pipeline.wait(keys);
     Turns::wait(warpgroup);

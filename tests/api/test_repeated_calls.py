@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 from helpers.far_device import FarDevice
+from helpers.inputs import optional_arrays
 
 import cupyfa
 from cupyfa import KVCache, distributed
@@ -118,16 +119,9 @@ def test_new_tokens_that_have_to_be_copied_are_read_again_in_each_call():
     np.testing.assert_array_equal(*found)
 
 
-def optional_arrays(name):
-    """Returns two random arrays, each a valid value of the option in calls on Q, K and V."""
-    shapes = {"alibi_slopes": (4,), "sink": (4,), "bias": (1, 4, 64, 64), "mask": (1, 4, 64, 64)}
-    drawn = RNG.standard_normal((2, *shapes[name])).astype(np.float32)
-    return drawn > 0 if name == "mask" else drawn
-
-
 @pytest.mark.parametrize("name", OWN_ARRAYS)
 def test_another_optional_array_is_read_in_a_repeated_call(name):
-    one, other = optional_arrays(name)
+    one, other = optional_arrays(name, 2, 4, 64, 64)
     attend = partial(cupyfa.attention, Q, K, V, kernel="fa2", backend=FAR)
     before = [attend(**{name: one}) for _ in range(4)][-1]
     found = attend(**{name: other})
@@ -137,7 +131,7 @@ def test_another_optional_array_is_read_in_a_repeated_call(name):
 
 @pytest.mark.parametrize("name", OWN_ARRAYS)
 def test_a_call_on_a_cache_reads_or_refuses_each_optional_array(name):
-    one, _ = optional_arrays(name)
+    one, _ = optional_arrays(name, 2, 4, 64, 64)
     plain = cupyfa.attention(TOKENS[0], CACHE, backend="simulator")
     try:
         found = cupyfa.attention(TOKENS[0], CACHE, backend="simulator", **{name: one})

@@ -7,6 +7,7 @@ import numpy as np
 
 import cupyfa
 from cupyfa import Dropout, Packed, Padded
+from cupyfa.problem.optional_inputs import OPTIONAL_INPUTS
 
 F = np.float32
 BATCH, HEADS, KV_HEADS, M, D = 2, 4, 2, 20, 16
@@ -48,6 +49,18 @@ def sorts_of(path):
         if path == "cache" and "dropout" in given:
             continue
         yield sort
+
+
+def optional_arrays(name, *sizes):
+    """Returns two random arrays, each a valid value of the optional array with this name.
+
+    sizes: batch, heads, M and N of the call.
+    """
+    record = OPTIONAL_INPUTS[name]
+    by_axis = dict(zip(("batch", "heads", "M", "N"), sizes, strict=True))
+    shape = tuple(by_axis[axis] for axis in record.axes)
+    drawn = np.random.default_rng(0).standard_normal((2, *shape)).astype(F)
+    return drawn > 0 if record.dtype == "bool" else drawn
 
 
 def placed(given, put):

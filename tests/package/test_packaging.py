@@ -266,3 +266,15 @@ print(after - start, time.process_time() - after, *{"cupy", "click", "rich"} & s
     assert all(len(words) == 2 for words in measured), measured
     of_numpy, own = (min(map(float, times)) for times in zip(*measured))
     assert own < of_numpy, measured
+
+
+def test_kernel_records_are_imported_with_the_first_call_of_their_operation(tmp_path):
+    code = """
+import sys
+import cupyfa
+records = [f"cupyfa.ladder.{x}" for x in ("softmax", "forward", "backward")]
+print(any(x in sys.modules for x in records))
+cupyfa.plan(M=5, d=16, backend="simulator")
+print(records[1] in sys.modules, records[2] in sys.modules)
+"""
+    assert call(sys.executable, "-c", code, cwd=TREE).split() == ["False", "True", "False"]

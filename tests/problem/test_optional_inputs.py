@@ -5,12 +5,14 @@ import inspect
 import pytest
 
 import cupyfa
+from cupyfa import Problem
 from cupyfa.ladder.kernel import FEATURES
 from cupyfa.problem.optional_inputs import (
     KEYWORDS,
     OPTIONAL_INPUTS,
     OWN_ARRAYS,
     RESERVED,
+    SOFTCAP,
     Operand,
     check_input,
     operand,
@@ -52,3 +54,11 @@ def test_wrong_shapes_and_dtypes_are_refused_with_the_rule(name):
     wrong = "float64" if record.dtype == "int" else "uint8"
     with pytest.raises(TypeError, match=f"^{told} is {wrong}; it must be .*: convert it$"):
         check_input(Operand(name, wrong, shape), SIZES)
+
+
+def test_the_softcap_comes_before_all_other_steps():
+    arrays = dict.fromkeys(OWN_ARRAYS, True)
+    p = Problem.of_sizes(**SIZES, d=8, softcap=3.0, score_mod="score + 1", **arrays)
+    steps = [x.option for x in (*p.modifiers.score, *p.modifiers.mask)]
+    assert steps[0] == SOFTCAP
+    assert {*steps} >= {x for x in OWN_ARRAYS if OPTIONAL_INPUTS[x].in_expressions}

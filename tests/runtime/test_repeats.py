@@ -5,9 +5,12 @@ import weakref
 import numpy as np
 import pytest
 from helpers.device_arrays import ArrayDevice, DeviceArray
+from helpers.inputs import optional_arrays
 
 import cupyfa
 from cupyfa.call import execution
+from cupyfa.call.keywords import OF_SCORES
+from cupyfa.problem.optional_inputs import OWN_ARRAYS
 from cupyfa.runtime import choose_backend
 
 F = np.float32
@@ -121,6 +124,35 @@ def test_lengths_and_arrays_of_scores_are_repeated(device, slow_calls):
     q, k, v, lengths, bias = far
     cupyfa.attention(cupyfa.Padded(q, lengths), k, v, kernel="fa2", bias=bias)
     assert len(slow_calls) <= 7
+
+
+@pytest.mark.parametrize("name", OWN_ARRAYS)
+def test_no_optional_array_is_dropped_after_plain_calls(device, slow_calls, name):
+    """Neither in its first call, which repeats q, k and v of plain calls, nor when repeated."""
+    far = there(*(drawn(2, 4, 16, 16, seed=x) for x in range(3)))
+    one, other = optional_arrays(name, 2, 4, 16, 16)
+    for _ in range(4):
+        plain = cupyfa.attention(*far, kernel="fa2")
+    for array in (one, other):
+        wanted = cupyfa.attention(
+            *(x.host for x in far), kernel="fa2", backend="simulator", **{name: array}
+        )
+        assert not np.array_equal(wanted, plain.host)
+        slow_calls.clear()
+        (there_too,) = there(array)
+        for _ in range(8):
+            same([cupyfa.attention(*far, kernel="fa2", **{name: there_too})], [wanted])
+        assert len(slow_calls) <= 5
+
+
+@pytest.mark.parametrize("name", OF_SCORES)
+def test_no_argument_is_dropped_after_plain_calls(device, name):
+    """No argument accepts ``object()``, so a call that returns has not read it."""
+    far = there(*(drawn(2, 4, 16, 16, seed=x) for x in range(3)))
+    for _ in range(4):
+        cupyfa.attention(*far, kernel="fa2")
+    with pytest.raises((TypeError, ValueError), match=name):
+        cupyfa.attention(*far, kernel="fa2", **{name: object()})
 
 
 @pytest.mark.slow

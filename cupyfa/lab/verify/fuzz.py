@@ -49,6 +49,7 @@ from cupyfa.problem.optional_inputs import (
     DLSE,
     MAPS,
     MASK,
+    OF_PAIRS,
     PADDED,
     ROW_MAX,
     SEEDS,
@@ -167,7 +168,7 @@ class Fuzz:
             **{"padded": "lengths", "pages": "paged", "new tokens": "paged"},
             **{"gradient of a bias": "wrt", "sequences of texts": "ragged"},
         }
-        refused = {BIAS, MASK, shape_language.BLOCK_MASK, WRT, shape_language.PAGE_SIZE}
+        refused = {*OF_PAIRS, shape_language.BLOCK_MASK, WRT, shape_language.PAGE_SIZE}
         is_able = self._operation != "softmax" and has(needed.get(kind, "places"))
         if kind in needed and refused & {*(self.arrays or {})}:
             return "plain"
@@ -407,7 +408,7 @@ class Fuzz:
             return dict(turns.choose("text of sequences", OF_SEQUENCES))
         kind, pick = self._kind(turns), turns.random("modified itself")
         if kind == "arrays":
-            return some_arrays(pick, has_sink=self._has(SINK), in_blocks=self._is_in_blocks(turns))
+            return some_arrays(pick, self._has, in_blocks=self._is_in_blocks(turns))
         if kind == "expressions":
             return some_expressions(pick)
         if kind == "gradient of a bias":  # one element per (query, key), in the results' dtype

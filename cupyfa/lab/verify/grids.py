@@ -13,7 +13,7 @@ from cupyfa.lab.verify.problem_records import record_of_problem
 from cupyfa.lab.verify.random_modifiers import MODIFIED, OF_SEQUENCES
 from cupyfa.problem import shape_language
 from cupyfa.problem.dtypes import DTYPES, INPUTS
-from cupyfa.problem.optional_inputs import BIAS, MASK
+from cupyfa.problem.optional_inputs import OF_PAIRS
 from cupyfa.problem.options import OPTIONS
 from cupyfa.problem.problem import Problem, can_give
 from cupyfa.problem.wrt import WRT
@@ -81,7 +81,7 @@ def _takes(p: Problem, options: Choice, arrays: Choice) -> bool:
     named = {*arrays, *(x.name for x in p.operands)}
     if is_paged and (is_ragged or named & {shape_language.BLOCK_MASK, WRT}):
         return False
-    return not (is_ragged and named & {BIAS, MASK, shape_language.BLOCK_MASK, WRT})
+    return not (is_ragged and named & {*OF_PAIRS, shape_language.BLOCK_MASK, WRT})
 
 
 SMOKE: Axes = {

@@ -1,14 +1,14 @@
 """Draws score-modifying expressions and arrays for random cases."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from cupyfa.lab.verify.random_expressions import draw_expression
-from cupyfa.problem.optional_inputs import BIAS, MASK
+from cupyfa.problem.optional_inputs import MASK, OF_PAIRS, OPTIONAL_INPUTS, OWN_ARRAYS
 from cupyfa.score.functions import DIFFERENTIABLE
 
-MODIFIED: tuple[Mapping[str, Any], ...] = (
+_CHOSEN: tuple[Mapping[str, Any], ...] = (
     {"alibi_slopes": "h"},
     {"alibi_slopes": "bh", "mask": "b11n"},
     {"bias": "1hmn", "sink": "f16[h]"},
@@ -30,9 +30,14 @@ MODIFIED: tuple[Mapping[str, Any], ...] = (
     | {"score_mod": "score + table[doc[key], head]", "mask_mod": "doc[query] <= doc[key]"}
     | {"captured": {"table": "f64[3,heads]", "doc": "u8[M|N]"}},
 )
+# Each optional array that no choice above contains is tried alone, in its usual form.
+MODIFIED = (
+    *_CHOSEN,
+    *({x: OPTIONAL_INPUTS[x].usual_axes} for x in OWN_ARRAYS if not any(x in y for y in _CHOSEN)),
+)
 OF_SEQUENCES: tuple[Mapping[str, Any], ...] = (
     {},
-    *(x for x in MODIFIED if not x.keys() & {BIAS, MASK}),
+    *(x for x in MODIFIED if not x.keys() & {*OF_PAIRS}),
 )
 # All differentiable functions, and selections that depend on NaN.
 _FUNCTIONS = [f"{name}({x.drawn})" for name, x in DIFFERENTIABLE.items()]
@@ -47,9 +52,11 @@ _NAN_WINS = (
 _LOWEST = "-3.299999965482712e+38"
 _ARGUMENTS = ("score", "score - 0.5", "0.3 * score + 0.7", "score + 0.01 * (key - query)")
 _FEW_ARGUMENTS = 0.2  # weight of each function in the sum of all functions
+_HEADS = ("h", "bh")
 _BIASES = ("bhmn", "1hmn", "b1mn", "11mn", "bhm1", "1h1n", "b11n")
 _MASKS = ("bhmn", "1hmn", "11mn", "b11n", "1h1n")
 _FLOATS = ("", "f16", "bf16", "f32", "f64")
+_SHARES = {False: 0.5, True: 0.6}  # of draws that have an array of heads, and an array of pairs
 
 
 def some_expressions(pick: random.Random) -> dict[str, Any]:
@@ -75,24 +82,32 @@ def _of_functions(pick: random.Random) -> str:
     return " + ".join(every)
 
 
-def some_arrays(pick: random.Random, *, has_sink: bool, in_blocks: bool) -> dict[str, Any]:
-    """Draws forms for a random subset of sink, ALiBi slopes, bias and mask.
+def some_arrays(
+    pick: random.Random, has: Callable[[str], bool], *, in_blocks: bool
+) -> dict[str, Any]:
+    """Draws forms for a random subset of the optional arrays.
 
-    in_blocks: always draws a mask, with separate elements for each head, for a block mask.
+    has: returns whether the kernel has a feature; arrays that need a feature are always drawn if it
+        has. in_blocks: always draws a mask, with separate elements for each head, for a block mask.
     """
     found: dict[str, Any] = {}
-    if has_sink:
-        found["sink"] = _formed(pick, ("h", "bh"))
-    if pick.random() < 0.5:
-        found["alibi_slopes"] = _formed(pick, ("h", "bh"))
-    if pick.random() < 0.6:
-        found["bias"] = _formed(pick, _BIASES)
-    if in_blocks or pick.random() < 0.6:
-        found["mask"] = pick.choice(_MASKS[:2] if in_blocks else _MASKS)
-    return found or {"alibi_slopes": "h"}
+    # Arrays that need a feature are drawn first.
+    for name in sorted(OWN_ARRAYS, key=lambda x: not OPTIONAL_INPUTS[x].feature):
+        if feature := OPTIONAL_INPUTS[name].feature:
+            is_drawn = has(feature)
+        else:
+            is_drawn = (name == MASK and in_blocks) or pick.random() < _SHARES[name in OF_PAIRS]
+        if is_drawn:
+            found[name] = _formed(pick, name, in_blocks=in_blocks)
+    return found or {OWN_ARRAYS[0]: OPTIONAL_INPUTS[OWN_ARRAYS[0]].usual_axes}
 
 
-def _formed(pick: random.Random, axes: Sequence[str]) -> str:
-    """Draws a form: one of ``axes``, with a random float dtype or the default dtype."""
+def _formed(pick: random.Random, name: str, *, in_blocks: bool) -> str:
+    """Draws a form of an array: its axes, with a random dtype or the default one."""
+    if name == MASK:
+        return pick.choice(_MASKS[:2] if in_blocks else _MASKS)
+    axes = _BIASES if name in OF_PAIRS else _HEADS
+    if OPTIONAL_INPUTS[name].dtype != "float":  # the array has one dtype
+        return pick.choice(axes)
     short, letters = pick.choice(_FLOATS), pick.choice(axes)
     return f"{short}[{letters}]" if short else letters

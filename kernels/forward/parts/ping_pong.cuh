@@ -5,7 +5,8 @@
 #include <ptx/named_barrier.cuh>
 #include <tile/warp.cuh>
 
-// Orders the turns of `consumers` warpgroups by named barriers 1 … consumers.
+// Orders the turns of `consumers` warpgroups by named barriers 1 … consumers. At each of them two
+// warpgroups arrive: the one that waits for its turn, and the one that passes the turn to it.
 template <int consumers>
 struct PingPong {
   // Waits for the warpgroup's turn to issue products.

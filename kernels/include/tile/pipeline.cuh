@@ -23,9 +23,8 @@ template <int stages, int parts = 1>
 struct Pipeline {
   Barrier full[parts][stages], empty[stages];
 
-  // Initialises the barriers; one thread calls this, and fence_barrier_init() after the last
-  // pipeline. A part is full after `loads` loads; a stage is empty once all consumers have released
-  // it.
+  // One thread initialises the barriers, and calls fence_barrier_init() after the last pipeline. A
+  // part is full after `loads` loads, and a stage is empty once all `consumers` have released it.
   __device__ __forceinline__ void init(int consumers, int loads = 1) {
     for (int stage = 0; stage < stages; ++stage) {
       for (int part = 0; part < parts; ++part) init_barrier(full[part][stage], loads);
@@ -44,7 +43,8 @@ struct Pipeline {
     ::wait(full[part][state.stage], state.phase);
   }
 
-  // Consumer: signals that this thread has read the stage; release() signals for a whole warpgroup.
+  // Consumer: signals that this thread has read the stage. In release() one thread signals for its
+  // warpgroup: a product for which it has waited has read the stage for all four warps.
   __device__ __forceinline__ void arrive(PipelineState<stages> state) {
     ::arrive(empty[state.stage]);
   }

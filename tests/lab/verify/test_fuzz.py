@@ -1,7 +1,9 @@
 """Random cases: sizes near the limits of a kernel's tiles, stages and schedule."""
 
+import random
 from collections import Counter
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 
@@ -9,7 +11,7 @@ import cupyfa
 from cupyfa import Problem, Simulator
 from cupyfa.lab.verify.case import LAYOUTS, VALUES, Case
 from cupyfa.lab.verify.fuzz import SAMPLES, TOGETHER, Fuzz, covers
-from cupyfa.lab.verify.random_modifiers import _FUNCTIONS, MODIFIED
+from cupyfa.lab.verify.random_modifiers import _FUNCTIONS, MODIFIED, some_arrays
 from cupyfa.lab.verify.shrink import shrunk
 from cupyfa.lab.verify.sizes import splits_of
 from cupyfa.ladder.lookup import record_named
@@ -336,6 +338,12 @@ def test_arrays_with_sizes_given_as_numbers_keep_them():
         assert [x.shape for x in p.operands] == [(4,), (3,), (p.M,)]
         assert p.N <= 4 and p.heads <= 3
     assert max(x.case.problem.M for x in drawn) > 4
+
+
+def test_every_optional_array_is_drawn():
+    seeds = map(random.Random, range(20))
+    drawn = [some_arrays(pick, lambda feature: True, in_blocks=False) for pick in seeds]
+    assert {*chain(*drawn)} == {*OWN_ARRAYS} <= {*chain(*MODIFIED)}
 
 
 @pytest.mark.parametrize("given", MODIFIED, ids=str)
