@@ -261,7 +261,7 @@ def _bound(
     bound = (4 + growth * eps / unit) * row + 4 * _along_rows(of_steps)
     bound = bound + equal * eps * largest + kernel.tiny * (terms + 2)
     limits = ml_dtypes.finfo(dtype)
-    ulp = np.exp2(np.floor(np.log2(np.maximum(size, float(limits.smallest_normal)))))
+    ulp = np.exp2(np.floor(np.log2(np.maximum(size + bound, float(limits.smallest_normal)))))
     bound = bound + ulp * float(limits.eps) / 2
     bound[(size + bound > float(limits.max)) & np.isfinite(value)] = np.inf
     if not finite:

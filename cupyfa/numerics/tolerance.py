@@ -623,9 +623,9 @@ def _bounds_on_tile(
         found[ROW_MAX] = bound, _plain_errors_of_row_max(work, kernel, bound)
     errors = [np.zeros_like(x) for x in exact]
     # Errors of scaling K and of scaling S may differ by more than a factor of two, unless the scale
-    # is a power of two.
+    # is a power of two and no expression stands between the rounding of S and that of its result.
     is_power = bool(np.all(np.abs(np.frexp(work.tile.scale)[0]) == 0.5))
-    orders = "K" if is_power else "KS"
+    orders = "K" if is_power and not work.tile.mods.score_steps else "KS"
     if kernel.operands == _FLOAT8:
         orders = "S"
     for scaled in orders if kernel.is_narrow else "":
@@ -651,7 +651,7 @@ def _bound_of_row_max(work: _Work, kernel: Arithmetic, lost: Array) -> Array:
     else:
         score, by_design = _score_errors(work.score_size(kernel.accumulator.dtype), tile, kernel)
         moved = (kernel.eps * score + by_design)[..., 0]
-    bound = np.where(np.isfinite(largest), moved + own * (2 * np.abs(largest) + 1), 0.0)
+    bound = np.where(np.isfinite(largest), moved + own * (2 * (np.abs(largest) + moved) + 1), 0.0)
     return np.where(lost, np.inf, bound)
 
 
@@ -692,18 +692,20 @@ def _bounds(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
     if kernel.operands == _FLOAT8:
         total_of_values = total_of_values + n / 4
 
-    relative = _error_of_weights(eps * score) + 1.2 * eps * total_of_values
-    relative = relative + np.expm1(np.minimum(by_design, _ANY_WEIGHT)) + kernel.operand_unit
-    floor = tiny * (n + 2 + work.values.sum(-2, keepdims=True)) + of_out
+    of_weights = _error_of_weights(eps * score) + np.expm1(np.minimum(by_design, _ANY_WEIGHT))
+    of_sums = 1.2 * eps * total_of_values + kernel.operand_unit
+    relative = of_weights + of_sums * (1 + of_weights)
+    floor = tiny * (n + 2 + work.values.sum(-2, keepdims=True)) + of_out * (1 + of_sums)
     magnitude = work.magnitude(kernel.accumulator.dtype)
     out_bound = np.where(np.isinf(relative), np.inf, relative * magnitude)
-    out_bound = np.minimum(out_bound + floor, work.largest_difference())
-    out_bound = out_bound + kernel.output_unit * np.abs(finite(out))
+    largest = work.largest_difference() * (1 + of_sums / 2)
+    out_bound = np.minimum(out_bound + floor, largest)
+    out_bound = out_bound + kernel.output_unit * (np.abs(finite(out)) + out_bound)
     smallest = max(tiny, float(_finfo(kernel.operands).smallest_subnormal))
     out_bound[_vanished_infinities(tile, P, smallest)] = np.inf
     own = float(kernel.accumulator.eps)  # eps of sums that are not matrix products
     lse_bound = (eps * score + own * 1.2 * total + by_design + of_lse)[..., 0]
-    lse_bound = lse_bound + own * 2 * np.abs(finite(lse))
+    lse_bound = lse_bound + own * 2 * (np.abs(finite(lse)) + lse_bound)
     lost = np.isinf(score + of_lse)[..., 0]
     if tile.unsure is not None:
         lost |= tile.unsure.any(-1)
@@ -773,12 +775,12 @@ def _gradient_bounds(
     over_keys, over_rows = (
         1.2 * eps * (np.sqrt(n) + 4) + unit for n in (work.tile.visible_keys, work.rows)
     )
-    sums = (ds + over_keys * dS, ds + over_rows * dS, p + over_rows * P)
+    sums = (ds + over_keys * (dS + ds), ds + over_rows * (dS + ds), p + over_rows * (P + p))
     of_dq, of_dk, of_dv = (np.where(step.left_out, 0.0, x + least) for x in sums)
     dv_bound = work.tile.dropped(of_dv).mT @ work.grad
     if work.equal.any():
         equal = np.where(work.equal, work.grad, 0.0)
-        dv_bound += 1.2 * eps * work.rows * (work.tile.dropped(P).mT @ equal)
+        dv_bound += 1.2 * eps * work.rows * (work.tile.dropped(P + p).mT @ equal)
     floor_of_row, floor_of_key = (
         tiny * (1 + scale) * (~step.left_out).sum(axis)[..., None] for axis in (-1, -2)
     )
@@ -810,7 +812,7 @@ def _errors_before_slopes(
         exponent += by_design
     p = _error_of_probabilities(P, work.step.scores, work.lse[..., None], exponent) + tiny
     g = work.dP_size * (eps * np.sqrt(dv + 3) + kernel.rounded_product(1.0, dv))
-    return p, g, p * (dP + g) + P * (g + eps * dP) + tiny * (dv + 1), modified
+    return p, g, p * (dP + g) + P * g + eps * (P + p) * (dP + g) + tiny * (dv + 1), modified
 
 
 class _ArrayGradients:
@@ -887,8 +889,9 @@ def _sink_bounds(work: _BackwardWork, kernel: Arithmetic) -> Array | None:
     of_delta = size * (eps * np.sqrt(dv + 3) + kernel.rounded_product(1.0, dv))
     term = np.abs(finite(work.step.dsink))
     of_weight = np.expm1(np.minimum(exponent, 600.0)) * (term + weight * of_delta)
+    of_term = of_weight + weight * of_delta
     over_rows = 1.2 * eps * (np.sqrt(work.rows) + 4)
-    return of_weight + weight * of_delta + over_rows * term + kernel.tiny
+    return of_term + over_rows * (term + of_term) + kernel.tiny
 
 
 def add_rounding_of_results(value: Array, bound: Array, kernel: Arithmetic, name: str) -> None:
