@@ -4,7 +4,7 @@ The reference is an arbitrary function of float64 arrays. It is evaluated severa
 that are perturbed by rounding errors, and each element x of a result gets the bound
 
     |kernel - x|  <=  (4 + growth * eps / unit) * D  +  4 * R
-                      +  equal * eps * X  +  ulp(x) / 2  +  floor
+                      +  equal * eps * X  +  ulp(|x| + the terms so far) / 2  +  floor
     growth = 2.4 * (sqrt(terms) + 4),    equal = terms / 2 + 8
 
 D is the largest change in the row of x (along the last axis) over all evaluations; X is the largest
