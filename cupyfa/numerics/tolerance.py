@@ -777,7 +777,9 @@ def _gradient_bounds(
 ) -> tuple[Array, Array, Array, Array | None]:
     """Returns a tile's terms in the bounds of dQ, dK, dV and dsink, before rounding of results."""
     scale, eps, tiny = abs(work.tile.scale), float(kernel.accumulator.eps), kernel.tiny
-    unit = kernel.operand_unit * (2 if kernel.rounds_by_design else 1)
+    unit = kernel.operand_unit
+    if kernel.rounds_by_design:  # both factors are rounded
+        unit *= 2 + unit
     least = tiny + (float(_finfo(kernel.operands).smallest_subnormal) / 2 if unit else 0.0)
     step = work.step
     P, dP, dS = (np.abs(finite(x)) for x in (step.P, step.dP_delta, step.dS))
