@@ -159,7 +159,7 @@ def test_a_correct_kernel_that_rounds_is_accepted(name, dtype, rounding):
         assert max(ratios.values()) < 1, (d, ratios)
 
 
-SATURATING = {
+COMPRESSING = {
     "softcap": "0.5 * tanh(score / 0.5)",
     "sigmoid": "sigmoid(4 * score)",
     "periodic": "cos(8 * score)",
@@ -169,16 +169,16 @@ SATURATING = {
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("scale", [1.0, 0.25, 0.3])
-@pytest.mark.parametrize("name", SATURATING)
+@pytest.mark.parametrize("name", COMPRESSING)
 def test_a_kernel_that_stores_scores_in_16_bits_is_accepted(name, scale, dtype):
     """Rounding a score before an expression may cost far more than rounding the result."""
-    mods = Modifications((Expression.of("score_mod", SATURATING[name]),))
+    mods = Modifications((Expression.of("score_mod", COMPRESSING[name]),))
     how = {"dtype": dtype, "scale": scale, "mods": mods}
     for seed in range(100):
         rng = np.random.default_rng(seed)
         q, k, v = (reference.rounded(2 * rng.normal(size=(1, 1, n, 5)), dtype) for n in (1, 21, 21))
         stored = reference.rounded((q @ k.mT) * F(scale), dtype)
-        S, _ = float32.evaluate(SATURATING[name], stored, {})
+        S, _ = float32.evaluate(COMPRESSING[name], stored, {})
         P = float32.fast_exp(S - S.max())
         out = reference.rounded(P / P.sum(), dtype) @ v
         results = {"O": reference.rounded(out, dtype), "lse": (S.max() + np.log(P.sum(-1)))}
