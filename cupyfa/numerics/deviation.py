@@ -4,7 +4,7 @@ The reference is an arbitrary function of float64 arrays. It is evaluated severa
 that are perturbed by rounding errors, and each element x of a result gets the bound
 
     |kernel - x|  <=  (4 + growth * eps / unit) * D  +  4 * R
-                      +  equal * eps * X  +  ulp(x) / 2  +  floor
+                      +  equal * eps * X  +  ulp(|x| + the terms so far) / 2  +  floor
     growth = 2.4 * (sqrt(terms) + 4),    equal = terms / 2 + 8
 
 D is the largest change in the row of x (along the last axis) over all evaluations; X is the largest
@@ -261,7 +261,7 @@ def _bound(
     bound = (4 + growth * eps / unit) * row + 4 * _along_rows(of_steps)
     bound = bound + equal * eps * largest + kernel.tiny * (terms + 2)
     limits = ml_dtypes.finfo(dtype)
-    ulp = np.exp2(np.floor(np.log2(np.maximum(size, float(limits.smallest_normal)))))
+    ulp = np.exp2(np.floor(np.log2(np.maximum(size + bound, float(limits.smallest_normal)))))
     bound = bound + ulp * float(limits.eps) / 2
     bound[(size + bound > float(limits.max)) & np.isfinite(value)] = np.inf
     if not finite:

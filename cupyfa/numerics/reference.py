@@ -204,7 +204,8 @@ def attend(
 ) -> tuple[Array, Array, Array]:
     """Computes the attention of one tile; see `attention`.
 
-    scaled: "K" multiplies keys by the scale, "S" multiplies scores; results differ only below
+    scaled: "K" multiplies keys by the scale and rounds modified scores; "S" multiplies scores, and
+    rounds them before the expressions, like a kernel that stores S. Results differ only below
     float64. e4m3_inputs: whether Q, K and V are e4m3 numbers times descales, and are not rounded.
     Returns out [n, rows, dv], lse [n, rows] and P [n, rows, keys] before dropout, in float64 for
     the precision "float64", else in float32.
@@ -228,7 +229,9 @@ def masked_scores(
     results = "float32" if precision == "float8_e4m3" else precision
     q, k = (rounded(x, results if e4m3_inputs else precision) for x in (tile.q, tile.k))
     k, scale = (rounded(k * tile.scale, precision), 1.0) if scaled == "K" else (k, tile.scale)
-    scores = rounded(tile.modified((q @ k.mT) * scale), results)
+    exact = "float64" if precision == "float64" else "float32"
+    before, after = (exact, results) if scaled == "K" else (results, exact)
+    scores = rounded(tile.modified(rounded((q @ k.mT) * scale, before)), after)
     if tile.masked is not None:
         np.copyto(scores, -np.inf, where=tile.masked)
     return scores

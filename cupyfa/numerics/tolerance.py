@@ -8,14 +8,19 @@ sum of n terms grow like a random walk, hence the square roots. The constants al
 deviations of a sum in the worst order, term after term, and for two units in the last place of each
 exponential:
 
-    |O - reference|   <=  (w + 1.2 * eps * total) * (P @ |V|)  +  floor
-    |lse - reference| <=  eps * (score + 1.2 * total + 2 * |lse|)
+    |O - reference|   <=  (w + 1.2 * eps * total * (1 + w)) * (P @ |V|)  +  floor
+    |lse - reference| <=  x + eps * 2 * (|lse| + x),    x = eps * (score + 1.2 * total)
     score = sqrt(d + 3) * size,    total = sqrt(n) + 4,    floor = tiny * (n + 2 + sum(|V|))
     w = 0.6 * eps * score + exp(2 * eps * score) - 1 - 2 * eps * score
 
 Where scores are so large that their rounding may decide any weight, the bound of O is twice the
-largest |V| of its column, so that results must still be finite. From |lse| = 2**25 on, the term p
-of gradients (below) is at most 1, because kernels clamp P there.
+largest |V| of its column and the error of a sum of such values, so that results must still be
+finite. From |lse| = 2**25 on, the term p of gradients (below) is at most 1, because kernels clamp P
+there.
+
+A kernel rounds the numbers that it computes, not those of the reference. Such a number may be as
+large as the reference's plus its bound, so a term for rounding is proportional to this sum. That
+matters where a bound exceeds the reference by far.
 
 `score` bounds the error of a score; the 3 stands for the scale and the argument of the exponential.
 The relative error w of a weight contains 0.6 of it, because the common part of the keys' errors
@@ -35,9 +40,11 @@ adds |x|. Because e differs from key to key, it replaces `score` weighted by P: 
     eps * 0.6 * min(max(e) * (P @ |V|), (P * e) @ |V| + (P @ e) * (P @ |V|))
 
 and the bound of lse has eps * min(max(e), P @ e). Where eps * e exceeds 0.01, for example because
-rounding may flip a comparison in the expression, exp(eps * e) - 1 replaces 0.6 * eps * e. A row in
-which rounding may flip a mask has no bounds. The effect of rounding operands by design is found by
-evaluating the expressions on scaled scores that are shifted by their rounding error.
+rounding may flip a comparison in the expression, exp(eps * e) - 1 replaces 0.6 * eps * e, and where
+it exceeds 600, so that even a weight that is 0 in float64 may decide lse, exp(x + eps * e - lse)
+replaces P * (exp(eps * e) - 1). A row in which rounding may flip a mask has no bounds. The effect
+of rounding operands by design is found by evaluating the expressions on scaled scores that are
+shifted by their rounding error.
 
 **Sinks** add a term to the sums: n + 1 replaces n, and the error of the sink's weight is
 exp(sink - lse) * eps * (1.5 * |sink| + 3).
@@ -47,18 +54,20 @@ Therefore r * Z * P replaces P in the errors of O and dV, and |dO| @ |V|.T in g 
 r * Z; lse, and errors that all weights of a row share, still use P.
 
 **Row maxima** have the error of a score, which is eps * score or the largest change that e causes,
-plus eps * (2 * |maximum| + 1). They are not rounded to narrow formats.
+plus eps * (2 * (|maximum| + that error) + 1). They are not rounded to narrow formats.
 
 **Narrow formats.** A kernel on float16 or bfloat16 rounds P and O by half of their eps each. With
 out_dtype="float32", neither the kernel nor the plain computation rounds O. As in the tests of
 FlashAttention, each head may also have an error of 2 * e + a. e is the head's largest error in a
-plain computation in that format (`reference.attention`, with scaled K and with scaled S). a = 2 *
-max|((reference + s) - s) - reference|, evaluated in the format, allows two roundings of numbers of
-the head's size, s = 0.3 * max(P @ |V|), so that 2 * e + a is not 0 by chance. lse stays in float32
-and may have an error of 2 * e. For a kernel that rounds its operands by design, such as to float16
-for tensor cores, the bounds are those of that format, and for O those of the coarser format.
-Rounding q and k also adds r to the error of lse, and exp(r) - 1 to the relative error of each
-weight, where r = eps / 2 * size * min(2, 4 / sqrt(d)).
+plain computation in that format (`reference.attend`, with scaled K and with scaled S). With scaled
+S, scores are rounded before expressions modify them, because kernels that store S do so: where an
+expression saturates, such as softcap, or subtracts, the rounding of its result may be far smaller.
+a = 2 * max|((reference + s) - s) - reference|, evaluated in the format, allows two roundings of
+numbers of the head's size, s = 0.3 * max(P @ |V|), so that 2 * e + a is not 0 by chance. lse stays
+in float32 and may have an error of 2 * e. For a kernel that rounds its operands by design, such as
+to float16 for tensor cores, the bounds are those of that format, and for O those of the coarser
+format. Rounding q and k also adds r to the error of lse, and exp(r) - 1 to the relative error of
+each weight, where r = eps / 2 * size * min(2, 4 / sqrt(d)).
 
 For float8_e4m3, eps / 2 is 2**-4. The plain computation rounds Q, K, V and P, each matrix scaled so
 that its largest number is in the last binade; scores and O stay float32, and O is only rounded to
@@ -87,18 +96,18 @@ P and of dP - delta:
 
     p  = exp(eps * (sqrt(d + 3) * size + |S| + |lse| + 2)) - 1         size = |scale| * |q| @ |k|.T
     g  = eps * sqrt(dv + 3) * (|dO| @ |V|.T + rowsum(|dO| * |O|))
-    F  = P * (p * (|dP - delta| + g) + g + eps * |dP - delta|)
+    F  = P * (p * (|dP - delta| + g) + g + eps * (1 + p) * (|dP - delta| + g))
 
-    |dV - reference|  <=  (P * (p + 1.2 * eps * (sqrt(m) + 4))).T @ |dO|
-    |dQ - reference|  <=  |scale| * (F + 1.2 * eps * (sqrt(n) + 4) * |dS|) @ |K|        dK likewise
+    |dV - reference|  <=  (P * (p + 1.2 * eps * (sqrt(m) + 4) * (1 + p))).T @ |dO|
+    |dQ - reference|  <=  |scale| * (F + 1.2 * eps * (sqrt(n) + 4) * (|dS| + F)) @ |K|  dK likewise
 
 With dlse, rowsum(|dO| * |O|) grows by |dlse|. An expression replaces sqrt(d + 3) * size by e, and
 its derivative x' has an error e':
 
     F  = |x'| * F + eps * (|x'| + e') * (P + P * p) * (|dP - delta| + g)
 
-|dsink - reference| <= sum(exp(sink - lse) * (w * (|D| + h) + h + 1.2 * eps * (sqrt(m) + 4) * |D|)),
-where h is g of D, and w = exp(eps * (1.5 * |sink| + |lse| + 3)) - 1.
+|dsink - reference| <= sum(exp(sink - lse) * (H + 1.2 * eps * (sqrt(m) + 4) * (|D| + H))), where
+H = w * (|D| + h) + h, h is g of D, and w = exp(eps * (1.5 * |sink| + |lse| + 3)) - 1.
 
 The gradient of an array element a is a sum over the pairs that read a, where x'_a is the derivative
 with respect to a, e_a the error of x'_a, and F as for unmodified scores:
@@ -587,24 +596,30 @@ def _error_of_softcap(mods: Modifications, kernel: Arithmetic) -> float:
 def _errors_of_modified(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
     """Returns the errors of out [n, rows, dv] and lse [n, rows, 1] due to modified scores."""
     errors = _ModifiedScores(work.tile, kernel, work.pair_sizes(kernel.accumulator.dtype))
-    P, magnitude = work.attend()[2], work.magnitude(np.float64)
+    _, lse, P = work.attend()
+    magnitude = work.magnitude(np.float64)
     lost = (errors.overflows & (P > 0)).any(-1, keepdims=True)
     of_out, of_lse = np.zeros_like(magnitude), np.zeros((*P.shape[:-1], 1))
     for shift, common in ((errors.shift + errors.exponent, 0.6), (errors.by_design, 1.0)):
         lost |= np.isinf(shift).any(-1, keepdims=True)
-        shift = np.where(np.isinf(shift), 0.0, np.minimum(shift, _ANY_WEIGHT))
+        shift = np.where(np.isinf(shift), 0.0, shift)
         largest = shift.max(-1, keepdims=True, initial=0.0)
         of_out = np.where(largest < _ANY_WEIGHT, of_out, np.inf)
-        weights = np.expm1(shift)
-        of_lse += np.minimum(largest, (P * weights).sum(-1, keepdims=True))
+        weights = np.expm1(np.minimum(shift, _ANY_WEIGHT))
+        added = P * weights
+        if (largest >= _ANY_WEIGHT).any():  # even weights that are 0 in float64 may become large
+            exponent = finite(reference.masked_scores(work.tile) - lse[..., None]) + shift
+            raised = np.exp(np.minimum(exponent, _ANY_WEIGHT))
+            added = np.where(shift < _ANY_WEIGHT, added, raised)
+        of_lse += np.minimum(largest, added.sum(-1, keepdims=True))
         if common < 1:
             weights = np.where(shift < _SMALL, common * shift, weights)
             largest = np.where(largest < _SMALL, common * largest, np.inf)
         else:
-            largest = np.expm1(largest)
+            largest = np.expm1(np.minimum(largest, _ANY_WEIGHT))
         weights *= P
         each = work.tile.dropped(weights) @ work.values + weights.sum(-1, keepdims=True) * magnitude
-        of_out += np.minimum(largest * magnitude, each)
+        of_out += np.fmin(largest * magnitude, each)  # inf * 0 is NaN
     return np.where(lost, np.inf, of_out), np.where(lost, np.inf, of_lse)
 
 
@@ -623,9 +638,9 @@ def _bounds_on_tile(
         found[ROW_MAX] = bound, _plain_errors_of_row_max(work, kernel, bound)
     errors = [np.zeros_like(x) for x in exact]
     # Errors of scaling K and of scaling S may differ by more than a factor of two, unless the scale
-    # is a power of two.
+    # is a power of two and no expression stands between the rounding of S and that of its result.
     is_power = bool(np.all(np.abs(np.frexp(work.tile.scale)[0]) == 0.5))
-    orders = "K" if is_power else "KS"
+    orders = "K" if is_power and not work.tile.mods.score_steps else "KS"
     if kernel.operands == _FLOAT8:
         orders = "S"
     for scaled in orders if kernel.is_narrow else "":
@@ -651,7 +666,7 @@ def _bound_of_row_max(work: _Work, kernel: Arithmetic, lost: Array) -> Array:
     else:
         score, by_design = _score_errors(work.score_size(kernel.accumulator.dtype), tile, kernel)
         moved = (kernel.eps * score + by_design)[..., 0]
-    bound = np.where(np.isfinite(largest), moved + own * (2 * np.abs(largest) + 1), 0.0)
+    bound = np.where(np.isfinite(largest), moved + own * (2 * (np.abs(largest) + moved) + 1), 0.0)
     return np.where(lost, np.inf, bound)
 
 
@@ -692,18 +707,20 @@ def _bounds(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
     if kernel.operands == _FLOAT8:
         total_of_values = total_of_values + n / 4
 
-    relative = _error_of_weights(eps * score) + 1.2 * eps * total_of_values
-    relative = relative + np.expm1(np.minimum(by_design, _ANY_WEIGHT)) + kernel.operand_unit
-    floor = tiny * (n + 2 + work.values.sum(-2, keepdims=True)) + of_out
+    of_weights = _error_of_weights(eps * score) + np.expm1(np.minimum(by_design, _ANY_WEIGHT))
+    of_sums = 1.2 * eps * total_of_values + kernel.operand_unit
+    relative = of_weights + of_sums * (1 + of_weights)
+    floor = tiny * (n + 2 + work.values.sum(-2, keepdims=True)) + of_out * (1 + of_sums)
     magnitude = work.magnitude(kernel.accumulator.dtype)
     out_bound = np.where(np.isinf(relative), np.inf, relative * magnitude)
-    out_bound = np.minimum(out_bound + floor, work.largest_difference())
-    out_bound = out_bound + kernel.output_unit * np.abs(finite(out))
+    largest = work.largest_difference() * (1 + of_sums / 2)
+    out_bound = np.minimum(out_bound + floor, largest)
+    out_bound = out_bound + kernel.output_unit * (np.abs(finite(out)) + out_bound)
     smallest = max(tiny, float(_finfo(kernel.operands).smallest_subnormal))
     out_bound[_vanished_infinities(tile, P, smallest)] = np.inf
     own = float(kernel.accumulator.eps)  # eps of sums that are not matrix products
     lse_bound = (eps * score + own * 1.2 * total + by_design + of_lse)[..., 0]
-    lse_bound = lse_bound + own * 2 * np.abs(finite(lse))
+    lse_bound += own * 2 * (np.abs(finite(lse)) + lse_bound)
     lost = np.isinf(score + of_lse)[..., 0]
     if tile.unsure is not None:
         lost |= tile.unsure.any(-1)
@@ -760,7 +777,9 @@ def _gradient_bounds(
 ) -> tuple[Array, Array, Array, Array | None]:
     """Returns a tile's terms in the bounds of dQ, dK, dV and dsink, before rounding of results."""
     scale, eps, tiny = abs(work.tile.scale), float(kernel.accumulator.eps), kernel.tiny
-    unit = kernel.operand_unit * (2 if kernel.rounds_by_design else 1)
+    unit = kernel.operand_unit
+    if kernel.rounds_by_design:  # both factors are rounded
+        unit *= 2 + unit
     least = tiny + (float(_finfo(kernel.operands).smallest_subnormal) / 2 if unit else 0.0)
     step = work.step
     P, dP, dS = (np.abs(finite(x)) for x in (step.P, step.dP_delta, step.dS))
@@ -773,12 +792,12 @@ def _gradient_bounds(
     over_keys, over_rows = (
         1.2 * eps * (np.sqrt(n) + 4) + unit for n in (work.tile.visible_keys, work.rows)
     )
-    sums = (ds + over_keys * dS, ds + over_rows * dS, p + over_rows * P)
+    sums = (ds + over_keys * (dS + ds), ds + over_rows * (dS + ds), p + over_rows * (P + p))
     of_dq, of_dk, of_dv = (np.where(step.left_out, 0.0, x + least) for x in sums)
     dv_bound = work.tile.dropped(of_dv).mT @ work.grad
     if work.equal.any():
         equal = np.where(work.equal, work.grad, 0.0)
-        dv_bound += 1.2 * eps * work.rows * (work.tile.dropped(P).mT @ equal)
+        dv_bound += 1.2 * eps * work.rows * (work.tile.dropped(P + p).mT @ equal)
     floor_of_row, floor_of_key = (
         tiny * (1 + scale) * (~step.left_out).sum(axis)[..., None] for axis in (-1, -2)
     )
@@ -810,7 +829,7 @@ def _errors_before_slopes(
         exponent += by_design
     p = _error_of_probabilities(P, work.step.scores, work.lse[..., None], exponent) + tiny
     g = work.dP_size * (eps * np.sqrt(dv + 3) + kernel.rounded_product(1.0, dv))
-    return p, g, p * (dP + g) + P * (g + eps * dP) + tiny * (dv + 1), modified
+    return p, g, p * (dP + g) + P * g + eps * (P + p) * (dP + g) + tiny * (dv + 1), modified
 
 
 class _ArrayGradients:
@@ -887,8 +906,9 @@ def _sink_bounds(work: _BackwardWork, kernel: Arithmetic) -> Array | None:
     of_delta = size * (eps * np.sqrt(dv + 3) + kernel.rounded_product(1.0, dv))
     term = np.abs(finite(work.step.dsink))
     of_weight = np.expm1(np.minimum(exponent, 600.0)) * (term + weight * of_delta)
+    of_term = of_weight + weight * of_delta
     over_rows = 1.2 * eps * (np.sqrt(work.rows) + 4)
-    return of_weight + weight * of_delta + over_rows * term + kernel.tiny
+    return of_term + over_rows * (term + of_term) + kernel.tiny
 
 
 def add_rounding_of_results(value: Array, bound: Array, kernel: Arithmetic, name: str) -> None:

@@ -1,5 +1,6 @@
 """Bounds of the gradients: correct computations satisfy them, faulty ones do not."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -59,7 +60,7 @@ def kernel(p, inputs, *, scale=None, shift=0, delta=True, keys=None, rounds=None
         return summed(weights.reshape(*shared, p.N).mT, values.reshape(*shared, values.shape[-1]))
 
     found = {"dQ": summed(dS, k) * scale, "dK": over_rows(dS, q) * scale, "dV": over_rows(P, do)}
-    return {name: x.astype(p.dtype.numpy) for name, x in found.items()}
+    return {name: x.astype(p.out_dtype.numpy) for name, x in found.items()}
 
 
 def worst(p, inputs, results, rounding=None):
@@ -107,6 +108,43 @@ def test_sums_of_equal_numbers_are_accepted(dtype):
     p, inputs = case(dtype, M=1024, N=9, d=3, scale=0.0)
     inputs["dO"][...] = 1
     assert max(worst(p, inputs, kernel(p, inputs)).values()) < 1
+
+
+HIDDEN = 2.0**30  # float32 rounds HIDDEN - 27 to HIDDEN
+WITH_32_BITS = [("float32", name) for name in ("dQ", "dK", "dV")]
+WITH_16_BITS = [(dtype, name) for dtype in ("float16", "bfloat16") for name in ("dQ", "dK")]
+
+
+def hidden_keys(dtype, rows, keys, seed):
+    """Returns inputs for which the reference has P = exp(-27), but rounding of scores makes P 1.
+
+    float32 terms of gradients are random. With 16 bits, each dS rounds up by half a unit in the
+    last place.
+    """
+    out = None if dtype == "float32" else "float32"
+    p = Problem.of_sizes(M=rows, N=keys, d=2, dtype=dtype, out_dtype=out, scale=1.0)
+    rng, half = np.random.default_rng(seed), float(ml_dtypes.finfo(dtype).eps) / 2
+    inputs = {
+        "Q": np.full((rows, 2), [2.0**15, 1.0]),
+        "K": np.full((keys, 2), [HIDDEN / 2.0**15, -27.0]),
+        "V": np.full((keys, 2), [1.0, 33 * half]) if out else rng.random((keys, 2)),
+        "O": np.zeros((rows, 2)),
+        "dO": np.full((rows, 2), [1.0, 1 / 32]) if out else rng.random((rows, 2)),
+    }
+    inputs = {x: y[None, None].astype(p.dtype.numpy) for x, y in inputs.items()}
+    return p, inputs | {"lse": np.full((1, 1, rows), HIDDEN, np.float32)}
+
+
+@pytest.mark.parametrize("dtype, name", WITH_32_BITS + WITH_16_BITS)
+def test_rounding_is_relative_to_results_far_above_the_reference(dtype, name):
+    rounds = None if dtype == "float32" else dtype
+    for seed in range(6):
+        p, inputs = hidden_keys(dtype, *((1, 5000) if name == "dQ" else (5000, 1)), seed)
+        exact = BACKWARD.reference(inputs, p, [None])[None][name]
+        assert abs(exact.value).max() < 1e-3 * exact.bound.max()
+        results = {name: kernel(p, inputs, rounds=rounds)[name]}
+        assert 0.99 < worst(p, inputs, results)[name] <= 1
+        assert worst(p, inputs, {name: 1.01 * results[name]})[name] > 1
 
 
 # Maps each fault to the outputs that reveal it and a kernel call with the fault.

@@ -159,6 +159,51 @@ def test_a_correct_kernel_that_rounds_is_accepted(name, dtype, rounding):
         assert max(ratios.values()) < 1, (d, ratios)
 
 
+COMPRESSING = {
+    "softcap": "0.5 * tanh(score / 0.5)",
+    "sigmoid": "sigmoid(4 * score)",
+    "periodic": "cos(8 * score)",
+    "difference": "where(score > 2, score - 4, 0.0)",
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("scale", [1.0, 0.25, 0.3])
+@pytest.mark.parametrize("name", COMPRESSING)
+def test_a_kernel_that_stores_scores_in_16_bits_is_accepted(name, scale, dtype):
+    """Rounding a score before an expression may cost far more than rounding the result."""
+    mods = Modifications((Expression.of("score_mod", COMPRESSING[name]),))
+    how = {"dtype": dtype, "scale": scale, "mods": mods}
+    for seed in range(100):
+        rng = np.random.default_rng(seed)
+        q, k, v = (reference.rounded(2 * rng.normal(size=(1, 1, n, 5)), dtype) for n in (1, 21, 21))
+        stored = reference.rounded((q @ k.mT) * F(scale), dtype)
+        S, _ = float32.evaluate(COMPRESSING[name], stored, {})
+        P = float32.fast_exp(S - S.max())
+        out = reference.rounded(P / P.sum(), dtype) @ v
+        results = {"O": reference.rounded(out, dtype), "lse": (S.max() + np.log(P.sum(-1)))}
+        verdicts = tolerance.compare(results, tolerance.expected_attention(q, k, v, **how)[None])
+        assert all(x.passed for x in verdicts), (seed, *map(str, verdicts))
+
+
+@pytest.mark.parametrize("jump", [1.0, 100.0, 1e4])
+def test_lse_may_be_off_by_a_jump_of_the_expression(jump):
+    """float32 rounds scores of 0.5 + 2**-30 to 0.5, which is on the other side of a jump."""
+    text = f"where(score > 0.5, {jump} / 3, 0.0)"
+    mods = Modifications((Expression.of("score_mod", text),))
+    q, k, v = (
+        np.full((1, 1, 1, 2), [1, 2.0**-30]),
+        np.full((1, 1, 3, 2), [0.5, 1]),
+        np.ones((1, 1, 3, 1)),
+    )
+    how = {"dtype": "float32", "scale": 1.0, "mods": mods}
+    lse = tolerance.expected_attention(q, k, v, **how)[None]["lse"]
+    assert lse.value[0, 0, 0] == pytest.approx(jump / 3 + np.log(3))
+    for other, passes in ((0.0, True), (-0.01 * jump, False)):
+        results = {"lse": np.full((1, 1, 1), other + np.log(3), F)}
+        assert tolerance.compare(results, {"lse": lse})[0].passed == passes
+
+
 def test_a_derivative_that_is_left_out_is_rejected():
     kernel = Kernel(TEXTS["softcap"], 16)
     out, lse = reference.attention(kernel.q, kernel.k, kernel.v, **kernel.how)

@@ -241,6 +241,23 @@ def test_equal_rounding_errors_are_accepted(dtype, value):
     assert c.worst({"O": good["O"] * 1.02}) > 1
 
 
+def test_sums_are_rounded_also_where_scores_may_select_any_value():
+    """Rounding of scores selects 100 keys in place of the first one, whose value is opposite.
+
+    In the order of their terms, float32 sums are 2**30 - 64 instead of 2**30 for the first key, and
+    2**30 instead of 2**30 - 54 for the others, whose values add up with rounding errors.
+    """
+    c = case("float32", "normal", 1, 101, 4, 1, heads=1)
+    c.scale, c.q[...] = 1.0, [2.0**15, 1, 1, 1]
+    c.k[..., 0, :] = [2.0**15, -37, -37, 74]
+    c.k[..., 1:, :] = [2.0**15, -27, -27, 0]
+    for value in (0.1, 0.3, 0.6, 0.7):
+        c.v[...] = value
+        c.v[..., 0, :] *= -1
+        assert np.all(np.sign(c.accepted()["O"]) == 1)
+        assert c.worst_with(kernel(c), (0, 0, 0, 0), 1.0001 * value) > 1
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_wrong_or_unwritten_element_is_found(dtype):
     c = case(dtype, "normal", 33, 203, 64)

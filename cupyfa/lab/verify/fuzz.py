@@ -199,14 +199,19 @@ class Fuzz:
         taken = [x for x in self.dtypes or known if not self.kernel or self.kernel.takes(x)]
         return taken or list(self.dtypes or DTYPES)
 
-    @property
-    def _values(self) -> Sequence[str]:
-        """Kinds of input values, without "lowest" if the kernel has its own reference.
+    def _values(self, p: Problem) -> Sequence[str]:
+        """Returns kinds of input values, without "lowest" for some kernels.
 
         A kernel's own reference need not define results for infinite scores or a rounded lse.
+        Kernels that store scores in float16 cannot represent such scores.
         """
-        has_own = self.kernel is not None and self.kernel.reference is not None
-        return [x for x in _VALUES if x != "lowest"] if has_own else _VALUES
+        if self.kernel is None:
+            return _VALUES
+        _, kind = self.kernel.scratch.get("S", (None, "real"))
+        is_float16 = kind == "scalar" and p.dtype.name == "float16"
+        if not is_float16 and self.kernel.reference is None:
+            return _VALUES
+        return [x for x in _VALUES if x != "lowest"]
 
     @property
     def _most_dims(self) -> int:
@@ -250,7 +255,7 @@ class Fuzz:
         constants = self._constants(record, compiled, turns)
         plan = self._plan(record, compiled, constants)
         each = _Turns(self.seed, i, turns.attempt)
-        values = "normal" if is_plain else each.choose("values", self._values)
+        values = "normal" if is_plain else each.choose("values", self._values(compiled))
         lengths = _PLAIN_LENGTHS if is_plain else each.choose("lengths", _LENGTHS)
         layout, tokens = _NEAR[0] if is_plain else each.choose("layout", _NEAR), "cached"
         if self._kind(turns) == "pages":
@@ -281,14 +286,10 @@ class Fuzz:
         return Drawn(case, record, constants, crowd.multiprocessors if crowd else None)
 
     def _is_lowest(self, p: Problem, turns: "_Turns", each: "_Turns") -> bool:
-        """Returns whether the sample has scores near the limits of float32.
-
-        Kernels that store scores in float16 cannot represent such scores.
-        """
+        """Returns whether the sample has scores near the limits of float32."""
         if self._operation == "softmax" or self._kind(turns) == "new tokens":
             return False
-        _, kind = self.kernel.scratch.get("S", (None, "real")) if self.kernel else (None, "real")
-        if "lowest" not in self._values or (kind == "scalar" and p.dtype.name == "float16"):
+        if "lowest" not in self._values(p):
             return False
         return each.choose("lowest", (False,) * (_ONE_IS_LOWEST - 1) + (True,))
 

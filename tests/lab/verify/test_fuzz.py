@@ -307,6 +307,13 @@ def test_sums_do_not_overflow_where_the_reference_is_its_authors():
     assert "lowest" in values_of(cupyfa.kernel("fa2")) and "lowest" not in values_of(own)
 
 
+@pytest.mark.parametrize("name", ["baseline", "baseline_online"])
+def test_scores_that_are_stored_in_float16_do_not_overflow(name):
+    drawn = [x.case for seed in range(9) for x in samples(name, SAMPLES["simulator"], seed=seed)]
+    lowest = {x.problem.dtype.name for x in drawn if x.values == "lowest"}
+    assert lowest == {"bfloat16", "float32", "float64"}
+
+
 @pytest.mark.parametrize("name, most", [("fa2", 16), ("wgmma_persistent", 16), ("two_pass", 60)])
 def test_the_default_samples_take_few_compilations(name, most):
     plans = [planned(drawn) for drawn in samples(name, SAMPLES["simulator"])]
