@@ -9,12 +9,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.problems import FORWARD, USUAL, check_case, drawn, usual_first
+from helpers.problems import (
+    FORWARD,
+    USUAL,
+    able,
+    check_case,
+    drawn,
+    inputs_of,
+    planned,
+    usual_first,
+)
 
 import cupyfa
 from cupyfa.lab.bench.sweeps import usual_dtype
 from cupyfa.ladder import LADDER
 from cupyfa.problem.dtypes import INPUTS
+from cupyfa.runtime import guard
 
 M, N, D = 40, 140, 16
 RNG = np.random.default_rng(5)
@@ -256,3 +266,12 @@ def test_scores_of_two_to_the_26(contracting, kernel):
     out, lse = cupyfa.attention(q, k, v, **given)
     assert np.isfinite(lse).all()
     assert (np.abs(out) <= 1.01 * np.abs(v).max()).all()
+
+
+@pytest.mark.each_choice
+@pytest.mark.parametrize("kernel", able("score", "forward", "backward"), ids=lambda x: x.name)
+def test_infinite_keys_under_a_softcap_leave_other_keys_finite(backend, kernel):
+    """Scores of rows past M with an infinite key are NaN, and none of them may spread."""
+    plan = planned(kernel, backend, {"M": 21, "N": 90, "d": 48, "softcap": 0.5, "heads": 2})
+    for seed in range(3):
+        guard.checked(backend, plan, inputs_of(plan, seed, values="inf"), {})

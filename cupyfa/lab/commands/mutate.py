@@ -38,7 +38,7 @@ from cupyfa.runtime.backend import Backend
     "--seed", type=command_options.Integer(0), default=0, help="Seed of the drawn mutants."
 )
 @click.option(
-    "--only",
+    "--number",
     "numbers",
     type=command_options.Integer(1),
     multiple=True,
@@ -125,7 +125,7 @@ def mutate(
 def _numbered(every: Sequence[Mutant], numbers: Sequence[int]) -> list[Mutant]:
     for number in numbers:
         if number > len(every):
-            raise click.UsageError(f"--only is {number}, but there are {len(every):,} mutants")
+            raise click.UsageError(f"--number is {number}, but there are {len(every):,} mutants")
     return [every[number - 1] for number in sorted(set(numbers))]
 
 

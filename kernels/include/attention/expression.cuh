@@ -167,7 +167,7 @@ __device__ __forceinline__ void cap_products(float (&products)[count], float sca
     }
   }
 }
-// Applies the softcap with an absolute error of 2^-22 * cap.
+// Applies the softcap with an absolute error of 2^-22 * cap. If one of four is NaN, all become NaN.
 template <int count>
 __device__ __forceinline__ void cap_approximately(float (&products)[count], float scale,
                                                   float cap) {

@@ -18,12 +18,11 @@ __device__ __forceinline__ bool is_huge(real exponent) {
 }
 
 // Returns whether a row's scores are too large, or N is 0. If a row has keys in range but no score,
-// an expression has hidden them all; expressions of products (score_context.cuh) hide no keys.
+// an expression has hidden them all; expressions of products hide no keys. `|` saves branches.
 __device__ __forceinline__ bool has_overflowed(real maximum, real sum, bool sees_key) {
   const bool may_have_none = (has_expressions && !of_products) || !sees_key;
   const bool has_none = has_context && maximum == -largest && sum == 0 && may_have_none;
-  const bool must_be_finite = (has_sink || sees_key) && !has_none;
-  return !(sum < infinity) | (must_be_finite & is_huge(maximum));  // without branches
+  return !(sum < infinity) | (((has_sink || sees_key) && !has_none) & is_huge(maximum));
 }
 
 template <int Wr, int pack_gqa>

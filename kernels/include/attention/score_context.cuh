@@ -44,7 +44,7 @@ struct KeyTiles {
 // The batch element and head of a score; empty here.
 struct Context {
   __device__ __forceinline__ void take(int, int, int, int, const Mods&) {}
-  template <class Products, class T>
+  template <bool = false, class Products, class T>
   __device__ __forceinline__ void cap(Products&, T) const {}
   __device__ __forceinline__ bool shows(int, int, int) const { return true; }
   __device__ __forceinline__ real sink(int = 0) const { return -infinity; }

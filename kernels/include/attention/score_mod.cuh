@@ -34,9 +34,9 @@ struct HeadContext<true, Arrays> {
   __device__ __forceinline__ void move_to(int head) { this->head = head; }
 
   // Applies the softcap to a lane's products, if the kernel caps whole tiles.
-  template <class T, int count>
+  template <bool approximates = approximates_softcap, class T, int count>
   __device__ __forceinline__ void cap(T (&products)[count], [[maybe_unused]] T scale) const {
-    if constexpr (approximates_softcap)
+    if constexpr (approximates)
       elementary::cap_approximately(products, scale, mods.softcap_);
     else if constexpr (caps_tiles)
       elementary::cap_products(products, scale, mods.softcap_);

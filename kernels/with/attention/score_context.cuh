@@ -58,7 +58,7 @@ struct Scored {
 template <bool used, class Arrays = Mods>
 struct HeadContext {
   __device__ __forceinline__ void take(int, int, int, int, const Arrays&) {}
-  template <class Products, class T>
+  template <bool = false, class Products, class T>
   __device__ __forceinline__ void cap(Products&, T) const {}
   template <bool is_capped = false, class T, class Key>
   __device__ __forceinline__ T modified(T score, Index, Key, int) const {

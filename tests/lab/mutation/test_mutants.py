@@ -108,7 +108,7 @@ def test_without_tree_sitter_the_remedy_is_named(monkeypatch):
 
 
 def test_a_number_beyond_the_last_mutant_is_refused(own):
-    says(refused("mutate", own, "--only", "999", code=2), "999", "mutants")
+    says(refused("mutate", own, "--number", "999", code=2), "999", "mutants")
 
 
 def number_of(own, kind, before):
@@ -118,7 +118,7 @@ def number_of(own, kind, before):
 
 
 def test_a_dry_run_lists_the_chosen_mutants(own):
-    done = cli("mutate", own, "--only", 2, "--only", 1, "--dry-run", "--format", "json")
+    done = cli("mutate", own, "--number", 2, "--number", 1, "--dry-run", "--format", "json")
     rows = strict(done.stdout)
     assert [x["number"] for x in rows] == [1, 2]
     assert set(rows[0]) == {"number", "place", "kind", "before", "after"}
@@ -131,7 +131,7 @@ def test_trials_of_an_own_kernel(own):
         number_of(own, "clamp left out", "fmax(largest,") + 1: "missed",  # needs large scores
         number_of(own, "sum or maximum left out", "sum += softmax.p"): "found",
     }
-    only = [x for number in chosen for x in ("--only", number)]
+    only = [x for number in chosen for x in ("--number", number)]
     args = ["mutate", own, *only, "--cases", 1, *SIMULATOR, "--format", "json"]
     done = cli(*args, code=1)
     rows = strict(done.stdout)
@@ -145,4 +145,4 @@ def test_trials_of_an_own_kernel(own):
 @pytest.mark.slow
 def test_a_kernel_that_fails_itself_has_no_mutants(tmp_path):
     own = broken_kernels.write(tmp_path, broken_kernels.DIES)
-    says(refused("mutate", own, "--only", 1, *SIMULATOR, code=2), "itself fails", "cupyfa check")
+    says(refused("mutate", own, "--number", 1, *SIMULATOR, code=2), "itself fails", "cupyfa check")
