@@ -166,7 +166,7 @@ def shortened(line):
         words = re.sub(r"(-p \w+=[^ ,:]+)\S*", r"\1", words)
     for option in SHORT[command]:
         name = option.split()[0]
-        if name == "-B" and re.search("--lengths|--from|softmax", words):
+        if name == "-B" and re.search("--lengths|--from|--suite|softmax", words):
             continue
         words = re.sub(rf" ?{name} [^ ]+", "", words) + f" {option}"
     return f"cupyfa {command} {words}"

@@ -785,6 +785,7 @@ void end_stores(Worker& worker, const Place& place) {
     fiber.stores = first->next;
     std::free(first);
   }
+  fiber.published = worker.warp->clock++;  // TMA has read: no fence separates it from itself
   make_additions(worker, fiber, false);
   // Restores the marks of other threads' stores of these bytes: they may still be in flight.
   for (int i = 0; i < worker.threads; ++i) {

@@ -80,7 +80,7 @@ def test_files_that_other_rungs_share_are_not_copied(folder):
         "fa2": ["mine.cu"],
         "softmax_safe": ["mine.cu"],
         "two_pass": ["mine_columns.cu", "mine_rows.cu"],
-        "mma_split_kv": ["mine.cu", "mine_merge_splits.cu"],
+        "mma_split_kv": ["mine.cu"],
     }.items():
         cli("new", "mine", "--from", rung, code=0)
         assert names(folder) == sorted([*files, "mine.py", "test_mine.py"])
