@@ -122,7 +122,7 @@ __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& ow
                                           const TilePair<Br, Bc>& pair, const Scorer<float>& scorer,
                                           int lane, LseOf lse_of) {
   const timeline::Phase phase(timeline::softmax, Wr * Wc / 32);
-  // Not approximately: P of a row that is NaN must not make others NaN, as repairs read it.
+  // Exact, since cap_approximately would spread a row's NaN to others, and repairs read P.
   pair.extent.template cap<false>(reinterpret_cast<float (&)[Wr * Wc / 32]>(S), scorer.scale);
 #pragma unroll(has_huge ? 1 : rows_of_thread)
   for (int i = 0; i < rows_of_thread; ++i) {

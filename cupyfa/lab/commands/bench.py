@@ -19,7 +19,7 @@ from cupyfa.lab.report.suite_table import suite_table
 from cupyfa.lab.report.tables import measurements, render
 from cupyfa.runtime import environment
 from cupyfa.runtime.backend import Backend
-from cupyfa.runtime.choose_backend import backend_to_measure
+from cupyfa.runtime.choose_backend import backend_named, backend_to_measure
 
 # Parameters that --suite takes; all others would change its problems or kernels.
 _OF_SUITE = {"is_suite", "only", "values", "layout", "seed", "hot", "graph", "against", "budget"}
@@ -112,11 +112,15 @@ def bench(
     With --suite, a row has the fastest of the other libraries, and the ratio of its time to that of
     the kernel. The exit code is 3 if a row could not be measured.
     """
+    chosen: Sequence[suite.Workload] = ()
     if is_suite:
         _refuse_with_suite(kernels)
+        chosen = suite.selected(only)
+        on = backend_named(backend)
     elif only:
         raise ValueError("--only selects rows of the suite; add --suite or omit --only")
-    on = backend_to_measure(backend)
+    else:
+        on = backend_to_measure(backend)
     check_target(save, on)
     if how["graph"] and on.name == "simulator":
         raise Unsupported("the simulator does not support CUDA graphs; omit --graph")
@@ -128,7 +132,7 @@ def bench(
     heading |= {name: word for name, word in about.items() if word != DEFAULTS.get(name)}
     if is_suite:
         others = others or suite.installed_peers()
-        run, shown = _of_suite(suite.selected(only), on, others, heading, form, how)
+        run, shown = _of_suite(chosen, on, others, heading, form, how)
     else:
         names = command_options.kernel_names(kernels, every)
         run, shown = _of_kernels(names, on, others, heading, form, how)

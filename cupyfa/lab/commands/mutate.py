@@ -7,12 +7,14 @@ from typing import Any
 
 import click
 
-from cupyfa.lab.commands import INTERRUPTED, WRONG, command_options
+from cupyfa.lab.commands import INTERRUPTED, UNSUPPORTED, WRONG, command_options
 from cupyfa.lab.commands.check import MOST_JOBS
 from cupyfa.lab.commands.signals import take_time
 from cupyfa.lab.mutation.mutants import Mutant, mutants_of, sample
 from cupyfa.lab.mutation.trials import (
+    FOUND,
     MISSED,
+    OUT_OF_TIME,
     Trial,
     compiled_mutants,
     each_trial,
@@ -72,9 +74,9 @@ def mutate(
     """Put faults into KERNEL and see whether its check finds them.
 
     KERNEL is a name from `cupyfa list`, or `script.py:name` for a record of your own. Each mutant
-    is the kernel with one small fault: a barrier or a test left out, a bound off by one, a wrong
-    index, a factor left out. It is checked as by `cupyfa check`, until a case fails. A mutant has
-    the same number as long as the files do not change.
+    is the kernel with one small fault: a barrier or a condition left out, a bound off by one, a
+    wrong index, a factor left out. It is checked as by `cupyfa check`, until a case fails. A mutant
+    has the same number as long as the files do not change.
 
     \b
     found             a case failed
@@ -84,7 +86,7 @@ def mutate(
     does not compile  the compiler finds the fault
     out of time       no case has failed within --budget
 
-    The exit code is 1 if a mutant was missed.
+    The exit code is 1 if a mutant was missed, and 3 if there was time to judge none.
     """
     jobs = min(len(os.sched_getaffinity(0)), MOST_JOBS * backend.devices)
     every = mutants_of(record_named(kernel))
@@ -119,13 +121,18 @@ def mutate(
     if ended:
         command_options.note("interrupted")
         sys.exit(ended.code if isinstance(ended, SystemExit) else INTERRUPTED)
-    sys.exit(WRONG if any(x.verdict == MISSED for x in found) else 0)
+    verdicts = {x.verdict for x in found}
+    if MISSED in verdicts:
+        sys.exit(WRONG)
+    sys.exit(UNSUPPORTED if OUT_OF_TIME in verdicts and FOUND not in verdicts else 0)
 
 
 def _numbered(every: Sequence[Mutant], numbers: Sequence[int]) -> list[Mutant]:
     for number in numbers:
         if number > len(every):
-            raise click.UsageError(f"--number is {number}, but there are {len(every):,} mutants")
+            raise click.UsageError(
+                f"--number is {number}, but there are {len(every):,} mutants; use 1 to {len(every)}"
+            )
     return [every[number - 1] for number in sorted(set(numbers))]
 
 

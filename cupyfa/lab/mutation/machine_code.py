@@ -14,7 +14,7 @@ from cupyfa.planner import source
 from cupyfa.planner.plan import PlannedLaunch
 
 USUAL_ARCH = "90"  # for launches that run on several architectures, if the backend has none
-_one_reader = threading.Lock()  # source.reading is a setting of the process
+ONE_READER = threading.Lock()  # source.reading is a setting of the process
 
 # A program: text, name of the file, architecture, include folders.
 _Program = tuple[str, str, str, tuple[Path, ...]]
@@ -64,7 +64,7 @@ def _lines_of(ptx: str, launch: PlannedLaunch) -> list[tuple[Path, int]]:
 def _programs(
     launches: Sequence[PlannedLaunch], copies: Mapping[Path, Path], arch: str
 ) -> list[_Program]:
-    with _one_reader, source.reading(copies):
+    with ONE_READER, source.reading(copies):
         return [
             (source.text(x), f"{x.entry}.cu", x.target or arch, source.include_folders(x))
             for x in launches

@@ -71,8 +71,10 @@ def summary(trials: Sequence[Trial]) -> str:
     count = Counter(x.verdict for x in trials)
     judged = count[FOUND] + count[MISSED]
     others = [f"{count[x]:,} {x}" for x in VERDICTS[2:] if count[x]]
-    rate = f" ({count[FOUND] / judged:.0%})" if judged else ""
-    return ", ".join([f"{count[FOUND]:,} of {judged:,} mutants found{rate}", *others])
+    if not judged:
+        return ", ".join(["no mutant was judged", *others])
+    rate = f"{count[FOUND] / judged:.0%}"
+    return ", ".join([f"{count[FOUND]:,} of {judged:,} mutants found ({rate})", *others])
 
 
 def compiled_mutants(
@@ -84,7 +86,7 @@ def compiled_mutants(
     """
     drawn = [x for seed in (0, *_OTHER_SEEDS) for x in _cases(kernel, None, backend, seed)]
     programs = _different(program for case in drawn for program in case.programs)
-    lines = machine_code.compiled_lines(programs, _arch(backend), jobs)
+    lines = machine_code.compiled_lines([x.launch for x in programs], _arch(backend), jobs)
     return [x for x in mutants if _is_compiled(x, lines.get(x.path, set()))]
 
 
@@ -133,13 +135,24 @@ def each_trial(
 
 
 @dataclass(frozen=True)
+class _Program:
+    """A launch, its source text and the files that this includes, read before they are mutated."""
+
+    launch: PlannedLaunch
+    text: str
+    files: frozenset[Path]
+
+
+@dataclass(frozen=True)
 class _Case:
-    """A task with its number, its programs, and the files that these include."""
+    """A task with its number and its programs."""
 
     number: int
     task: Task
-    programs: tuple[PlannedLaunch, ...] = ()
-    files: frozenset[Path] = frozenset()
+    programs: tuple[_Program, ...]
+
+    def includes(self, path: Path) -> bool:
+        return any(path in program.files for program in self.programs)
 
 
 def _cases(
@@ -153,9 +166,13 @@ def _cases(
         limits = backend_of(task, backend).limits
         with suppress(Unsupported):
             plan = choose_kernel.plan(record, task.case.problem, limits, **task.constants)
-            files = {path for launch in plan.programs for path in source.files_reached(launch)}
-            found.append(_Case(number, task, plan.programs, frozenset(files)))
+            found.append(_Case(number, task, tuple(map(_read, plan.programs))))
     return found
+
+
+def _read(launch: PlannedLaunch) -> _Program:
+    with machine_code.ONE_READER:  # other threads read mutants
+        return _Program(launch, source.text(launch), frozenset(source.files_reached(launch)))
 
 
 class _Trier:
@@ -170,7 +187,7 @@ class _Trier:
 
     def require_right(self, workers: Sequence[Process]) -> None:
         """Raises ValueError if the kernel itself fails a case."""
-        tasks = [x.task for x in self._cases]
+        tasks = [replace(x.task, timeout=_LONGEST_CASE) for x in self._cases]
         for task, outcomes in in_parallel(workers, lambda worker, x: worker.run(x), tasks):
             if failed := [x for x in outcomes if x.failed]:
                 raise ValueError(
@@ -218,24 +235,25 @@ class _Trier:
         is_probe = trapped[1].kind != failures.COMPILE_ERROR
         return MISSED, "executed, but all results are right" if is_probe else ""
 
-    def _programs(self, mutant: Mutant) -> tuple[list[PlannedLaunch], list[PlannedLaunch]]:
+    def _programs(self, mutant: Mutant) -> tuple[list[_Program], list[_Program]]:
         """Returns the programs of the cases, and others, that include the mutant's file."""
         of_cases, others = (
-            _different(x for case in cases for x in case.programs if _includes(x, mutant))
+            _different(x for case in cases for x in case.programs if mutant.path in x.files)
             for cases in (self._cases, self._other_cases)
         )
-        known = {source.text(x) for x in of_cases}
-        return of_cases, [x for x in others if source.text(x) not in known]
+        known = {x.text for x in of_cases}
+        return of_cases, [x for x in others if x.text not in known]
 
     @cached_property
     def _other_cases(self) -> list[_Case]:
         """Cases of which only the programs are used: code may be equal in those of the check."""
         return [x for seed in _OTHER_SEEDS for x in _cases(self._kernel, None, self._backend, seed)]
 
-    def _changes(self, mutant: Mutant, new: str, programs: Sequence[PlannedLaunch]) -> bool:
+    def _changes(self, mutant: Mutant, new: str, programs: Sequence[_Program]) -> bool:
         """Returns whether ``new`` in the place of the change changes a program's machine code."""
+        launches = [x.launch for x in programs]
         with _copied(mutant, mutant.changed(new)) as copies:
-            return machine_code.differ(programs, copies, self._arch)
+            return machine_code.differ(launches, copies, self._arch)
 
     def _first_failure(
         self, worker: Process, mutant: Mutant, code: bytes
@@ -248,12 +266,14 @@ class _Trier:
         with _copied(mutant, code) as copies:
             worker.read(copies)
             for case in self._cases:
-                if mutant.path not in case.files:
+                if not case.includes(mutant.path):
                     continue
                 if (left := ends - time.monotonic()) <= 0:
                     raise TimeoutError
                 task = replace(case.task, timeout=min(left, _LONGEST_CASE))
                 if failed := [x for x in worker.run(task) if x.failed]:
+                    if failed[0].kind == failures.NO_ANSWER and left < _LONGEST_CASE:
+                        raise TimeoutError
                     short = failed[0].message.replace(str(copies[mutant.root]), mutant.root.name)
                     return case, replace(failed[0], message=short)
         return None
@@ -271,15 +291,11 @@ def _copied(mutant: Mutant, code: bytes) -> Iterator[Mapping[Path, Path]]:
         yield {mutant.root: copy}
 
 
-def _includes(program: PlannedLaunch, mutant: Mutant) -> bool:
-    return mutant.path in source.files_reached(program)
-
-
-def _different(programs: Iterable[PlannedLaunch]) -> list[PlannedLaunch]:
+def _different(programs: Iterable[_Program]) -> list[_Program]:
     """Returns the first of the programs with each text."""
-    found: dict[str, PlannedLaunch] = {}
+    found: dict[str, _Program] = {}
     for program in programs:
-        found.setdefault(source.text(program), program)
+        found.setdefault(program.text, program)
     return [*found.values()]
 
 

@@ -1,5 +1,5 @@
 #pragma once
-// Recomputes dK or dV, if not finite, of keys `first` to `end` - 1, over `group` query heads.
+// Recomputes dK or dV that is not finite, of keys `first` to `end` - 1, over `group` query heads.
 
 #include <backward/parts/repair_gradients.cuh>
 #include <backward/parts/row_range.cuh>

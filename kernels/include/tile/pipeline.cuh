@@ -1,6 +1,6 @@
 #pragma once
 // A multistage pipeline in shared memory between a producer, one thread that issues TMA copies, and
-// consumer warpgroups. Each stage has a "full" and an "empty" barrier.
+// its consumers, warps or warpgroups. Each stage has a "full" and an "empty" barrier.
 
 #include <tile/tma_tile.cuh>
 #include <tile/warp.cuh>

@@ -1,6 +1,6 @@
 #pragma once
-// Tiles in shared memory, as TMA copies them and wgmma reads them: a sequence of boxes with 128
-// bytes per row, 64 columns of 16-bit numbers. Columns are padded to whole boxes.
+// Tiles in shared memory, as TMA copies them and wgmma or ldmatrix reads them: a sequence of boxes
+// with 128 bytes per row, 64 columns of 16-bit numbers. Columns are padded to whole boxes.
 
 #include <tile/math.cuh>
 #include <ptx/tma.cuh>

@@ -1,7 +1,7 @@
 #pragma once
 // Starts a copy of `bytes` bytes from global to shared memory; the size and both addresses are
-// multiples of 16. The copy signals `barrier` with the bytes transferred. The fence keeps it behind
-// reads of `shared` by threads, which a barrier alone orders before other threads only.
+// multiples of 16. The copy signals `barrier` with the bytes transferred. The fence orders it
+// after reads of `shared` by threads: a barrier alone does not, as TMA uses another proxy.
 #include <ptx/tma.cuh>
 
 inline void bulk_load(void* shared, const void* memory, int bytes, Barrier& barrier,
