@@ -313,7 +313,7 @@ def test_without_peers_the_table_says_so():
 def card(monkeypatch, libraries):
     """Lets the command measure small workloads on a card."""
     engine = Card()
-    monkeypatch.setattr("cupyfa.lab.commands.bench.backend_to_measure", lambda name: engine)
+    monkeypatch.setattr("cupyfa.lab.commands.bench.backend_named", lambda name: engine)
     monkeypatch.setattr(suite, "workloads", lambda: tuple(SMALL))
 
 
