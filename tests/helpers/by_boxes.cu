@@ -48,7 +48,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void by_boxes(
     float maximum = -infinity, sum = 0, out[columns] = {};
     for (int first = 0; first < N; first += Bc) {
       fence_proxy_async();  // copies may not overtake this thread's reads
-      __syncthreads();  // all threads have read K and V, which are overwritten next
+      __syncthreads();      // all threads have read K and V, which are overwritten next
       if (threadIdx.x == 0) {
         arrive_expect_tx(shared.full, sizeof(shared.K) + sizeof(shared.V));
         load(shared.K, K, shared.full, first, here.head / group, here.batch);
