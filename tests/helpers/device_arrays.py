@@ -18,7 +18,7 @@ class DeviceArray:
         self.data = SimpleNamespace(ptr=host.ctypes.data)
 
     def __getattr__(self, name):
-        if name in ("shape", "strides", "dtype", "size", "ndim", "nbytes", "flags"):
+        if name in ("shape", "strides", "dtype", "itemsize", "size", "ndim", "nbytes", "flags"):
             return getattr(self.host, name)
         raise AttributeError(name)
 
