@@ -222,7 +222,7 @@ class _Given:
 
 
 def _find_schedule(name: Any) -> Any:
-    """Returns the module of a schedule; raises ValueError if there is none of this name."""
+    """Returns the module of a schedule; raises ValueError if its name is unknown."""
     if not isinstance(name, str) or name not in _SCHEDULES:
         known = " or ".join(map(repr, _SCHEDULES))
         raise ValueError(f"schedule is {described(name)}; use {known}")

@@ -90,7 +90,7 @@ def backward(job: Job, steps: Steps, of_rows: Sequence[Any], k: Any, v: Any) -> 
 def _steps(
     job: Job, steps: Sequence[Heads], k: Any, v: Any
 ) -> Iterator[tuple[slice, slice, Any, Any]]:
-    """Yields each step's heads with their keys and values; those of the next step are in flight."""
+    """Yields the heads, keys and values of each step; the next step's are in transfer."""
     shards, arriving = job.k_shards, None
     for kv_heads, heads in (*steps, (None, None)):
         before = arriving

@@ -285,7 +285,7 @@ class _Entry:
 class _Measuring:
     """A task, how to measure it, and the inputs and judge that its kernels share.
 
-    noted: texts of warnings that earlier tasks caused. refused: why peers cannot be measured.
+    noted: warnings already shown for earlier tasks. refused: reasons why peers were not timed.
     """
 
     how: Method
@@ -493,7 +493,7 @@ class _Measuring:
         self.refused.append(": ".join(filter(None, [peer, about.partition(": ")[2]])))
 
     def note_refused(self, entries: Sequence[_Entry]) -> None:
-        """Notes in the rows of kernels why there is no time of any peer."""
+        """Writes into the kernels' rows why no peer was timed."""
         if not self.task.notes_peers or any(x.row.time and not x.kernel for x in entries):
             return
         notes = [f"{x.row.kernel}: {x.row.note}" for x in entries if x.row.note and not x.kernel]

@@ -1,4 +1,4 @@
-"""The suite: attention problems of published models, measured beside other libraries.
+"""The suite: attention problems of published models, compared with other libraries.
 
 Sweeps over powers of two miss what models have: groups of seven query heads, head dimensions of
 72 and 192, 197 tokens, windows, sinks. Each row of suite.csv is one such problem.
