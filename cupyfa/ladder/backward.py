@@ -979,9 +979,7 @@ WGMMA_TWO_PASS = rung(
     scratch={
         "row_sums": WGMMA_COLUMNS.scratch["row_sums"],
         "shared_sums": (
-            lambda p, c: (
-                two_pass_counts_size(p, c) // CONSUMING_WARPS * c.Bc * padded_columns(p, 16)
-            ),
+            lambda p, c: two_pass_sharing_blocks(p, c) * c.Bc * padded_columns(p, 16),
             "real",
         ),
         "counts": (two_pass_counts_size, "int"),
