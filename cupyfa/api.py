@@ -30,6 +30,7 @@ from cupyfa.call.keywords import (
     unknown_argument,
 )
 from cupyfa.call.prepare import compile_call
+from cupyfa.call.tangents import read_tangents
 from cupyfa.errors import described
 from cupyfa.ladder.kernel import BoundKernel, Kernel
 from cupyfa.planner import choose_kernel as planning
@@ -385,6 +386,58 @@ def backward(
         inputs["dlse"] = pullback.check_dlse(dlse, lse)
     how: Any = {"check": check, "repeat": ("backward", fixed), "devices": devices}
     return run_call(call, arrays, {**inputs, **structure}, None, grads, **how)
+
+
+def jvp(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    tangents: Sequence[Any],
+    out: OutDtype | None = None,
+    kernel: str | Kernel | BoundKernel = "auto",
+    backend: BackendName | Backend | Devices = "auto",
+    layout: Layout = "bhsd",
+    tiles: Tiles | None = None,
+    check: bool = False,
+    **scores: Unpack[ScoreKeywords],
+) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """Computes attention and its directional derivative in one launch, as ``jax.jvp`` does.
+
+    tangents: (dq, dk, dv), the direction in which q, k and v move: arrays with the shapes and dtype
+        of q, k and v.
+    out: the dtype of out and d_out, "float32" for float16 and bfloat16 inputs.
+
+    q, k and v are arrays, ``Packed`` or ``Padded``; a sink, captured arrays and numbers do not
+    move. ``attention`` describes all further arguments.
+
+    Returns (out, lse) as ``attention`` with ``return_lse``, and (d_out, d_lse), their derivatives
+    along the direction, with the same shapes and dtypes. A row that sees no key has d_out = 0 and
+    d_lse = 0. d_out is NaN where out or d_lse is infinite or NaN. Memory is proportional to the
+    arrays: no matrix of M x N numbers is stored.
+
+    Raises the errors of ``attention``.
+
+    Griewank and Walther, Evaluating Derivatives, 2008, chapter 3.
+    """
+    structure: Mapping[str, Any] = {}
+    if type(q) in KINDS or type(k) in KINDS or type(v) in KINDS:
+        if (function := find_function("jvp", q, k, v)) is not None:
+            return function(jvp, locals())
+        (q, k, v), structure = unwrap(q, k, v)
+    if out is not None and not isinstance(out, DTYPES):
+        raise ValueError(
+            f"out is {described(out)}, but jvp allocates its results; pass a dtype as out"
+        )
+    pullback.refuse_gradients(INPUTS.get(str(getattr(q, "dtype", "")).removeprefix("torch.")))
+    dq, dk, dv = read_tangents(tangents)
+    where, devices = read_devices(backend)
+    inputs, asked = split_keywords(jvp, scores) if scores else ({}, {})
+    _, asked = read_out(out, q, asked)
+    call = Call("tangent", kernel, where, None, asked, layout, tiles)
+    how: Any = {"check": check, "devices": devices}
+    out, lse, d_out, d_lse = run_call(call, (q, k, v, dq, dk, dv), {**inputs, **structure}, **how)
+    return (out, lse), (d_out, d_lse)
 
 
 def compile(

@@ -14,7 +14,7 @@ from cupyfa.problem.wrt import QKV
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import Progress
 
-Operation = Literal["forward", "backward", "softmax"]
+Operation = Literal["forward", "backward", "softmax", "tangent"]
 Tiles = Mapping[str, int]
 Layout = Literal["bhsd", "bshd"]
 BackendName = Literal["auto", "cuda", "simulator"]
@@ -24,6 +24,7 @@ ARRAYS: Mapping[Operation, tuple[str, ...]] = {
     "forward": ("q", "k", "v"),
     "backward": ("dout", "q", "k", "v", "out", "lse"),
     "softmax": ("x",),
+    "tangent": ("q", "k", "v", "dq", "dk", "dv"),
 }
 _NO_OPTIONS: OptionKeywords = {}
 

@@ -53,7 +53,7 @@ def cases(
     so that each kernel gets cases; cases that no kernel can run are drawn only if no case can run.
     """
     chosen = _choices(grid, operation == "softmax", dtypes)
-    if operation == "backward":
+    if operation in ("backward", "tangent"):
         chosen = (x for x in chosen if shape_language.PAGE_SIZE not in x)
     found = list(dict.fromkeys(_case(operation, seed, **one) for one in chosen))
     if (options or arrays) and operation != "softmax":
