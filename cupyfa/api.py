@@ -405,14 +405,17 @@ def jvp(
     """Computes attention and its directional derivative in one launch, as ``jax.jvp`` does.
 
     tangents: (dq, dk, dv), the direction in which q, k and v move: arrays with the shapes and dtype
-        of q, k and v.
+        of q, k and v, or None where an array does not move, which saves its products. For several
+        directions at once, which share the scores and weights, all three have a leading axis
+        [directions, …], of at most 64.
     out: the dtype of out and d_out, "float32" for float16 and bfloat16 inputs.
 
     q, k and v are arrays, ``Packed`` or ``Padded``; a sink, captured arrays and numbers do not
     move. ``attention`` describes all further arguments.
 
     Returns (out, lse) as ``attention`` with ``return_lse``, and (d_out, d_lse), their derivatives
-    along the direction, with the same shapes and dtypes. A row that sees no key has d_out = 0 and
+    along the direction, with the same shapes and dtypes; for several directions with their leading
+    axis. A row that sees no key has d_out = 0 and
     d_lse = 0. d_out is NaN where out or d_lse is infinite or NaN. Memory is proportional to the
     arrays: no matrix of M x N numbers is stored.
 
@@ -430,13 +433,14 @@ def jvp(
             f"out is {described(out)}, but jvp allocates its results; pass a dtype as out"
         )
     pullback.refuse_gradients(INPUTS.get(str(getattr(q, "dtype", "")).removeprefix("torch.")))
-    dq, dk, dv = read_tangents(tangents)
+    moving, given, directions = read_tangents(tangents, q)
     where, devices = read_devices(backend)
     inputs, asked = split_keywords(jvp, scores) if scores else ({}, {})
     _, asked = read_out(out, q, asked)
+    asked = {**asked, "tangents": given, "directions": directions}
     call = Call("tangent", kernel, where, None, asked, layout, tiles)
     how: Any = {"check": check, "devices": devices}
-    out, lse, d_out, d_lse = run_call(call, (q, k, v, dq, dk, dv), {**inputs, **structure}, **how)
+    out, lse, d_out, d_lse = run_call(call, (q, k, v, *moving), {**inputs, **structure}, **how)
     return (out, lse), (d_out, d_lse)
 
 

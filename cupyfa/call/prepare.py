@@ -237,8 +237,8 @@ def _list_results(call: Call, problem: Problem, inputs: Mapping[str, Any]) -> li
         results = [Result("O", out, "out"), Result("lse", lse, None), Result(ROW_MAX, lse, None)]
         return [*results[: 1 + call.return_lse], *results[2:] * call.return_max]
     if call.operation == "tangent":
-        check_tangents(inputs, problem.dtype.numpy)
-        shapes = {"O": out, "lse": lse, "O_dot": out, "lse_dot": lse}
+        lead = check_tangents(inputs, problem.dtype.numpy)
+        shapes = {"O": out, "lse": lse, "O_dot": (*lead, *out), "lse_dot": (*lead, *lse)}
         return [Result(name, shape, None) for name, shape in shapes.items()]
     refuse_gradients(problem.dtype)
     check_like_result("dout", inputs["dout"], out, problem.dtype.numpy)

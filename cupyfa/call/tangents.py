@@ -10,26 +10,46 @@ import numpy as np
 from cupyfa.errors import described
 
 
-def read_tangents(tangents: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """Returns dq, dk and dv; raises TypeError or ValueError unless these are three arrays."""
+def read_tangents(tangents: Sequence[Any], q: Any) -> tuple[list[Any], str, int]:
+    """Returns the tangents that are not None, the letters of their arrays, and the directions.
+
+    Raises TypeError or ValueError unless ``tangents`` has three elements, at least one an array.
+    """
     if not isinstance(tangents, tuple | list):
         raise TypeError(f"tangents is {described(tangents)}; pass (dq, dk, dv)")
     if len(tangents) != 3:
         raise ValueError(f"tangents has {len(tangents)} elements; pass (dq, dk, dv)")
-    dq, dk, dv = tangents
-    return dq, dk, dv
+    given = {name: x for name, x in zip("qkv", tangents) if x is not None}
+    if not given:
+        raise ValueError("all tangents are None; pass an array for at least one of q, k and v")
+    shape = tuple(getattr(next(iter(given.values())), "shape", ()))
+    has_directions = len(shape) == len(getattr(q, "shape", ())) + 1
+    return list(given.values()), "".join(given), shape[0] if has_directions else 1
 
 
-def check_tangents(inputs: Mapping[str, Any], dtype: np.dtype) -> None:
-    """Raises if the shape or dtype of dq, dk or dv differs from that of its array."""
-    for name in "qkv":
-        array, tangent = inputs[name], inputs[f"d{name}"]
-        if tuple(tangent.shape) != tuple(array.shape):
+def check_tangents(inputs: Mapping[str, Any], dtype: np.dtype) -> tuple[int, ...]:
+    """Raises if the shape or dtype of a tangent differs from that of its array.
+
+    Tangents of several directions have a leading axis; returns its size, or () without it.
+    """
+    given = [name for name in "qkv" if f"d{name}" in inputs]
+    first = inputs[f"d{given[0]}"]
+    has_directions = len(first.shape) == len(inputs[given[0]].shape) + 1
+    lead = tuple(first.shape[:1]) if has_directions else ()
+    for name in given:
+        tangent, wanted = inputs[f"d{name}"], (*lead, *inputs[name].shape)
+        if tuple(tangent.shape) != wanted:
+            of = f"the {lead[0]} directions and the shape" if lead else "the shape"
             raise ValueError(
-                f"d{name} has shape {tuple(tangent.shape)}; it must be {tuple(array.shape)}, the "
-                f"shape of {name}"
+                f"d{name} has shape {tuple(tangent.shape)}; it must be {wanted}, {of} of {name}"
+            )
+        if len(wanted) < 4 and lead:
+            raise ValueError(
+                f"{name} has shape {wanted[1:]}, but several directions need a head axis; pass "
+                f"{name}[None] and d{name}[:, None]"
             )
         if tangent.dtype != dtype:
             raise TypeError(
                 f"d{name} is {tangent.dtype}; it must be {dtype}, the dtype of {name}: convert it"
             )
+    return lead

@@ -36,7 +36,10 @@ Float = Callable[[Problem, SimpleNamespace], float]
 Walk = Callable[[Problem, SimpleNamespace], "tuple[int, int] | None"]  # tile size (rows, keys)
 Reference = Callable[[Arrays, Problem, SimpleNamespace], Mapping[str, Any]]
 
-AXES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv", "d8", "dv8", "d16", "dv16", "N32")
+AXES = (
+    *("batch", "tangent_batch", "heads", "kv_heads", "M", "N", "d", "dv"),
+    *("d8", "dv8", "d16", "dv16", "N32"),
+)
 KINDS = ("real", "scalar", "operand", "byte", "int")  # element types of scratch
 FEATURES = (
     *OPTION_FEATURES,

@@ -510,18 +510,46 @@ def _expected_gradients(
 def _expected_tangents(
     inputs: Arrays, p: Problem, roundings: Roundings, excerpt: Excerpt | None = None
 ) -> ExpectedOfEach:
+    """Computes O, lse and their tangents; for an excerpt, tangents of the first direction only."""
+    if excerpt is not None or p.directions == 1:
+        one = p.with_options(directions=1)
+        return _expected_tangents_along(inputs, one, roundings, excerpt)
+    found: list[ExpectedOfEach] = []
+    for i in range(p.directions):
+        one, its = p.with_options(directions=1), slice(i * p.batch, (i + 1) * p.batch)
+        along = {x: y[its] if x.endswith("_dot") else y for x, y in inputs.items()}
+        found.append(_expected_tangents_along(along, one, roundings, None))
+    for r, name in product(roundings, ("O_dot", "lse_dot")):
+        of_each = zip(*(x[r][name] for x in found))
+        found[0][r][name] = type(found[0][r][name])(*map(np.concatenate, of_each))
+    return found[0]
+
+
+def _expected_tangents_along(
+    inputs: Arrays, p: Problem, roundings: Roundings, excerpt: Excerpt | None
+) -> ExpectedOfEach:
     from cupyfa.numerics import tangent_bounds
 
+    operation = OPERATIONS["tangent"]
+
     def expected(part: _Part) -> ExpectedOfEach:
-        arrays = (part.of(name, inputs[name]) for name in OPERATIONS["tangent"].inputs)
+        names = (name for name in operation.inputs if name in inputs)
+        arrays: dict[str, Any] = {x.lower(): part.of(x, inputs[x]) for x in names}
         how = {**_score_arguments(inputs, p, part), "sink": part.sink(inputs), **_dtypes(p)}
-        return tangent_bounds.expected_tangents(*arrays, **how, roundings=roundings)
+        return tangent_bounds.expected_tangents(**arrays, **how, roundings=roundings)
 
     part = _Part.of_rows(excerpt, p)
     if not p.is_ragged:
         return expected(part)
-    outputs = tuple(OPERATIONS["tangent"].outputs)
-    return _by_sequences(inputs, p, roundings, outputs, part, expected, "tangent")
+    outputs = tuple(operation.outputs)
+    return _by_sequences(inputs, p, roundings, outputs, part, expected, operation.name)
+
+
+def _flops_of_tangents(p: Problem) -> int:
+    """Returns the operations for a pair: S and O, and each product with a tangent."""
+    moved = p.d * (("q" in p.tangents) + ("k" in p.tangents))
+    values = p.dv * ((p.tangents != "v") + ("v" in p.tangents))
+    return 2 * (p.d + p.dv + p.directions * (moved + values))
 
 
 def _expected_softmax(
@@ -578,18 +606,18 @@ OPERATIONS = {
                 "Q": Input("batch heads M d"),
                 "K": Input("batch kv_heads N d"),
                 "V": Input("batch kv_heads N dv"),
-                "Q_dot": Input("batch heads M d"),
-                "K_dot": Input("batch kv_heads N d"),
-                "V_dot": Input("batch kv_heads N dv"),
+                "Q_dot": Input("tangent_batch heads M d", when=lambda p: "q" in p.tangents),
+                "K_dot": Input("tangent_batch kv_heads N d", when=lambda p: "k" in p.tangents),
+                "V_dot": Input("tangent_batch kv_heads N dv", when=lambda p: "v" in p.tangents),
             },
             outputs={
                 "O": ("batch heads M dv", "result"),
                 "lse": ("batch heads M", "real"),
-                "O_dot": ("batch heads M dv", "result"),
-                "lse_dot": ("batch heads M", "real"),
+                "O_dot": ("tangent_batch heads M dv", "result"),
+                "lse_dot": ("tangent_batch heads M", "real"),
             },
             reference=_expected_tangents,
-            flops=lambda p: 2 * p.batch * p.heads * visible_scores(p) * 3 * (p.d + p.dv),
+            flops=lambda p: p.heads * visible_scores(p) * p.batch * _flops_of_tangents(p),
         ),
     )
 }

@@ -18,6 +18,7 @@ from cupyfa.problem.problem import Problem, round_up
 FEATURES = (
     *("causal", "window", "score", "places", "sink", "dropout"),
     *("gqa", "strides", "lse", "dv", "out_dtype", "lengths", "ragged"),
+    *("zero_tangents", "directions"),
 )
 _INPUTS = "Q K V Q_dot K_dot V_dot"
 _ARRAYS = f"{_INPUTS} O lse O_dot lse_dot"
@@ -32,9 +33,10 @@ FA2_TANGENT = Kernel(
             grid=row_tiles,
             threads=lambda p, c: c.Br,
             shared=lambda p, c: p.bytes(
-                reals=2 * c.Br * (p.dv + c.Bc),
-                scalars=2 * ((c.Br + c.Bc) * p.d + c.Bc * p.dv),
+                reals=c.Br * ((1 + p.directions) * p.dv + 3 * c.Bc),
+                scalars=c.Br * (1 + p.directions) * p.d + 2 * c.Bc * (p.d + p.dv),
             ),
+            constants={"directions": lambda p, c: p.directions},
             walks=ALONG_KEYS,
         ),
     ),
@@ -48,7 +50,6 @@ FA2_TANGENT = Kernel(
     candidates={"Br": (8, 16, 32, 64, 96, 128), "Bc": (4, 8, 16, 32)},
     rules={"Bc is less than 16 or a multiple of 16": lambda c: c.Bc < 16 or c.Bc % 16 == 0},
     features=FEATURES,
-    after=("fa2",),
 )
 
 

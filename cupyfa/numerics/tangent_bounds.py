@@ -9,8 +9,8 @@ score x(s) with respect to s = scale * q k.T,
 
 The sink does not move, and dropout multiplies the weights of O and O' alike, after lse and lse'. A
 masked key has no effect. A row that sees no key has O' = 0 and lse' = 0. Where P of a modified
-score is 0, S' is 0, because the derivative may be infinite. O' is NaN where O or lse' is infinite
-or NaN: the derivative does not exist there.
+score or x' is 0, S' is 0, because the other factor may be infinite. O' is NaN where O or lse' is
+infinite or NaN: the derivative does not exist there.
 
 **Bounds.** eps, sqrt, n and the constants are those of tolerance.py. Let y be the error of P before
 the division by the row's sum, and Y the relative error of that sum: y over all keys, h, and the
@@ -63,21 +63,31 @@ class Tangents:
 
 
 @np.errstate(all="ignore")
-def push_forward(tile: reference.Tile, q_dot: Array, k_dot: Array, v_dot: Array) -> Tangents:
-    """Computes one tile's derivative along q_dot [n, rows, d], k_dot [n, keys, d] and v_dot."""
+def push_forward(
+    tile: reference.Tile, q_dot: Array | None, k_dot: Array | None, v_dot: Array | None
+) -> Tangents:
+    """Computes one tile's derivative along q_dot [n, rows, d], k_dot [n, keys, d] and v_dot.
+
+    A tangent of None is 0, and its products are left out, even if they are 0 times infinity.
+    """
     out, lse, P = reference.attend(tile)
-    raw = (q_dot @ tile.k.mT + tile.q @ k_dot.mT) * tile.scale
+    raw = np.zeros(P.shape)
+    for q, k in ((q_dot, tile.k), (tile.q, k_dot)):
+        if q is not None and k is not None:
+            raw += (q @ k.mT) * tile.scale
     S_dot, counted = raw, raw
     if tile.mods.score_steps:
         scores = (tile.q @ tile.k.mT) * tile.scale
-        S_dot = raw * tile.mods.differentiated(scores, tile.place, tile.masked)[1]
-        counted = np.where(P == 0, 0.0, S_dot)
+        slope = tile.mods.differentiated(scores, tile.place, tile.masked)[1]
+        S_dot = raw * slope
+        counted = np.where((P == 0) | (slope == 0), 0.0, S_dot)
     if tile.masked is not None:
         counted = np.where(tile.masked, 0.0, counted)
     weighted = P * counted
     lse_dot = weighted.sum(-1)
     out_dot = reference.sum_unmasked(tile.dropped(weighted), tile.v, tile.masked)
-    out_dot += reference.sum_unmasked(tile.dropped(P), v_dot, tile.masked)
+    if v_dot is not None:
+        out_dot += reference.sum_unmasked(tile.dropped(P), v_dot, tile.masked)
     out_dot -= lse_dot[..., None] * out
     out_dot[~(np.isfinite(out) & np.isfinite(lse_dot)[..., None])] = np.nan
     return Tangents(out, lse, P, S_dot, raw, out_dot, lse_dot)
@@ -88,9 +98,9 @@ def expected_tangents(
     q: Array,
     k: Array,
     v: Array,
-    q_dot: Array,
-    k_dot: Array,
-    v_dot: Array,
+    q_dot: Array | None = None,
+    k_dot: Array | None = None,
+    v_dot: Array | None = None,
     *,
     dtype: str,
     out_dtype: str | None = None,
@@ -99,8 +109,8 @@ def expected_tangents(
 ) -> ExpectedOfEach:
     """Computes "O", "lse", "O_dot" and "lse_dot" with the bounds of the module's docstring.
 
-    The tangents have the shapes of q, k and v; for other arguments see
-    `tolerance.expected_attention`.
+    The tangents have the shapes of q, k and v, or are None, which stands for 0; for other
+    arguments see `tolerance.expected_attention`.
     """
     how: dict[str, Any] = {"dtype": dtype, "out_dtype": out_dtype, "roundings": roundings}
     found = tolerance.expected_attention(q, k, v, **how, **score)
@@ -108,11 +118,10 @@ def expected_tangents(
     shapes = {"O_dot": (*q.shape[:3], v.shape[-1]), "lse_dot": q.shape[:3]}
     value = {name: np.zeros(shape) for name, shape in shapes.items()}
     bounds = {r: {name: np.zeros(shape) for name, shape in shapes.items()} for r in kernels}
-    k_dot, v_dot = reference.flat(k_dot), reference.flat(v_dot)
     for tile in reference.tiles(q, k, v, **score):
-        its_q = reference.flat(q_dot)[tile.where].astype(np.float64)
-        its_k, its_v = (x[tile.key_heads, tile.keys].astype(np.float64) for x in (k_dot, v_dot))
-        work = _Work(tile, its_q, its_k, its_v)
+        of_keys = tile.key_heads, tile.keys
+        places = (q_dot, tile.where), (k_dot, of_keys), (v_dot, of_keys)
+        work = _Work(tile, *(_at(x, place) for x, place in places))
         for into, of in (
             (value, (work.made.out_dot, work.made.lse_dot)),
             *((bounds[r], _bounds_on_tile(work, kernel)) for r, kernel in kernels.items()),
@@ -128,12 +137,22 @@ def expected_tangents(
     return found
 
 
+def _at(tangent: Array | None, place: Any) -> Array | None:
+    """Returns a tile's part of a tangent, in float64."""
+    return None if tangent is None else reference.flat(tangent)[place].astype(np.float64)
+
+
 class _Work:
     """One tile's derivative, and the magnitudes that its bounds need."""
 
-    def __init__(self, tile: reference.Tile, q_dot: Array, k_dot: Array, v_dot: Array) -> None:
-        self.tile, self.q_dot, self.k_dot, self.v_dot = tile, q_dot, k_dot, v_dot
-        self.made = push_forward(tile, q_dot, k_dot, v_dot)
+    def __init__(
+        self, tile: reference.Tile, q_dot: Array | None, k_dot: Array | None, v_dot: Array | None
+    ) -> None:
+        self.tile, self.made = tile, push_forward(tile, q_dot, k_dot, v_dot)
+        given = (q_dot, tile.q), (k_dot, tile.k), (v_dot, tile.v)
+        self.q_dot, self.k_dot, self.v_dot = (
+            np.zeros_like(like) if x is None else x for x, like in given
+        )
         left_out = np.isneginf(self.made.lse)[..., None]
         left_out = left_out if tile.masked is None else tile.masked | left_out
         self.left_out = np.broadcast_to(left_out, self.made.P.shape)
@@ -169,6 +188,7 @@ def _pair_errors(work: _Work, kernel: Arithmetic) -> _PairErrors:
     d = 2 * tile.q.shape[-1]
     of_raw = eps * np.sqrt(d + 3) * moved_size + kernel.rounded_product(moved_size, d)
     raw, S_dot = np.abs(finite(made.raw)), np.abs(finite(made.S_dot))
+    modified = None
     if tile.mods.score_steps:
         modified = tolerance.ModifiedScores(tile, kernel, size, differentiated=True)
         exponent = modified.shift + modified.exponent + modified.by_design + 2 * eps
@@ -181,7 +201,8 @@ def _pair_errors(work: _Work, kernel: Arithmetic) -> _PairErrors:
         given, by_design = tolerance.score_errors(size, tile, kernel)
         exponent = eps * (given + 2) + by_design
         of_S_dot = of_raw + eps * raw
-    lost |= (kernel.tiny > made.P) & ~np.isfinite(made.S_dot)
+    vanishing = made.P if modified is None else made.P * modified.slope
+    lost |= (kernel.tiny > vanishing) & ~np.isfinite(made.S_dot)
     if tile.unsure is not None:
         lost = lost | tile.unsure
     of_P = _errors_of_weights(work, kernel, np.where(lost, 0.0, exponent))

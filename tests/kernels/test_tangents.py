@@ -200,3 +200,82 @@ def test_padded_arrays_may_be_passed_as_such():
     for x, y in zip(cupyfa.jvp(q, k, v, **how), cupyfa.jvp(*qkv, **how)):
         for mine, other in zip(x, y):
             np.testing.assert_array_equal(mine, other)
+
+
+@KERNELS
+@pytest.mark.parametrize("which", ["q", "k", "v", "qk", "qv", "kv"])
+def test_a_tangent_of_none_is_0(backend, kernel, which):
+    if "zero_tangents" not in kernel.features:
+        pytest.skip("takes no tangents of None")
+    qkv, tangents = arrays(dtype=able_dtype(kernel))
+    how = {"kernel": kernel, "backend": backend, "causal": True}
+    some = [x if name in which else None for name, x in zip("qkv", tangents)]
+    zeros = [x if name in which else np.zeros_like(x) for name, x in zip("qkv", tangents)]
+    found = cupyfa.jvp(*qkv, tangents=some, check=True, **how)
+    for mine, other in zip(found[1], cupyfa.jvp(*qkv, tangents=zeros, **how)[1]):
+        np.testing.assert_array_equal(mine, other)
+
+
+def test_infinity_times_a_tangent_of_none_is_not_nan():
+    qkv, tangents = arrays(dtype="float32")
+    qkv[2][0, 0, 3] = np.inf  # O is infinite, but lse and its tangent are finite
+    how = {"backend": "simulator", "check": True}
+    _, (d_out, d_lse) = cupyfa.jvp(*qkv, tangents=(tangents[0], None, None), **how)
+    assert np.isfinite(d_lse).all() and np.isnan(d_out[0, :2]).all()
+    qkv[2][0, 0, 3], qkv[0][0, 0, 4] = 0, np.inf
+    _, (d_out, d_lse) = cupyfa.jvp(*qkv, tangents=(None, None, tangents[2]), **how)
+    assert np.isnan(d_out[0, 0, 4]).all() and np.isfinite(d_out[0, 0, 5:]).all()
+
+
+@KERNELS
+@pytest.mark.parametrize("directions", [1, 2, 4, 8])
+def test_several_directions_have_the_bits_of_each(backend, kernel, directions):
+    if "directions" not in kernel.features:
+        pytest.skip("takes one direction")
+    qkv, _ = arrays(dtype=able_dtype(kernel))
+    of_each = [arrays(seed=i, dtype=able_dtype(kernel))[1] for i in range(1, directions + 1)]
+    how = {"kernel": kernel, "backend": backend, "window": (9, 4)}
+    together = [np.stack(x) for x in zip(*of_each)]
+    plain, (d_out, d_lse) = cupyfa.jvp(*qkv, tangents=together, check=True, **how)
+    assert d_out.shape == (directions, *plain[0].shape)
+    for i, tangents in enumerate(of_each):
+        (out, lse), alone = cupyfa.jvp(*qkv, tangents=tangents, **how)
+        for mine, other in zip((*plain, d_out[i], d_lse[i]), (out, lse, *alone)):
+            np.testing.assert_array_equal(mine, other)
+
+
+def test_directions_that_fit_no_call_are_refused():
+    qkv, tangents = arrays(dtype="float32")
+    two = [np.stack([x, x]) for x in tangents]
+    how = {"backend": "simulator"}
+    with pytest.raises(ValueError, match=r"dk has shape .*; it must be \(2, 2, 2, 35, 12\), the 2"):
+        cupyfa.jvp(*qkv, tangents=(two[0], tangents[1], None), **how)
+    with pytest.raises(ValueError, match=r"several directions need a head axis; pass q\[None\]"):
+        cupyfa.jvp(*(x[0, 0] for x in qkv), tangents=[x[:, 0, 0] for x in two], **how)
+    with pytest.raises(cupyfa.Unsupported, match="2 directions cannot be used .* for each"):
+        cupyfa.jvp(*wrap(*qkv, {"lengths_k": [3, 4]}), tangents=two, **how)
+    with pytest.raises(ValueError, match="all tangents are None; pass an array"):
+        cupyfa.jvp(*qkv, tangents=(None, None, None), **how)
+    with pytest.raises(ValueError, match=r"directions is 65; sizes must be from 0 to 64"):
+        cupyfa.jvp(*qkv, tangents=(np.zeros((65, *qkv[0].shape), "f4"), None, None), **how)
+
+
+def test_a_laplacian_by_differences_of_tangents_is_that_of_jax():
+    """The recipe of docs/howto/tangents.md: the Laplacian of each row of out by its own query."""
+    jax = pytest.importorskip("jax")
+    q, k, v = drawn((2, 5, 4), (2, 9, 4), (2, 9, 4), dtype="float64")
+    basis = np.eye(4)[:, None, None] * np.ones((2, 5, 1))
+    step, how = 1e-5, {"tangents": (basis, None, None), "backend": "simulator"}
+    second = []
+    for i, x in enumerate(basis):
+        ends = [cupyfa.jvp(q + y * x, k, v, **how)[1][0][i] for y in (step, -step)]
+        second.append((ends[0] - ends[1]) / (2 * step))
+
+    def row(query, keys, values):
+        return jax.nn.softmax(keys @ query / 2.0) @ values
+
+    with jax.enable_x64(True):
+        hessians = jax.vmap(jax.vmap(jax.hessian(row), (0, None, None)))(q, k, v)
+    # The truncation error is step² / 6 times the fourth derivative, that of rounding eps / step.
+    expected = np.trace(np.asarray(hessians), axis1=-2, axis2=-1)
+    np.testing.assert_allclose(sum(second), expected, atol=1e-8)

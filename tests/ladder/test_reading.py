@@ -32,7 +32,7 @@ def own_files(rung):
 def steps():
     """Yields (earlier file, file) pairs: the same part of a rung's predecessor and of the rung."""
     for rung in cupyfa.kernels():
-        for before in map(cupyfa.kernel, rung.after):  # perhaps of another operation
+        for before in (LADDER[rung.operation][name] for name in rung.after):
             for old, new in product(own_files(before), own_files(rung)):
                 same_part = re.findall(r"[^_/]+$", old) == re.findall(r"[^_/]+$", new)
                 if same_part or len(own_files(before)) == len(own_files(rung)) == 1:
