@@ -11,7 +11,7 @@ from cupyfa.ladder.common import (
     row_tiles,
     with_cleared_rest,
 )
-from cupyfa.ladder.kernel import Kernel, Launch
+from cupyfa.ladder.kernel import Constant, Kernel, Launch
 from cupyfa.ladder.tiles import TileChoice
 from cupyfa.problem.problem import Problem, round_up
 
@@ -21,7 +21,9 @@ FEATURES = (
     *("zero_tangents", "directions"),
 )
 _INPUTS = "Q K V Q_dot K_dot V_dot"
+_MAPS = f"{_INPUTS.replace(' ', '.map ')}.map"
 _ARRAYS = f"{_INPUTS} O lse O_dot lse_dot"
+_DIRECTIONS: dict[str, Constant] = {"directions": lambda p, c: p.directions}
 
 FA2_TANGENT = Kernel(
     "fa2_tangent",
@@ -36,7 +38,7 @@ FA2_TANGENT = Kernel(
                 reals=c.Br * ((1 + p.directions) * p.dv + 3 * c.Bc),
                 scalars=c.Br * (1 + p.directions) * p.d + 2 * c.Bc * (p.d + p.dv),
             ),
-            constants={"directions": lambda p, c: p.directions},
+            constants=_DIRECTIONS,
             walks=ALONG_KEYS,
         ),
     ),
@@ -50,6 +52,7 @@ FA2_TANGENT = Kernel(
     candidates={"Br": (8, 16, 32, 64, 96, 128), "Bc": (4, 8, 16, 32)},
     rules={"Bc is less than 16 or a multiple of 16": lambda c: c.Bc < 16 or c.Bc % 16 == 0},
     features=FEATURES,
+    tflops={"float16": {64: 6.2, 128: 3.4}, "bfloat16": {64: 5.8, 128: 2.4}},
 )
 
 
@@ -67,10 +70,11 @@ MMA_TANGENT = Kernel(
     (
         Launch(
             "mma_tangent",
-            args=f"{_ARRAYS} sizes heads group scale mods",
-            grid=row_tiles,
+            args=f"{_ARRAYS} sizes heads batch group scale mods",
+            grid=lambda p, c: row_tiles(p, c) * p.directions,
             threads=lambda p, c: WARP * c.Br // 16,
             shared=mma_shared,
+            constants=_DIRECTIONS,
             walks=ALONG_KEYS,
         ),
     ),
@@ -78,8 +82,12 @@ MMA_TANGENT = Kernel(
     tiles=TileChoice.of(
         "Br Bc stages",
         [(Br, Bc, 1) for Br in (64, 32, 16) for Bc in (32, 16)],
-        up_to={64: [(128, 64, 2), (64, 64, 2)], 128: [(128, 32, 2), (64, 32, 1)]},
-        on={"100": {128: [(64, 32, 1)]}},  # ptxas runs out of registers for the larger tile
+        up_to={64: [(64, 64, 2)], 128: [(128, 32, 2), (64, 32, 1)]},
+        # On sm_100, ptxas runs out of registers for the larger tile, on others for 48 keys.
+        on={
+            "90": {64: [(64, 64, 2)], 128: [(128, 48, 2)]},
+            "100": {64: [(64, 64, 2)], 128: [(64, 32, 1)]},
+        },
     ),
     candidates={"Br": (32, 64, 128), "Bc": (16, 32, 48, 64), "stages": (1, 2)},
     rules={
@@ -90,6 +98,7 @@ MMA_TANGENT = Kernel(
     dtype_arch={"bfloat16": "80"},
     largest_d=128,
     features=FEATURES,
+    tflops={"float16": {64: 284, 128: 301}, "bfloat16": {64: 338, 128: 357}},
 )
 
 
@@ -107,14 +116,15 @@ WGMMA_TANGENT = Kernel(
     (
         Launch(
             "wgmma_tangent",
-            args=f"{_INPUTS.replace(' ', '.map ')}.map {_ARRAYS} sizes heads group scale mods",
+            args=f"{_MAPS} {_ARRAYS} sizes heads batch group scale mods",
             boxes={
                 x: (lambda p, c: 64) if x.startswith("Q") else (lambda p, c: c.Bc)
                 for x in _INPUTS.split()
             },
-            grid=row_tiles,
+            grid=lambda p, c: row_tiles(p, c) * p.directions,
             threads=lambda p, c: 128 + 2 * c.Br,
             shared=tma_shared,
+            constants=_DIRECTIONS,
             walks=ALONG_KEYS,
         ),
     ),
@@ -122,7 +132,7 @@ WGMMA_TANGENT = Kernel(
     tiles=TileChoice.of(
         "Br Bc stages",
         [(Br, Bc, 2) for Br in (128, 64) for Bc in (32, 16)],
-        up_to={64: [(128, 128, 2), (128, 64, 2)], 128: [(128, 64, 2)]},
+        up_to={64: [(128, 128, 2), (128, 64, 2)], 128: [(128, 80, 2), (128, 64, 2)]},
     ),
     candidates={"Br": (64, 128, 192), "Bc": (32, 48, 64, 80, 96, 128), "stages": (2, 3)},
     rules={
@@ -133,6 +143,7 @@ WGMMA_TANGENT = Kernel(
     features=FEATURES,
     arch="90a",
     largest_d=128,
+    tflops={"float16": {64: 416, 128: 548}, "bfloat16": {64: 654, 128: 737}},
 )
 
 REST = (

@@ -6,11 +6,13 @@
 // V that was loaded once serves D and D_dot. Sums of P S_dot stay beside those of P, and O_dot in
 // registers beside O; a higher maximum rescales all of them.
 //
-//   Q, Q_dot, O, O_dot [batch, heads, M, d | dv]    K, K_dot, V, V_dot [batch, kv_heads, N, d | dv]
-//   lse, lse_dot [batch, heads, M]
-//   grid (cdiv(M, Br) * heads * batch)    block (2 * Br): each warp owns 16 rows
-//   the host sets: scalar, result, operand, real, Br, Bc, stages, d, dv, threads, shared_bytes and
-//   options (extent.cuh)
+// A tangent that is 0 is neither loaded nor multiplied. Each direction has blocks of its own.
+//
+//   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
+//   Q_dot, K_dot, V_dot, O_dot, lse_dot: like these, with directions * batch in place of batch
+//   grid (cdiv(M, Br) * heads * batch * directions)    block (2 * Br): each warp owns 16 rows
+//   the host sets: scalar, result, operand, real, Br, Bc, stages, d, dv, directions, moves_q,
+//   moves_k, moves_v, threads, shared_bytes and options (extent.cuh)
 #include <attention/row_tile.cuh>
 #include <attention/tile_index.cuh>
 #include <attention/tile_mask.cuh>
@@ -32,9 +34,9 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 static_assert(threads == warp_size * Br / step, "each warp owns 16 rows");
 static_assert(Bc % step == 0, "tiles are multiples of the MMA shape");
 
-// D += A B and D_dot += A_dot B + A B_dot for 16 columns of A. load(b, j) and load_dot(b, j) load
-// the fragments of B and B_dot for columns 16 j to 16 j + 15.
-template <int n, class Load, class LoadDot>
+// D += A B and D_dot += A_dot B + A B_dot for 16 columns of A, if A and B move. load(b, j) and
+// load_dot(b, j) load the fragments of B and B_dot for columns 16 j to 16 j + 15.
+template <bool moves_A, bool moves_B, int n, class Load, class LoadDot>
 __device__ __forceinline__ void multiply_step(float (&D)[1][n][4], float (&D_dot)[1][n][4],
                                               const unsigned (&a)[4], const unsigned (&a_dot)[4],
                                               Load load, LoadDot load_dot) {
@@ -42,12 +44,14 @@ __device__ __forceinline__ void multiply_step(float (&D)[1][n][4], float (&D_dot
   for (int j = 0; j < n / 2; ++j) {
     unsigned b[4], b_dot[4];
     load(b, j);
-    load_dot(b_dot, j);
+    if constexpr (moves_B) load_dot(b_dot, j);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       multiply_add<operand>(D[0][2 * j + i], a, b[i * 2], b[i * 2 + 1]);
-      multiply_add<operand>(D_dot[0][2 * j + i], a_dot, b[i * 2], b[i * 2 + 1]);
-      multiply_add<operand>(D_dot[0][2 * j + i], a, b_dot[i * 2], b_dot[i * 2 + 1]);
+      if constexpr (moves_A)
+        multiply_add<operand>(D_dot[0][2 * j + i], a_dot, b[i * 2], b[i * 2 + 1]);
+      if constexpr (moves_B)
+        multiply_add<operand>(D_dot[0][2 * j + i], a, b_dot[i * 2], b_dot[i * 2 + 1]);
     }
   }
 }
@@ -63,8 +67,8 @@ __device__ __forceinline__ void multiply_scores(Shared& shared, int stage, Fragm
   for (int k = 0; k < depth / step; ++k) {
     unsigned q[4], q_dot[4];
     ldmatrix(q, at(shared.Q, own_row + lane % 16, 2 * k + lane / 16));
-    ldmatrix(q_dot, at(shared.Q_dot, own_row + lane % 16, 2 * k + lane / 16));
-    multiply_step(
+    if (moves_q) ldmatrix(q_dot, at(shared.Q_dot, own_row + lane % 16, 2 * k + lane / 16));
+    multiply_step<moves_q, moves_k>(
         S, S_dot, q, q_dot, [&](unsigned (&b)[4], int j) { load_keys(shared.K[stage], b, j, k); },
         [&](unsigned (&b)[4], int j) { load_keys(shared.K_dot[stage], b, j, k); });
   }
@@ -99,7 +103,7 @@ __device__ __forceinline__ void multiply_output(Shared& shared, int stage, Fragm
     unsigned p[4], p_dot[4];
     pack_keys(S, k, p);
     pack_keys(S_dot, k, p_dot);
-    multiply_step(
+    multiply_step<moves_scores, moves_v>(
         O, O_dot, p, p_dot, [&](unsigned (&b)[4], int j) { load_values(shared.V[stage], b, j, k); },
         [&](unsigned (&b)[4], int j) { load_values(shared.V_dot[stage], b, j, k); });
   }
@@ -110,11 +114,13 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_tangent(
     Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V,
     Tensor<const operand> Q_dot, Tensor<const operand> K_dot, Tensor<const operand> V_dot,
     Tensor<result> O, Tensor<real> lse, Tensor<result> O_dot, Tensor<real> lse_dot, Sizes sizes,
-    int heads, int group, real scale, Mods mods) {
+    int heads, int batches, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
-  const auto [index, head, batch] = place_of_rows<Br>(blockIdx.x, sizes, mods, heads);
+  const int blocks = gridDim.x / directions, direction = blockIdx.x / blocks;
+  const auto [index, head, batch] =
+      place_of_rows<Br>(blockIdx.x - direction * blocks, sizes, mods, heads);
   const int lane = threadIdx.x % warp_size, own_row = threadIdx.x / warp_size * step;
-  const int kv_head = head / group;
+  const int kv_head = head / group, its = direction * batches + batch;  // element of tangents
   const Extent extent = extent_of(sizes, mods, batch, head);
   const Scorer<real> scorer = {scale, mods};
   // Reversed order: under a causal mask the last rows have the most keys and should start first.
@@ -123,13 +129,15 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_tangent(
   const RowTile tile = row_tile<Br, Bc>(extent, row, head, batch);
   const auto load_keys = [&, batch = batch](int first_key, int stage) {
     copy_rows<threads, d>(shared.K[stage], Head(K, batch, kv_head, extent.N), first_key);
-    copy_rows<threads, d>(shared.K_dot[stage], Head(K_dot, batch, kv_head, extent.N), first_key);
+    if (moves_k)
+      copy_rows<threads, d>(shared.K_dot[stage], Head(K_dot, its, kv_head, extent.N), first_key);
     copy_rows<threads, dv>(shared.V[stage], Head(V, batch, kv_head, extent.N), first_key);
-    copy_rows<threads, dv>(shared.V_dot[stage], Head(V_dot, batch, kv_head, extent.N), first_key);
+    if (moves_v)
+      copy_rows<threads, dv>(shared.V_dot[stage], Head(V_dot, its, kv_head, extent.N), first_key);
   };
 
   copy_rows<threads, d>(shared.Q, Head(Q, batch, head, extent.M), row);
-  copy_rows<threads, d>(shared.Q_dot, Head(Q_dot, batch, head, extent.M), row);
+  if (moves_q) copy_rows<threads, d>(shared.Q_dot, Head(Q_dot, its, head, extent.M), row);
   if (stages == 2) load_keys(tile.kv_begin, 0);
   cp_async_commit_group();
   Fragments<step, width> sums = {}, sums_dot = {};
@@ -158,5 +166,5 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_tangent(
     stage = stages - 1 - stage;
   }
   const Tangents all = {Q, K, V, Q_dot, K_dot, V_dot, O, lse, O_dot, lse_dot};
-  finish<d, dv>(all, sums, sums_dot, rows, batch, head, kv_head, scorer);
+  finish<d, dv>(all, sums, sums_dot, rows, batch, its, head, kv_head, scorer);
 }

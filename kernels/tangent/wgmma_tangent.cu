@@ -1,17 +1,16 @@
 // wgmma_tangent: `mma_tangent` with the tensor cores of Hopper (wgmma) and TMA.
 //
-// Roles, buffers and mbarriers are those of `wgmma`: a warp loads, and each of the other warpgroups
-// owns 64 rows. Six products instead of two stand beside the same exponentials, so products take
-// more than twice as long as the softmax, and it suffices that warpgroups take turns: the softmax
-// of one is hidden behind the products of another. O and O_dot leave no registers for P of one tile
-// beside scores of the next, as `wgmma_overlap` holds them. Within a warpgroup, exponentials only
-// overlap with products of S_dot, which begin after those of S.
+// Roles, buffers and mbarriers are those of `wgmma`. Six products instead of two stand beside the
+// same exponentials, so it suffices that warpgroups take turns to start scores: the softmax of one
+// is hidden behind products of another. O and O_dot leave no registers to hold P of one tile beside
+// scores of the next, as `wgmma_overlap` does. Within a warpgroup, exponentials only overlap with
+// products of S_dot, which begin after those of S.
 //
-//   Q, Q_dot, O, O_dot [batch, heads, M, d | dv]    K, K_dot, V, V_dot [batch, kv_heads, N, d | dv]
-//   lse, lse_dot [batch, heads, M]
-//   grid (cdiv(M, Br) * heads * batch)    block (128 + 2 * Br)
-//   the host sets: scalar, result, operand, real, Br, Bc, stages, d, dv, threads, shared_bytes and
-//   options (extent.cuh)
+//   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
+//   Q_dot, K_dot, V_dot, O_dot, lse_dot: like these, with directions * batch in place of batch
+//   grid (cdiv(M, Br) * heads * batch * directions)    block (128 + 2 * Br)
+//   the host sets: scalar, result, operand, real, Br, Bc, stages, d, dv, directions, moves_q,
+//   moves_k, moves_v, threads, shared_bytes and options (extent.cuh)
 #include <attention/register_budget.cuh>
 #include <attention/row_tile.cuh>
 #include <attention/tile_index.cuh>
@@ -49,9 +48,9 @@ struct Shared {
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 
 __device__ __forceinline__ void init_pipelines(Shared& shared) {
-  for (auto& pipeline : shared.Q_pipeline) pipeline.init(1, 2);  // an array and its tangent
-  shared.K_pipeline.init(consumers, 2);
-  shared.V_pipeline.init(consumers, 2);
+  for (auto& pipeline : shared.Q_pipeline) pipeline.init(1, 1 + moves_q);  // loads
+  shared.K_pipeline.init(consumers, 1 + moves_k);
+  shared.V_pipeline.init(consumers, 1 + moves_v);
   fence_barrier_init();
 }
 
@@ -62,13 +61,14 @@ struct Maps {
 // Runs in one thread of the producer warp: loads Q, then K and V tile by tile, each with its
 // tangent.
 __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, const Maps& from,
-                                        int kv_head) {
+                                        int its, int kv_head) {
   const int batch = task.packed_batch(task.batch);
+  its = task.packed_batch(its);
   for (int i = 0; i < consumers; ++i) {
     Barrier& full = shared.Q_pipeline[i].acquire();
     const int row = task.packed_row(task.row + i * warpgroup_rows);
     load_async(shared.Q[i], from.Q, full, row, task.head, batch);
-    load_async(shared.Q_dot[i], from.Q_dot, full, row, task.head, batch);
+    if (moves_q) load_async(shared.Q_dot[i], from.Q_dot, full, row, task.head, its);
   }
   PipelineState<stages> tile;
 #pragma unroll 1  // not unrolled: the producer has few registers
@@ -78,10 +78,10 @@ __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, con
     const int row = task.packed_key(first_key);
     Barrier& keys = shared.K_pipeline.acquire(tile);
     load_async(shared.K[tile.stage], from.K, keys, row, kv_head, batch);
-    load_async(shared.K_dot[tile.stage], from.K_dot, keys, row, kv_head, batch);
+    if (moves_k) load_async(shared.K_dot[tile.stage], from.K_dot, keys, row, kv_head, its);
     Barrier& values = shared.V_pipeline.acquire(tile);
     load_async(shared.V[tile.stage], from.V, values, row, kv_head, batch);
-    load_async(shared.V_dot[tile.stage], from.V_dot, values, row, kv_head, batch);
+    if (moves_v) load_async(shared.V_dot[tile.stage], from.V_dot, values, row, kv_head, its);
   }
 }
 
@@ -92,15 +92,23 @@ struct Consumer {
   int warpgroup;
   TangentRows rows;
   Fragments<step, width> O = {}, O_dot = {};
-  Fragments<step, Bc> S, S_dot;
+  Fragments<step, Bc> S, S_dot = {};
   PackedP P, P_dot;
   PipelineState<stages> tile;
 
-  // Turns S into P and S_dot into P_dot, in float32, and rescales O and O_dot. While P is computed
-  // without slopes, products of S_dot are in flight.
-  __device__ __forceinline__ void softmax(const RowTile& task, int first_key) {
+  // Processes a tile of keys. The turn orders the products of scores.
+  __device__ __forceinline__ void advance(const RowTile& task, int first_key) {
+    timeline::event(timeline::tile, first_key, task.row);
+    shared.K_pipeline.wait(tile);
+    Turns::wait(warpgroup);
+    begin_scores(shared.Q[warpgroup], shared.K[tile.stage], flat(S));
+    if (moves_q) begin_scores(shared.Q_dot[warpgroup], shared.K[tile.stage], flat(S_dot));
+    if (moves_k)
+      begin_scores(shared.Q[warpgroup], shared.K_dot[tile.stage], flat(S_dot), 0, 0, moves_q);
+    Turns::arrive(warpgroup);
     const int lane = threadIdx.x % warp_size;
-    wgmma_wait_group<unit_slope ? 2 : 0>(flat(S));
+    // Without slopes, P is computed while products of S_dot are in flight.
+    wgmma_wait_group<unit_slope ? moves_q + moves_k : 0>(flat(S));
     if constexpr (!unit_slope) read_after_here(flat(S_dot));
     apply_with_slopes(scorer, S, S_dot, rows, first_key, task.is_full<Bc>(first_key));
     if (is_masked(rows.extent, task.row, Br, first_key, Bc))
@@ -111,25 +119,12 @@ struct Consumer {
     wgmma_wait_group<0>(flat(S_dot));
     shared.K_pipeline.release(tile);
     weigh(S, S_dot, 0, Bc / 8, scorer.scale, rows);
-  }
-
-  // Processes a tile of keys: S = Q K^T and S_dot = Q_dot K^T + Q K_dot^T in the warpgroup's turn,
-  // the softmax, O += P V and O_dot += P_dot V + P V_dot.
-  __device__ __forceinline__ void advance(const RowTile& task, int first_key) {
-    timeline::event(timeline::tile, first_key, task.row);
-    shared.K_pipeline.wait(tile);
-    Turns::wait(warpgroup);
-    begin_scores(shared.Q[warpgroup], shared.K[tile.stage], flat(S));
-    begin_scores(shared.Q_dot[warpgroup], shared.K[tile.stage], flat(S_dot));
-    begin_scores(shared.Q[warpgroup], shared.K_dot[tile.stage], flat(S_dot), 0, 0, true);
-    Turns::arrive(warpgroup);
-    softmax(task, first_key);
     pack_weights<operand>(flat(S), P, rows, first_key);
     pack_weights<operand>(flat(S_dot), P_dot, rows, first_key);
     shared.V_pipeline.wait(tile);
     begin_output(shared.V[tile.stage], P, flat(O));
-    begin_output(shared.V[tile.stage], P_dot, flat(O_dot));
-    begin_output(shared.V_dot[tile.stage], P, flat(O_dot));
+    if (moves_scores) begin_output(shared.V[tile.stage], P_dot, flat(O_dot));
+    if (moves_v) begin_output(shared.V_dot[tile.stage], P, flat(O_dot));
     wgmma_wait_group<0>(flat(O));
     read_after_here(flat(O_dot));
     shared.V_pipeline.release(tile);
@@ -144,22 +139,25 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_tangent(
     Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V,
     Tensor<const operand> Q_dot, Tensor<const operand> K_dot, Tensor<const operand> V_dot,
     Tensor<result> O, Tensor<real> lse, Tensor<result> O_dot, Tensor<real> lse_dot, Sizes sizes,
-    int heads, int group, real scale, const __grid_constant__ Mods mods) {
+    int heads, int batches, int group, real scale, const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
-  // Reversed order: under a causal mask the last rows have the most keys and should start first.
-  const auto [index, head, batch] = place_of_rows<Br>(blockIdx.x, sizes, mods, heads);
+  const int blocks = gridDim.x / directions, direction = blockIdx.x / blocks;
+  const auto [index, head, batch] =
+      place_of_rows<Br>(blockIdx.x - direction * blocks, sizes, mods, heads);
   const Extent extent = extent_of(sizes, mods, batch, head);
+  // Reversed order: under a causal mask the last rows have the most keys and should start first.
   const int row = (cdiv(extent.M, Br) - 1 - index) * Br;
   if (!extent.has_tile_of_rows(row)) return;
   const RowTile task = row_tile<Br, Bc>(extent, row, head, batch);
+  const int its = direction * batches + batch;  // batch element of the tangents
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   if (warpgroup < 0) {
     decrease_registers<Registers::producer>();
     if (threadIdx.x < warp_size && elect_one()) {
       const Maps from = {Q_map, K_map, V_map, Q_dot_map, K_dot_map, V_dot_map};
-      produce(shared, task, from, head / group);
+      produce(shared, task, from, its, head / group);
     }
     return;
   }
@@ -176,5 +174,6 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_tangent(
        first_key = task.after<Bc>(first_key))
     consumer.advance(task, first_key);
   const Tangents all = {Q, K, V, Q_dot, K_dot, V_dot, O, lse, O_dot, lse_dot};
-  finish<d, dv>(all, consumer.O, consumer.O_dot, consumer.rows, batch, head, head / group, scorer);
+  finish<d, dv>(all, consumer.O, consumer.O_dot, consumer.rows, batch, its, head, head / group,
+                scorer);
 }

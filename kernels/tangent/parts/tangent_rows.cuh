@@ -5,6 +5,8 @@
 #include <attention/row_softmax.cuh>
 #include <attention/score.cuh>
 
+constexpr bool moves_scores = moves_q || moves_k;
+
 // A warp's 16 rows, with the sums of P S_dot over their keys. As sums of P, a lane's sums are
 // partial until the end.
 struct TangentRows : Rows<step> {
@@ -40,7 +42,7 @@ __device__ __forceinline__ void apply_with_slopes(const Scorer<real>& scorer, re
       const auto [score, slope] =
           scorer.template with_slope<caps_tiles>(S[0][j / 2][e], rows.extent, query, key);
       S[0][j / 2][e] = rows.extent.hides(query, key) ? real(-infinity) : score;
-      S_dot[0][j / 2][e] *= slope;
+      S_dot[0][j / 2][e] = score_gradient(slope, S_dot[0][j / 2][e], real(1));
     }
   }
 }
