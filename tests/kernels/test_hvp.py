@@ -134,7 +134,7 @@ def test_a_check_finds_faults(tmp_path, fault):
 
 @pytest.mark.slow
 def test_a_check_of_random_problems_passes():
-    checked = cupyfa.check(HVP, backend="simulator", samples=40)
+    checked = cupyfa.check(HVP, backend="simulator", samples=12)
     assert not checked.failures
 
 
