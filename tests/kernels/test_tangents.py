@@ -1,12 +1,16 @@
 """Directional derivatives, compared with finite differences, dual numbers and their own laws."""
 
+import re
+
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers.cli import cli
 from helpers.problems import able, drawn
 
 import cupyfa
 from cupyfa import Dropout, Packed, Padded, Problem
+from cupyfa.lab.analysis import roofline_model
 from cupyfa.lab.analysis.resources import limits_of
 from cupyfa.planner import choose_kernel as planning
 from cupyfa.problem.structured_arrays import wrap
@@ -297,3 +301,22 @@ def test_auto_finds_a_kernel_for_every_call(arch, dtype, how):
     p = Problem.of_sizes(M=512, d=64, heads=4, dtype=dtype, **how)
     limits = limits_of(arch)
     assert planning.can(planning.select("auto", "tangent", p, limits), p, limits)
+
+
+@pytest.mark.parametrize("options", ["--directions 2", "--tangents qv --causal"])
+def test_a_run_passes(options):
+    sizes = ["-B", "1", "-H", "2", "-M", "40", "-d", "8", "--backend", "simulator"]
+    done = cli("run", "fa2_tangent", *sizes, *options.split(), code=0)
+    assert re.search(r"lse_dot +error(?s:.*)PASS", done.stdout)
+
+
+def test_a_timeline_has_a_page(tmp_path):
+    sizes = ["-B", "1", "-H", "1", "-M", "40", "-d", "8", "--backend", "simulator"]
+    cli("timeline", "fa2_tangent", *sizes, "--html", tmp_path / "page.html", code=0)
+    assert "fa2_tangent" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_stored_scores_cost_memory():
+    p = Problem.of_sizes(M=64, d=16)
+    stored = roofline_model.naive_bytes("tangent", p) - roofline_model.tiled_bytes("tangent", p)
+    assert stored == 10 * 64 * 64 * 4
