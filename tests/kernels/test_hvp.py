@@ -43,6 +43,7 @@ def test_products_are_finite_differences_of_gradients(backend, how):
         np.testing.assert_allclose(mine, (above - below) / (2 * step), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_products_are_those_of_jax_forward_over_reverse():
     jax = pytest.importorskip("jax")
     qkv, dout, tangents = arrays()

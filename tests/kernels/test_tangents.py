@@ -66,6 +66,7 @@ def test_tangents_are_finite_differences(how):
         np.testing.assert_allclose(mine, (above - below) / (2 * step), rtol=1e-7, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_tangents_are_those_of_jax():
     jax = pytest.importorskip("jax")
     qkv, tangents = arrays()
@@ -273,6 +274,7 @@ def test_directions_that_fit_no_call_are_refused():
         cupyfa.jvp(*qkv, tangents=(np.zeros((65, *qkv[0].shape), "f4"), None, None), **how)
 
 
+@pytest.mark.slow
 def test_a_laplacian_by_differences_of_tangents_is_that_of_jax():
     """The recipe of docs/howto/tangents.md: the Laplacian of each row of out by its own query."""
     jax = pytest.importorskip("jax")
