@@ -9,6 +9,7 @@ from cupyfa.api import (
     compile,
     dropout_mask,
     empty_pinned,
+    hvp,
     jvp,
     plan,
     softmax,
@@ -17,7 +18,6 @@ from cupyfa.api import (
 from cupyfa.arrays.block_mask import BlockMask, block_mask
 from cupyfa.call.call import Devices
 from cupyfa.errors import (
-    CompilerNotFound,
     DeviceError,
     OutOfMemory,
     SimulatorFault,
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BlockMask",
-    "CompilerNotFound",
     "DeviceError",
     "Devices",
     "Dropout",
@@ -75,6 +74,7 @@ __all__ = [
     "compile",
     "dropout_mask",
     "empty_pinned",
+    "hvp",
     "jvp",
     "kernel",
     "kernels",
@@ -108,7 +108,7 @@ _FORMER = {
     "attention_vjp": "cupyfa.vjp(q, k, v, …)",
     "compile_backward": "cupyfa.compile(dout, q, k, v, out, lse, …)",
     "configure_transfer": "cupyfa.transfer.configure(…)",
-    "DeviceLost": "cupyfa.errors.DeviceLost",
+    **{name: f"cupyfa.errors.{name}" for name in ("CompilerNotFound", "DeviceLost")},
     "decode": "cupyfa.attention(q, cache, append=(k, v), …)",
     "free_buffers": "cupyfa.transfer.release()",
     "held_buffers": "cupyfa.transfer.held()",

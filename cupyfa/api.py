@@ -30,8 +30,8 @@ from cupyfa.call.keywords import (
     unknown_argument,
 )
 from cupyfa.call.prepare import compile_call
-from cupyfa.call.tangents import read_tangents
-from cupyfa.errors import described
+from cupyfa.call.tangents import bound_hvp, read_tangents
+from cupyfa.errors import Unsupported, described
 from cupyfa.ladder.kernel import BoundKernel, Kernel
 from cupyfa.planner import choose_kernel as planning
 from cupyfa.planner.plan import Limits, Plan
@@ -442,6 +442,43 @@ def jvp(
     how: Any = {"check": check, "devices": devices}
     out, lse, d_out, d_lse = run_call(call, (q, k, v, *moving), {**inputs, **structure}, **how)
     return (out, lse), (d_out, d_lse)
+
+
+def hvp(
+    q: Any,
+    k: Any,
+    v: Any,
+    dout: Any,
+    *,
+    tangents: Sequence[Any],
+    backend: BackendName | Backend = "auto",
+    layout: Layout = "bhsd",
+    check: bool = False,
+    **scores: Unpack[ScoreKeywords],
+) -> tuple[Any, Any, Any]:
+    """Computes the product of a Hessian of attention with a direction, in memory O(M d + N d).
+
+    The function is f(q, k, v) = sum(dout * attention(q, k, v)), with the gradient that ``backward``
+    returns for ``dout``. Returns the derivatives of its dq, dk and dv along the direction
+    ``tangents``, (dq, dk, dv) or None for zeros, as for ``jvp`` with one direction: arrays with the
+    shapes and dtype of q, k and v.
+
+    causal, window, offset, scale and sink may be passed; expressions, biases, masks, dropout,
+    ``Packed`` and ``Padded`` arrays are not supported. ``attention`` describes these and all
+    further arguments.
+
+    Raises the errors of ``attention``.
+
+    Pearlmutter, Fast exact multiplication by the Hessian, 1994.
+    """
+    if type(q) in KINDS or type(k) in KINDS or type(v) in KINDS:
+        raise Unsupported("hvp takes only dense arrays; call it for each sequence")
+    if not scores.keys() <= {*OF_SCORES}:
+        raise unknown_argument(hvp, scores, OF_SCORES)
+    how: Any = {"backend": backend, "layout": layout, "check": check, **scores}
+    (out, lse), (d_out, d_lse) = jvp(q, k, v, tangents=tangents, **how)
+    record = bound_hvp((q, k, v), tangents, d_out, d_lse, layout)
+    return backward(dout, q, k, v, out, lse, kernel=record, **how)  # type: ignore[return-value]
 
 
 def compile(

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from cupyfa.errors import described
+from cupyfa.ladder.kernel import BoundKernel
+from cupyfa.problem.problem import four_axes
 
 
 def read_tangents(tangents: Sequence[Any], q: Any) -> tuple[list[Any], str, int]:
@@ -53,3 +55,22 @@ def check_tangents(inputs: Mapping[str, Any], dtype: np.dtype) -> tuple[int, ...
                 f"d{name} is {tangent.dtype}; it must be {dtype}, the dtype of {name}: convert it"
             )
     return lead
+
+
+def bound_hvp(
+    qkv: Sequence[Any], tangents: Sequence[Any], d_out: Any, d_lse: Any, layout: str
+) -> BoundKernel:
+    """Binds the kernel of Hessian-vector products to a direction and the tangents of out and lse.
+
+    Raises ValueError for several directions.
+    """
+    from cupyfa.ladder.hvp import HVP  # few processes need it
+
+    if len(d_out.shape) > len(qkv[0].shape):
+        raise ValueError(
+            f"tangents have {len(d_out)} directions; hvp takes one: call it for each direction"
+        )
+    moving = (np.zeros_like(x) if y is None else y for x, y in zip(qkv, tangents))
+    arrays = (four_axes(x, layout) for x in (*moving, d_out))
+    named = dict(zip(("Q_dot", "K_dot", "V_dot", "O_dot"), arrays))
+    return HVP.bind(**named, lse_dot=d_lse.reshape(named["O_dot"].shape[:3]))
