@@ -8,9 +8,7 @@ Elsewhere it is a callback, which computes the same on the host.
 try:
     import jax as _jax  # noqa: F401
 except ImportError as error:
-    raise ImportError(
-        f'cupyfa.jax requires JAX ({error}); install it: pip install "cupyfa[jax]"'
-    ) from None
+    raise ImportError(f"cupyfa.jax requires JAX ({error}); install it: pip install jax") from None
 
 from cupyfa.jax.attention_rule import attention
 
