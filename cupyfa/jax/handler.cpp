@@ -139,7 +139,7 @@ void cupyfa_add(Word number, int device, const Word* program) {
 }
 
 XLA_FFI_Error* cupyfa_call(XLA_FFI_CallFrame* frame) {
-  const XLA_FFI_Extension_Base* extension = frame->extension_start;
+  const auto* extension = frame->extension_start;
   if (extension && extension->type == XLA_FFI_Extension_Metadata) {
     XLA_FFI_Metadata* metadata = ((XLA_FFI_Metadata_Extension*)extension)->metadata;
     metadata->api_version = {XLA_FFI_Api_Version_STRUCT_SIZE, nullptr, XLA_FFI_API_MAJOR,
