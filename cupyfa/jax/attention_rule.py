@@ -63,9 +63,8 @@ def attention(
 
     The function may be jitted, differentiated once in reverse mode, checkpointed, mapped by vmap
     and by shard_map over batch and heads. Gradients of bias, sink, alibi_slopes and captured
-    arrays are computed where JAX asks for them. vmap joins the mapped axis with the batch; it runs
-    one call after the other with dropout, with packed sequences, and if expressions read ``batch``
-    or mapped captured arrays.
+    arrays are computed where JAX asks for them. vmap joins the mapped axis with the batch, except
+    with dropout and packed sequences, for which it runs one call after the other.
 
     backend: "cuda" starts kernels in XLA's stream; "simulator" and "reference" compute on the
         host, by a callback, with the same kernels in the simulator, or in NumPy and float64. "auto"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from math import prod
 from typing import Any
@@ -15,8 +17,16 @@ from cupyfa.call.call import ARRAYS, Call
 from cupyfa.jax.array_forms import Form, ShapedCall, vary_alike
 from cupyfa.jax.custom_calls import call_on_gpu
 from cupyfa.jax.host_calls import call_on_host
-from cupyfa.problem.optional_inputs import DLSE, OF_HEADS, OF_PAIRS, PADDED, SEEDS
-from cupyfa.problem.wrt import QKV
+from cupyfa.problem.optional_inputs import (
+    DLSE,
+    OF_HEADS,
+    OF_PAIRS,
+    OWN_ARRAYS,
+    PADDED,
+    SEEDS,
+    STARTS,
+)
+from cupyfa.score.expressions import Expression
 
 _BY_BATCH = {*ARRAYS["forward"], *ARRAYS["backward"], DLSE, *PADDED}  # their first axis is batch
 _SEED_DTYPE = np.dtype(np.uint64)
@@ -33,7 +43,7 @@ def function_of(call: Call) -> Any:
     @compute.def_vmap
     def rule(size: int, is_batched: Sequence[Any], arrays: tuple[Any, ...]) -> Any:
         (of_arrays,) = is_batched
-        if _joins(call, of_arrays):
+        if _joins(call):
             found = _with_joined_batch(call, size, of_arrays, arrays)
         else:
             found = _one_by_one(call, of_arrays, arrays)
@@ -56,22 +66,13 @@ def _form(name: str, array: Any) -> Form:
     return tuple(array.shape), np.dtype(array.dtype)
 
 
-def _joins(call: Call, is_batched: Sequence[bool]) -> bool:
+def _joins(call: Call) -> bool:
     """Returns whether a mapped axis may become a part of the batch axis.
 
-    It may not if something reads the index of the batch: dropout, packed sequences, expressions
-    with ``batch``, and captured arrays that differ along the mapped axis.
+    Dropout depends on the index of the batch, and packed sequences have no batch axis.
     """
-    options = call.options
-    assert options is not None
-    expressions = [x for x in (options.score_mod, options.mask_mod) if x is not None]
-    if options.dropout or any("batch" in x.positions for x in expressions):
-        return False
-    known = {*_BY_BATCH, *OF_HEADS, *OF_PAIRS}
-    names = [x.removeprefix("mods.") for x in call.array_names]
-    others = [x for x in names if x not in known]
-    changing = {name for name, batched in zip(names, is_batched) if batched} | {*call.wrt}
-    return not any(x in changing or x.startswith(("cu_seqlens", "seqused")) for x in others)
+    assert call.options is not None
+    return not call.options.dropout and f"mods.{STARTS[0]}" not in call.inputs
 
 
 def _one_by_one(call: Call, is_batched: Sequence[bool], arrays: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -89,38 +90,74 @@ def _with_joined_batch(
     names = [x.removeprefix("mods.") for x in call.array_names]
     own = {x: y.shape[int(z) :] for x, y, z in zip(names, arrays, is_batched)}  # unmapped shapes
     batch = own["q"][0]
-    joined = []
+    joined, captured = [], []
     for name, array, batched in zip(names, arrays, is_batched):
-        is_lead = name in _BY_BATCH or (name in OF_HEADS and len(own[name]) == 2)
-        is_wide = is_lead or name in OF_PAIRS  # has an axis of the batch, of size 1 or batch
-        is_common = not is_wide or (name in OF_PAIRS and own[name][0] == 1)
-        if is_common and not batched and name not in call.wrt:
-            joined.append(array)
-            continue
-        rest = own[name][1:] if is_wide else own[name]
         array = array if batched else array[None]
-        array = array if is_wide else array[:, None]
-        array = jnp.broadcast_to(array, (size, batch, *rest))
-        joined.append(array.reshape(size * batch, *rest))
-    found = function_of(call)(tuple(joined))
+        has_batch = name in _BY_BATCH or (name in OF_HEADS and len(own[name]) == 2)
+        has_batch = has_batch or (name in OF_PAIRS and own[name][0] == batch)
+        if not (batched or has_batch or name in call.wrt):
+            joined.append(array[0])  # serves all batch elements
+        elif name in _BY_BATCH or name in OWN_ARRAYS:
+            rest = own[name][has_batch or name in OF_PAIRS :]
+            array = array if has_batch or name in OF_PAIRS else array[:, None]
+            array = jnp.broadcast_to(array, (size, batch, *rest))
+            joined.append(array.reshape(size * batch, *rest))
+        else:
+            captured.append(name)
+            joined.append(jnp.broadcast_to(array, (size, *own[name])))
+    found = function_of(_rewritten(call, batch, captured))(tuple(joined))
     results = call.wrt if call.operation == "backward" else ("out",) * len(found)
     return tuple(
-        _parted(x, size, batch, own[name] if name in call.wrt and name not in QKV else None)
+        x if name in captured else _parted(x, size, batch, own.get(name))
         for name, x in zip(results, found)
     )
 
 
+def _rewritten(call: Call, batch: int, captured: Sequence[str]) -> Call:
+    """Rewrites a call's expressions for a batch of which each ``batch`` elements were one call.
+
+    captured: the arrays to which a first axis was added, of these calls.
+    """
+    assert call.options is not None
+    places = _Places(batch, captured)
+    changed: dict[str, Any] = {
+        x.option: Expression.of(x.option, ast.unparse(places.visit(ast.parse(x.text, mode="eval"))))
+        for x in (call.options.score_mod, call.options.mask_mod)
+        if x is not None
+    }
+    return call._replace(options=replace(call.options, **changed)) if changed else call
+
+
+class _Places(ast.NodeTransformer):
+    """Replaces the index of the batch in an expression, and adds a first index to some arrays."""
+
+    def __init__(self, batch: int, arrays: Sequence[str]) -> None:
+        self._within, self._call = f"batch % {batch}", f"batch // {batch}"
+        self._arrays = arrays
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return _parse(self._within) if node.id == "batch" else node
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
+        self.generic_visit(node)
+        if getattr(node.value, "id", None) in self._arrays:
+            index = node.slice
+            others = index.elts if isinstance(index, ast.Tuple) else [index]
+            node.slice = ast.Tuple([_parse(self._call), *others], ast.Load())
+        return node
+
+
+def _parse(text: str) -> ast.expr:
+    return ast.parse(text, mode="eval").body
+
+
 def _parted(array: Any, size: int, batch: int, shape: tuple[int, ...] | None) -> Any:
-    """Undoes the join of a result. shape: that of an optional array whose gradient this is.
+    """Undoes the join of a result. shape: that of the array whose gradient this is.
 
     Where all batch elements read the same array, its gradient is summed over them.
     """
     parted = array.reshape(size, batch, *array.shape[1:])
     if shape is None or prod(parted.shape[1:]) == prod(shape):
         return parted if shape is None else parted.reshape(size, *shape)
-    return (
-        parted.astype(jnp.promote_types(array.dtype, jnp.float32))
-        .sum(1)
-        .astype(array.dtype)
-        .reshape(size, *shape)
-    )
+    sums = parted.astype(jnp.promote_types(array.dtype, jnp.float32)).sum(1)
+    return sums.astype(array.dtype).reshape(size, *shape)

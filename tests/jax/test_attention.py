@@ -207,6 +207,11 @@ VMAPS = {
     "captured": (CASES["score_mod"][0], {"table": TABLE}, ("table",)),
     "captured for all": (CASES["score_mod"][0], {"table": TABLE}, ()),
     "batch in an expression": ({"score_mod": "score * (1 + batch)"}, {}, ()),
+    "batch in an index": (
+        {"score_mod": "score + table[batch, head] * shift[key]"},
+        {"table": rng.standard_normal((B, H)), "shift": rng.standard_normal(N)},
+        ("table",),
+    ),
     "dropout": ({"dropout": RATE}, {}, ()),
 }
 
@@ -378,6 +383,66 @@ def test_empty_arrays_have_empty_or_zero_results():
     assert attention(Q[:0], K[:0], V[:0]).shape == (0, H, M, D)
     out, lse = attention(Q, K[:, :, :0], V[:, :, :0], return_lse=True)
     assert not out.any() and (lse == -jnp.inf).all()
+
+
+# On a GPU, by kernels on tensor cores
+
+
+def draw(dtype, rows=200, columns=64):
+    return (
+        jax.random.normal(jax.random.key(i), (2, 4, rows, columns), "float32").astype(dtype)
+        for i in range(3)
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("columns", [64, 60])
+def test_the_gpu_has_the_bits_of_calls_outside_of_jit(dtype, columns):
+    q, k, v = draw(dtype, columns=columns)
+    how = {"causal": True, "deterministic": True}
+
+    def f(q, k, v):
+        out, pull = jax.vjp(partial(attention, **how), q, k, v)
+        return out, *pull(out)
+
+    out, pull = cupyfa.vjp(q, k, v, **how)
+    for a, b in zip(jax.jit(f)(q, k, v), (out, *pull(out)), strict=True):
+        assert_array_equal(np.asarray(a), cupy_to_numpy(b))
+
+
+def cupy_to_numpy(array):
+    return np.asarray(jax.dlpack.from_dlpack(array))
+
+
+@pytest.mark.gpu
+def test_command_buffers_are_replayed_on_other_buffers():
+    def f(q, k, v):
+        for _ in range(4):
+            q = q + attention(q, k, v, causal=True)
+        return q
+
+    lowered = jax.jit(f).lower(*draw("float16"))
+    recorded = lowered.compile(compiler_options={"xla_gpu_graph_min_graph_size": 1})
+    apart = lowered.compile(compiler_options={"xla_gpu_enable_command_buffer": ""})
+    for factor in range(1, 6):
+        arrays = [factor * x for x in draw("float16")]
+        assert_array_equal(np.asarray(recorded(*arrays)), np.asarray(apart(*arrays)))
+
+
+@pytest.mark.gpu
+def test_threads_and_other_devices_have_equal_bits():
+    f = jax.jit(partial(attention, causal=True))
+    arrays = [*draw("float16")]
+    expected = np.asarray(f(*arrays))
+    places = jax.devices() * 8
+
+    def run(device):
+        return np.asarray(f(*jax.device_put(arrays, device)))
+
+    with ThreadPoolExecutor(8) as threads:
+        for out in threads.map(run, places):
+            assert_array_equal(out, expected)
 
 
 # Several devices

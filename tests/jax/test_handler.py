@@ -190,6 +190,15 @@ def test_the_handler_can_be_recorded(frame, handler):
     assert frame.traits_of(handler.cupyfa_call) == COMMAND_BUFFERS
 
 
+def test_xla_takes_the_handler(handler):
+    """Its own checks, at registration; on a CPU there is no stream."""
+    name, capsule = "handler_of_a_test", jax.ffi.pycapsule(handler.cupyfa_call)
+    jax.ffi.register_ffi_target(name, capsule, platform="cpu")
+    result = [jax.ShapeDtypeStruct((3,), np.float32)]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="XLA FFI GPU context is not available"):
+        jax.ffi.ffi_call(name, result)(np.ones(3, np.float32), plan=np.int64(2**62))
+
+
 def test_a_plan_is_prepared_once_on_a_device(frame, handler, driver):
     program, asked = (ctypes.c_int64 * 2)(0, CONTEXT), []
 
