@@ -49,7 +49,9 @@ Plan* plans[buckets];
 Driver driver;
 Prepare prepare;
 
-Plan** place_of(Word number) { return &plans[static_cast<uint64_t>(number) % buckets]; }
+Plan** place_of(Word number) {
+  return &plans[static_cast<uint64_t>(number) % buckets];
+}
 
 const Word* find(Word number, int device) {
   Plan* plan = __atomic_load_n(place_of(number), __ATOMIC_ACQUIRE);
@@ -148,7 +150,8 @@ XLA_FFI_Error* cupyfa_call(XLA_FFI_CallFrame* frame) {
     return nullptr;
   }
   const XLA_FFI_Api* api = frame->api;
-  XLA_FFI_Stream_Get_Args stream = {XLA_FFI_Stream_Get_Args_STRUCT_SIZE, nullptr, frame->ctx, nullptr};
+  XLA_FFI_Stream_Get_Args stream = {XLA_FFI_Stream_Get_Args_STRUCT_SIZE, nullptr, frame->ctx,
+                                    nullptr};
   if (XLA_FFI_Error* error = api->XLA_FFI_Stream_Get(&stream)) return error;
   XLA_FFI_DeviceOrdinal_Get_Args device = {XLA_FFI_DeviceOrdinal_Get_Args_STRUCT_SIZE, nullptr,
                                            frame->ctx, 0};

@@ -186,6 +186,19 @@ def test_gradients_take_several_launches_and_scratch(frame, handler, driver):
     assert len(driver.configs) > 1
 
 
+def test_equal_plans_have_equal_numbers():
+    """So that XLA finds compiled programs of other processes, and none of another plan."""
+
+    def number(**asked):
+        backend, made = laid_out("forward", draw("float32", 16), "fa2", asked, return_lse=True)
+        launcher, places = made.launcher(backend)
+        return custom_calls._number(launcher.launches, places)
+
+    numbers = [number(), number(causal="bottom-right"), number(scale=0.5), number(softcap=2.0)]
+    assert len({*numbers}) == len(numbers) and all(0 <= x < 2**63 for x in numbers)
+    assert number() == numbers[0]
+
+
 def test_the_handler_can_be_recorded(frame, handler):
     assert frame.traits_of(handler.cupyfa_call) == COMMAND_BUFFERS
 
