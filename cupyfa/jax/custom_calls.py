@@ -45,7 +45,7 @@ _Prepare = ctypes.CFUNCTYPE(
     *(ctypes.c_bool, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t)
 )
 _DRIVER = "cuCtxGetCurrent", "cuCtxSetCurrent", "cuLaunchKernelEx", "cuTensorMapReplaceAddress"
-_adding = threading.Lock()
+_adding, _registering = threading.Lock(), threading.Lock()
 _known: dict[int, tuple[XlaPlan, set[int]]] = {}  # plans, and the devices that have them
 _kept: list[Any] = []  # programs, kernels and callbacks, which the handler reads
 
@@ -104,7 +104,11 @@ class XlaPlan:
 
 @cache  # XLA's programs refer to plans as long as the process lives
 def prepared(shaped: ShapedCall) -> XlaPlan:
-    """Plans a call for the current device, compiles it, and makes it known to the handler."""
+    """Plans a call for the current device, compiles it, and makes it known to the handler.
+
+    Other devices of the same model load the kernels here, too, because in the first call XLA may
+    be capturing a CUDA graph.
+    """
     backend, call = backend_named("cuda"), shaped.call
     _handler()
     with backend.working_on(None):
@@ -120,7 +124,23 @@ def prepared(shaped: ShapedCall) -> XlaPlan:
         with _adding:
             _known.setdefault(made.number, (made, set()))
         _add(backend, made.number, launcher, places)
+    for device in _devices_like(backend):
+        _prepare_on(device, made.number)
     return made
+
+
+def _devices_like(backend: Backend) -> list[int]:
+    """Returns JAX's devices in this process that are of the current device's model."""
+    devices = [x.local_hardware_id for x in jax.local_devices(backend="cuda")]
+    return [x for x in devices if backend.models[x] == backend.models[backend.device]]
+
+
+def _prepare_on(device: int, number: int) -> None:
+    backend = backend_named("cuda")
+    made, prepared_on = _known[number]
+    if device not in prepared_on:
+        with backend.on(device), backend.working_on(None):
+            _add(backend, number, *made.launcher(backend))
 
 
 def lay_out(backend: Backend, shaped: ShapedCall, plan: Plan) -> XlaPlan:
@@ -235,13 +255,11 @@ def _add(
 
 
 def _prepare(number: int, device: int, message: int, size: int) -> bool:
-    """Prepares a plan on another device than that for which it was traced."""
+    """Prepares a plan on a device of another model than that for which it was traced."""
     try:
         if number not in _known:
             raise Unsupported("the program was compiled in another process; trace it in this one")
-        backend = backend_named("cuda")
-        with backend.on(device), backend.working_on(None):
-            _add(backend, number, *_known[number][0].launcher(backend))
+        _prepare_on(device, number)
     except BaseException as error:
         text = f"cupyfa: {type(error).__name__}: {error}".encode()[: size - 1]
         ctypes.memmove(message, text + b"\0", len(text) + 1)
@@ -254,9 +272,14 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-@cache
 def _handler() -> ctypes.CDLL:
-    """Compiles the handler, and registers it with XLA."""
+    """Returns the handler, which is compiled and registered with XLA once."""
+    with _registering:
+        return _registered_handler()
+
+
+@cache
+def _registered_handler() -> ctypes.CDLL:
     library = load_handler()
     names = (ctypes.cast(getattr(_driver(), x), ctypes.c_void_p).value for x in _DRIVER)
     functions, prepare = (ctypes.c_void_p * len(_DRIVER))(*names), _Prepare(_prepare)

@@ -3,12 +3,14 @@
 import ctypes
 from itertools import count
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
 import cupyfa
+from cupyfa import Simulator
 from cupyfa.call.call import Call
 from cupyfa.planner import choose_kernel as planning
 from cupyfa.problem.options import AttentionOptions
@@ -197,6 +199,17 @@ def test_equal_plans_have_equal_numbers():
     numbers = [number(), number(causal="bottom-right"), number(scale=0.5), number(softcap=2.0)]
     assert len({*numbers}) == len(numbers) and all(0 <= x < 2**63 for x in numbers)
     assert number() == numbers[0]
+
+
+def test_a_plan_is_for_all_devices_of_a_model(monkeypatch):
+    class Device(NamedTuple):
+        local_hardware_id: int
+
+    class Two(Simulator):
+        models = "H100", "A100", "H100"
+
+    monkeypatch.setattr(jax, "local_devices", lambda backend: [Device(2), Device(1), Device(0)])
+    assert custom_calls._devices_like(Two()) == [2, 0]
 
 
 def test_the_handler_can_be_recorded(frame, handler):
