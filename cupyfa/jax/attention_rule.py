@@ -143,9 +143,13 @@ def _attend(passes: _Passes, arrays: tuple[Any, ...]) -> Any:
 def _attend_forward(passes: _Passes, primals: tuple[Any, ...]) -> tuple[Any, Any]:
     arrays = tuple(x.value for x in primals)
     out, lse = function_of(passes.forward)(arrays)
-    names = [x.removeprefix("mods.") for x in passes.forward.array_names]
-    optional = list(zip(names, primals))[len(QKV) :]
-    wrt = _Wrt(tuple(name for name, x in optional if x.perturbed and str(x.value.dtype) in DTYPES))
+    optional = list(zip(passes.forward.inputs, primals[len(QKV) :]))
+    names = [x for x, y in optional if y.perturbed and str(y.value.dtype) in DTYPES]
+    wrt = _Wrt(tuple(x.removeprefix("mods.") for x in names))
+    if clash := {*QKV} & {*wrt.names}:
+        raise Unsupported(
+            f"captured {clash.pop()} is differentiated, but has the name of an argument; rename it"
+        )
     return (out, lse) if passes.return_lse else out, (arrays, out, lse, wrt)
 
 
@@ -159,9 +163,9 @@ def _attend_backward(passes: _Passes, residuals: Any, cotangent: Any) -> tuple[A
     if dlse is not None and not isinstance(dlse, SymbolicZero):
         call = call._replace(inputs=(*call.inputs, f"mods.{DLSE}"))
         arrays = *arrays, dlse
-    grads = dict(zip(call.wrt, function_of(call)(arrays)))
-    names = [x.removeprefix("mods.") for x in passes.forward.array_names]
-    return (tuple(map(grads.get, names)),)
+    names = (*QKV, *(f"mods.{x}" for x in wrt.names))
+    grads = dict(zip(names, function_of(call)(arrays)))
+    return (tuple(map(grads.get, passes.forward.array_names)),)
 
 
 _attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)

@@ -21,14 +21,17 @@ from cupyfa.problem.optional_inputs import (
     DLSE,
     OF_HEADS,
     OF_PAIRS,
-    OWN_ARRAYS,
     PADDED,
     SEEDS,
     STARTS,
 )
+from cupyfa.problem.wrt import QKV
 from cupyfa.score.expressions import Expression
 
-_BY_BATCH = {*ARRAYS["forward"], *ARRAYS["backward"], DLSE, *PADDED}  # their first axis is batch
+# Names of arrays whose first axis is the batch; of bias and mask, whose first axis is the batch or
+# 1; and of arrays that may leave out the axis of the batch.
+_BY_BATCH = {*ARRAYS["forward"], *ARRAYS["backward"], *(f"mods.{x}" for x in (DLSE, *PADDED))}
+_BY_PAIR, _BY_HEAD = ({f"mods.{x}" for x in names} for names in (OF_PAIRS, OF_HEADS))
 _SEED_DTYPE = np.dtype(np.uint64)
 
 
@@ -87,29 +90,30 @@ def _one_by_one(call: Call, is_batched: Sequence[bool], arrays: tuple[Any, ...])
 def _with_joined_batch(
     call: Call, size: int, is_batched: Sequence[bool], arrays: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    names = [x.removeprefix("mods.") for x in call.array_names]
+    names = call.array_names
     own = {x: y.shape[int(z) :] for x, y, z in zip(names, arrays, is_batched)}  # unmapped shapes
-    batch = own["q"][0]
+    batch, differentiated = own["q"][0], {f"mods.{x}" for x in call.wrt if x not in QKV}
     joined, captured = [], []
     for name, array, batched in zip(names, arrays, is_batched):
-        array = array if batched else array[None]
-        has_batch = name in _BY_BATCH or (name in OF_HEADS and len(own[name]) == 2)
-        has_batch = has_batch or (name in OF_PAIRS and own[name][0] == batch)
-        if not (batched or has_batch or name in call.wrt):
+        array, shape = array if batched else array[None], own[name]
+        has_axis = name in _BY_BATCH or name in _BY_PAIR or (name in _BY_HEAD and len(shape) == 2)
+        varies = name in _BY_BATCH or (has_axis and shape[0] == batch)
+        if not (batched or varies or name in differentiated):
             joined.append(array[0])  # serves all batch elements
-        elif name in _BY_BATCH or name in OWN_ARRAYS:
-            rest = own[name][has_batch or name in OF_PAIRS :]
-            array = array if has_batch or name in OF_PAIRS else array[:, None]
-            array = jnp.broadcast_to(array, (size, batch, *rest))
-            joined.append(array.reshape(size * batch, *rest))
+        elif has_axis or name in _BY_HEAD:
+            array = array if has_axis else array[:, None]
+            array = jnp.broadcast_to(array, (size, batch, *array.shape[2:]))
+            joined.append(array.reshape(size * batch, *array.shape[2:]))
         else:
             captured.append(name)
-            joined.append(jnp.broadcast_to(array, (size, *own[name])))
-    found = function_of(_rewritten(call, batch, captured))(tuple(joined))
-    results = call.wrt if call.operation == "backward" else ("out",) * len(found)
+            joined.append(jnp.broadcast_to(array, (size, *shape)))
+    arrays_read = [x.removeprefix("mods.") for x in captured]
+    found = function_of(_rewritten(call, batch, arrays_read))(tuple(joined))
+    if call.operation == "forward":
+        return tuple(_parted(x, size, batch) for x in found)
+    of = (x if x in QKV else f"mods.{x}" for x in call.wrt)
     return tuple(
-        x if name in captured else _parted(x, size, batch, own.get(name))
-        for name, x in zip(results, found)
+        x if name in captured else _parted(x, size, batch, own[name]) for name, x in zip(of, found)
     )
 
 
@@ -151,7 +155,7 @@ def _parse(text: str) -> ast.expr:
     return ast.parse(text, mode="eval").body
 
 
-def _parted(array: Any, size: int, batch: int, shape: tuple[int, ...] | None) -> Any:
+def _parted(array: Any, size: int, batch: int, shape: tuple[int, ...] | None = None) -> Any:
     """Undoes the join of a result. shape: that of the array whose gradient this is.
 
     Where all batch elements read the same array, its gradient is summed over them.

@@ -374,6 +374,16 @@ def test_a_traced_number_is_refused():
     assert f(2.0).shape == Q.shape
 
 
+def test_captured_arrays_may_have_names_of_arguments_without_gradients():
+    def f(k):
+        return attention(Q, K, V, score_mod="score + k[head]", captured={"k": k}).sum()
+
+    assert_array_equal(f(SINK), attention(Q, K, V, bias=SINK[:, None, None]).sum())
+    assert jax.vmap(f)(stacked(SINK)).shape == (3,)
+    with pytest.raises(Unsupported, match="captured k is differentiated"):
+        jax.grad(f)(SINK)
+
+
 def test_lengths_with_known_values_are_checked():
     with pytest.raises(ValueError, match=r"q.lengths\[1\] is 99, but batch element 1 has 9 rows"):
         padded(Q, K, V, np.array([[1, 99], [1, 1]]))
@@ -448,6 +458,7 @@ def test_threads_and_other_devices_have_equal_bits():
 # Several devices
 
 
+@pytest.mark.slow
 def test_shard_map_over_batch_and_heads_equals_one_device():
     """In another process, because XLA makes its devices once."""
     code = """
