@@ -1047,6 +1047,56 @@ WGMMA_SLICES = rung(
 )
 
 
+def half_boxes(p: Problem) -> int:
+    """Returns the number of TMA boxes that hold half of the columns of V, rounded up."""
+    return cdiv(cdiv(p.dv, 2), 64)
+
+
+def wgmma_latent_shared(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the bytes of shared memory for Q, the ring of tiles of K or V, P, two maxima and two
+    sums of each thread of a warpgroup, the barriers, and a flag for each warp.
+    """
+    d_boxes = cdiv(p.d, 64)
+    boxes = max(d_boxes, 2 * half_boxes(p))
+    tiles = 128 * (c.Br * d_boxes + c.stages * c.Bc * boxes)
+    barriers = 8 * (1 + c.stages * (d_boxes + 2))
+    return round_up(tiles + 2 * c.Br * c.Bc + 16 * 128 + barriers + 8, 1024)
+
+
+WGMMA_LATENT = rung(
+    WGMMA_SLICES,
+    "wgmma_latent",
+    "latent attention: all of O in registers, V from the tile of K",
+    launches=(
+        replace(
+            WGMMA_SLICES.launches[0],
+            entry="wgmma_latent",
+            args="Q.map K.map V.map Q K V O lse "
+            f"{SPLITS} num_splits sizes heads group scale mods",
+            boxes={
+                "Q": lambda p, c: c.Br,
+                "K": rows_of_page(lambda p, c: c.Bc),
+                "V": rows_of_page(lambda p, c: c.Bc),
+            },
+            threads=lambda p, c: 384,
+            shared=wgmma_latent_shared,
+        ),
+        WGMMA_SLICES.launches[1],
+    ),
+    tiles=named("Br Bc stages", (64, 64, 2), (64, 32, 2)),
+    rules={
+        "Br is 64": lambda c: c.Br == 64,
+        "Bc is a multiple of 16": lambda c: c.Bc % 16 == 0,
+        "stages is 2": lambda c: c.stages == 2,
+    },
+    largest_d=576,
+    largest_dv=512,
+    after=(),
+    features=tuple(x for x in IN_SPLITS if x != "row_max"),
+    scratch=scratch_of_splits(sliced_splits, width=lambda p: round_up(p.dv, 16)),
+)
+
+
 def fp8_shared(p: Problem, c: SimpleNamespace) -> int:
     """Returns the bytes of shared memory for Q, K, transposed V (128-byte rows) and mbarriers."""
     keys, depth = round_up(c.Bc, 128), round_up(p.d, 128)
@@ -1153,7 +1203,7 @@ _RUNGS = (
     *(MMA_SPLIT_Q, MMA_SWIZZLED, MMA_ASYNC, MMA_TMA),
     *map(rounded_first, (MMA_PIPELINED, MMA_SPLIT_KV, MMA_SLICES)),
     *(MMA_TF32, MMA_FP16X2, MMA_F64, WGMMA, WGMMA_OVERLAP, WGMMA_PERSISTENT, WGMMA_FP16X2),
-    *(WGMMA_SLICES, WGMMA_FP8),
+    *(WGMMA_SLICES, WGMMA_LATENT, WGMMA_FP8),
 )
 KERNELS = tuple(with_cleared_rest(x, *REST) for x in _RUNGS)
 _IN_SPLITS = (FA2_SPLIT_KV.name, MMA_SPLIT_KV.name)
