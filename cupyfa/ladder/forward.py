@@ -976,11 +976,13 @@ def boxed_tiles(p: Problem, c: SimpleNamespace) -> int:
 
 # merge_splits keeps a row of O in the registers of a warp.
 MOST_MERGED_COLUMNS = 1024
+# Up to this many rows of a key head, wgmma_slices and wgmma_latent split the keys.
+MOST_ROWS_TO_SPLIT = 512
 
 
 def splits_keys(p: Problem) -> bool:
     """Returns whether wgmma_slices may split the keys: if few rows share many keys."""
-    return p.M * p.group <= 512 and p.N >= 1024 and p.dv <= MOST_MERGED_COLUMNS
+    return p.M * p.group <= MOST_ROWS_TO_SPLIT and p.N >= 1024 and p.dv <= MOST_MERGED_COLUMNS
 
 
 def sliced_splits(p: Problem, c: SimpleNamespace) -> int:
@@ -1063,6 +1065,11 @@ def wgmma_latent_shared(p: Problem, c: SimpleNamespace) -> int:
     return round_up(tiles + 2 * c.Br * c.Bc + 16 * 128 + barriers + 8, 1024)
 
 
+def is_latent(p: Problem, c: SimpleNamespace) -> bool:
+    """Returns whether wgmma_latent is the fastest kernel: if few rows share wide keys or values."""
+    return p.M * p.group <= MOST_ROWS_TO_SPLIT and max(p.d, p.dv) > 256
+
+
 WGMMA_LATENT = rung(
     WGMMA_SLICES,
     "wgmma_latent",
@@ -1091,6 +1098,8 @@ WGMMA_LATENT = rung(
     },
     largest_d=576,
     largest_dv=512,
+    tflops={"float16": {576: 550}, "bfloat16": {576: 550}},
+    made_for=is_latent,
     after=(),
     features=tuple(x for x in IN_SPLITS if x != "row_max"),
     scratch=scratch_of_splits(sliced_splits, width=lambda p: round_up(p.dv, 16)),

@@ -198,7 +198,7 @@ def test_a_step_of_latent_attention_fills_a_device(M, batch, N, pages):
     problem = Problem.of_sizes(**DECODING, **pages, M=M, N=N, batch=batch)
     kernel = planning.select("auto", "forward", problem, H100)
     launch = planning.plan(kernel, problem, H100).launches[0]
-    assert (launch.entry, launch.constants["pack_gqa"]) == ("wgmma_slices", 128)
+    assert (launch.entry, launch.constants["pack_gqa"]) == ("wgmma_latent", 64)
     waves = launch.grid[0] / H100.multiprocessors
     assert launch.grid[0] % (M * batch) == 0 and waves / -(-waves // 1) > 0.9
 
