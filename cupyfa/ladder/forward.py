@@ -976,17 +976,15 @@ def boxed_tiles(p: Problem, c: SimpleNamespace) -> int:
 
 # merge_splits keeps a row of O in the registers of a warp.
 MOST_MERGED_COLUMNS = 1024
-# Up to this many rows of a key head, wgmma_slices and wgmma_latent split the keys.
-MOST_ROWS_TO_SPLIT = 512
 
 
 def splits_keys(p: Problem) -> bool:
-    """Returns whether wgmma_slices may split the keys: if few rows share many keys."""
-    return p.M * p.group <= MOST_ROWS_TO_SPLIT and p.N >= 1024 and p.dv <= MOST_MERGED_COLUMNS
+    """Returns whether wgmma_slices and wgmma_latent may split keys: if few rows share many."""
+    return p.M * p.group <= 512 and p.N >= 1024 and p.dv <= MOST_MERGED_COLUMNS
 
 
 def sliced_splits(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the number of splits for wgmma_slices; 1 if there is a row tile for every SM."""
+    """Returns the number of splits for these kernels; 1 if there is a row tile for every SM."""
     tiles = boxed_tiles(p, c)
     if not splits_keys(p) or tiles >= c.multiprocessors:
         return 1
@@ -1066,8 +1064,8 @@ def wgmma_latent_shared(p: Problem, c: SimpleNamespace) -> int:
 
 
 def is_latent(p: Problem, c: SimpleNamespace) -> bool:
-    """Returns whether wgmma_latent is the fastest kernel: if few rows share wide keys or values."""
-    return p.M * p.group <= MOST_ROWS_TO_SPLIT and max(p.d, p.dv) > 256
+    """Returns whether wgmma_latent is the fastest kernel: if few rows share many wide keys."""
+    return splits_keys(p) and max(p.d, p.dv) > 256
 
 
 WGMMA_LATENT = rung(
@@ -1078,8 +1076,7 @@ WGMMA_LATENT = rung(
         replace(
             WGMMA_SLICES.launches[0],
             entry="wgmma_latent",
-            args="Q.map K.map V.map Q K V O lse "
-            f"{SPLITS} num_splits sizes heads group scale mods",
+            args=f"Q.map K.map V.map Q K V O lse {SPLITS} num_splits sizes heads group scale mods",
             boxes={
                 "Q": lambda p, c: c.Br,
                 "K": rows_of_page(lambda p, c: c.Bc),
