@@ -1006,6 +1006,20 @@ def rows_of_page(most: Formula) -> Formula:
     return lambda p, c: min(most(p, c), p.page_size or MOST_BOX_ROWS)
 
 
+# Fields that the launches of wgmma_slices and wgmma_latent share: packed heads, splits of the keys.
+PACKED_IN_SPLITS: dict[str, Any] = {
+    "box_heads": {"Q": box_heads},
+    "grid": wgmma_sliced_blocks,
+    "constants": {
+        **WGMMA_LAUNCH.constants,
+        "pack_gqa": box_heads,
+        "splits_keys": lambda p, c: splits_keys(p),
+    },
+    "numbers": {"num_splits": sliced_splits},
+    "walks": {},
+}
+MERGE_IF_SPLIT = replace(merge_splits(sliced_splits), when=splits_keys)
+SCRATCH_IF_SPLIT = scratch_of_splits(sliced_splits, width=lambda p: round_up(p.dv, 16))
 WGMMA_SLICES = rung(
     WGMMA,
     "wgmma_slices",
@@ -1018,18 +1032,10 @@ WGMMA_SLICES = rung(
             "K": rows_of_page(lambda p, c: c.Bc),
             "V": rows_of_page(wgmma_sliced_keys),
         },
-        "box_heads": {"Q": box_heads},
-        "grid": wgmma_sliced_blocks,
         "shared": wgmma_sliced_shared,
-        "constants": {
-            **WGMMA_LAUNCH.constants,
-            "pack_gqa": box_heads,
-            "splits_keys": lambda p, c: splits_keys(p),
-        },
-        "numbers": {"num_splits": sliced_splits},
-        "walks": {},
+        **PACKED_IN_SPLITS,
     },
-    then=(replace(merge_splits(sliced_splits), when=splits_keys),),
+    then=(MERGE_IF_SPLIT,),
     tiles=named(
         "Br Bc span stages",
         *((128, 256, 512, 3), (128, 256, 256, 4), (128, 128, 128, 4), (128, 64, 64, 2)),
@@ -1038,10 +1044,7 @@ WGMMA_SLICES = rung(
     rules={**WGMMA.rules, "span is Bc or twice that": lambda c: c.span in (c.Bc, 2 * c.Bc)},
     largest_d=None,
     features=IN_SPLITS,
-    scratch={
-        "O_sum": (wgmma_sliced_sums, "real"),
-        **scratch_of_splits(sliced_splits, width=lambda p: round_up(p.dv, 16)),
-    },
+    scratch={"O_sum": (wgmma_sliced_sums, "real"), **SCRATCH_IF_SPLIT},
     after=(),
     tflops={"float16": {1024: 405}, "bfloat16": {320: 445, 512: 410, 1024: 408}},
 )
@@ -1069,37 +1072,35 @@ def is_latent(p: Problem, c: SimpleNamespace) -> bool:
 
 
 WGMMA_LATENT = rung(
-    WGMMA_SLICES,
+    WGMMA,
     "wgmma_latent",
     "latent attention: all of O in registers, V from the tile of K",
-    launches=(
-        replace(
-            WGMMA_SLICES.launches[0],
-            entry="wgmma_latent",
-            args=f"Q.map K.map V.map Q K V O lse {SPLITS} num_splits sizes heads group scale mods",
-            boxes={
-                "Q": lambda p, c: c.Br,
-                "K": rows_of_page(lambda p, c: c.Bc),
-                "V": rows_of_page(lambda p, c: c.Bc),
-            },
-            threads=lambda p, c: 384,
-            shared=wgmma_latent_shared,
-        ),
-        WGMMA_SLICES.launches[1],
-    ),
+    launch={
+        "args": f"Q.map K.map V.map Q K V O lse {SPLITS} num_splits sizes heads group scale mods",
+        "boxes": {
+            "Q": lambda p, c: c.Br,
+            "K": rows_of_page(lambda p, c: c.Bc),
+            "V": rows_of_page(lambda p, c: c.Bc),
+        },
+        "threads": lambda p, c: 384,
+        "shared": wgmma_latent_shared,
+        **PACKED_IN_SPLITS,
+    },
+    then=(MERGE_IF_SPLIT,),
     tiles=named("Br Bc stages", (64, 64, 2), (64, 32, 2)),
+    candidates={},
     rules={
         "Br is 64": lambda c: c.Br == 64,
         "Bc is a multiple of 16": lambda c: c.Bc % 16 == 0,
         "stages is 2": lambda c: c.stages == 2,
     },
+    features=tuple(x for x in IN_SPLITS if x != "row_max"),
     largest_d=576,
     largest_dv=512,
-    tflops={"float16": {576: 550}, "bfloat16": {576: 550}},
-    made_for=is_latent,
+    scratch=SCRATCH_IF_SPLIT,
     after=(),
-    features=tuple(x for x in IN_SPLITS if x != "row_max"),
-    scratch=scratch_of_splits(sliced_splits, width=lambda p: round_up(p.dv, 16)),
+    tflops={"float16": {576: 517}, "bfloat16": {576: 532}},
+    made_for=is_latent,
 )
 
 
