@@ -188,8 +188,8 @@ def prepare_call(
     the call.
     """
     inputs, blocks = dict(zip(call.array_names, arrays)), call.blocks
-    problem = _make_problem(call, inputs)
-    results = _list_results(call, problem, inputs)
+    problem = make_problem(call, inputs)
+    results = list_results(call, problem, inputs)
     require_one_device(backend, {input_name(name): x for name, x in inputs.items()})
     with backend.working_on(arrays[0]):
         limits = backend.limits
@@ -215,7 +215,8 @@ def prepare_call(
         return Prepared(backend, plan, inputs, results, layout=layout, keep=keep, bound=bound)
 
 
-def _make_problem(call: Call, inputs: Mapping[str, Any]) -> Problem:
+def make_problem(call: Call, inputs: Mapping[str, Any]) -> Problem:
+    """Describes what a call computes. inputs: its arrays by name, of which only forms are read."""
     if call.operation == "softmax":
         return Problem.of_rows(inputs["x"])
     qkv, options = (inputs[x] for x in "qkv"), AttentionOptions.of(call.options, call.asked)
@@ -225,7 +226,7 @@ def _make_problem(call: Call, inputs: Mapping[str, Any]) -> Problem:
     return problem if call.blocks is None else call.blocks.masked(problem)
 
 
-def _list_results(call: Call, problem: Problem, inputs: Mapping[str, Any]) -> list[Result]:
+def list_results(call: Call, problem: Problem, inputs: Mapping[str, Any]) -> list[Result]:
     """Lists a call's results; raises if dout, out or lse does not match the forward pass."""
     if call.operation == "softmax":
         x = inputs["x"]

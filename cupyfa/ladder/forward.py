@@ -979,12 +979,12 @@ MOST_MERGED_COLUMNS = 1024
 
 
 def splits_keys(p: Problem) -> bool:
-    """Returns whether wgmma_slices may split the keys: if few rows share many keys."""
+    """Returns whether wgmma_slices and wgmma_latent may split keys: if few rows share many."""
     return p.M * p.group <= 512 and p.N >= 1024 and p.dv <= MOST_MERGED_COLUMNS
 
 
 def sliced_splits(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the number of splits for wgmma_slices; 1 if there is a row tile for every SM."""
+    """Returns the number of splits for these kernels; 1 if there is a row tile for every SM."""
     tiles = boxed_tiles(p, c)
     if not splits_keys(p) or tiles >= c.multiprocessors:
         return 1
@@ -1006,6 +1006,20 @@ def rows_of_page(most: Formula) -> Formula:
     return lambda p, c: min(most(p, c), p.page_size or MOST_BOX_ROWS)
 
 
+# Fields that the launches of wgmma_slices and wgmma_latent share: packed heads, splits of the keys.
+PACKED_IN_SPLITS: dict[str, Any] = {
+    "box_heads": {"Q": box_heads},
+    "grid": wgmma_sliced_blocks,
+    "constants": {
+        **WGMMA_LAUNCH.constants,
+        "pack_gqa": box_heads,
+        "splits_keys": lambda p, c: splits_keys(p),
+    },
+    "numbers": {"num_splits": sliced_splits},
+    "walks": {},
+}
+MERGE_IF_SPLIT = replace(merge_splits(sliced_splits), when=splits_keys)
+SCRATCH_IF_SPLIT = scratch_of_splits(sliced_splits, width=lambda p: round_up(p.dv, 16))
 WGMMA_SLICES = rung(
     WGMMA,
     "wgmma_slices",
@@ -1018,18 +1032,10 @@ WGMMA_SLICES = rung(
             "K": rows_of_page(lambda p, c: c.Bc),
             "V": rows_of_page(wgmma_sliced_keys),
         },
-        "box_heads": {"Q": box_heads},
-        "grid": wgmma_sliced_blocks,
         "shared": wgmma_sliced_shared,
-        "constants": {
-            **WGMMA_LAUNCH.constants,
-            "pack_gqa": box_heads,
-            "splits_keys": lambda p, c: splits_keys(p),
-        },
-        "numbers": {"num_splits": sliced_splits},
-        "walks": {},
+        **PACKED_IN_SPLITS,
     },
-    then=(replace(merge_splits(sliced_splits), when=splits_keys),),
+    then=(MERGE_IF_SPLIT,),
     tiles=named(
         "Br Bc span stages",
         *((128, 256, 512, 3), (128, 256, 256, 4), (128, 128, 128, 4), (128, 64, 64, 2)),
@@ -1038,12 +1044,63 @@ WGMMA_SLICES = rung(
     rules={**WGMMA.rules, "span is Bc or twice that": lambda c: c.span in (c.Bc, 2 * c.Bc)},
     largest_d=None,
     features=IN_SPLITS,
-    scratch={
-        "O_sum": (wgmma_sliced_sums, "real"),
-        **scratch_of_splits(sliced_splits, width=lambda p: round_up(p.dv, 16)),
-    },
+    scratch={"O_sum": (wgmma_sliced_sums, "real"), **SCRATCH_IF_SPLIT},
     after=(),
     tflops={"float16": {1024: 405}, "bfloat16": {320: 445, 512: 410, 1024: 408}},
+)
+
+
+def half_boxes(p: Problem) -> int:
+    """Returns the number of TMA boxes that hold half of the columns of V, rounded up."""
+    return cdiv(cdiv(p.dv, 2), 64)
+
+
+def wgmma_latent_shared(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the bytes of shared memory for Q, the ring of tiles of K or V, P, two maxima and two
+    sums of each thread of a warpgroup, the barriers, and a flag for each warp.
+    """
+    d_boxes = cdiv(p.d, 64)
+    boxes = max(d_boxes, 2 * half_boxes(p))
+    tiles = 128 * (c.Br * d_boxes + c.stages * c.Bc * boxes)
+    barriers = 8 * (1 + c.stages * (d_boxes + 2))
+    return round_up(tiles + 2 * c.Br * c.Bc + 16 * 128 + barriers + 8, 1024)
+
+
+def is_latent(p: Problem, c: SimpleNamespace) -> bool:
+    """Returns whether wgmma_latent is the fastest kernel: if few rows share many wide keys."""
+    return splits_keys(p) and max(p.d, p.dv) > 256
+
+
+WGMMA_LATENT = rung(
+    WGMMA,
+    "wgmma_latent",
+    "latent attention: all of O in registers, V from the tile of K",
+    launch={
+        "args": f"Q.map K.map V.map Q K V O lse {SPLITS} num_splits sizes heads group scale mods",
+        "boxes": {
+            "Q": lambda p, c: c.Br,
+            "K": rows_of_page(lambda p, c: c.Bc),
+            "V": rows_of_page(lambda p, c: c.Bc),
+        },
+        "threads": lambda p, c: 384,
+        "shared": wgmma_latent_shared,
+        **PACKED_IN_SPLITS,
+    },
+    then=(MERGE_IF_SPLIT,),
+    tiles=named("Br Bc stages", (64, 64, 2), (64, 32, 2)),
+    candidates={},
+    rules={
+        "Br is 64": lambda c: c.Br == 64,
+        "Bc is a multiple of 16": lambda c: c.Bc % 16 == 0,
+        "stages is 2": lambda c: c.stages == 2,
+    },
+    features=tuple(x for x in IN_SPLITS if x != "row_max"),
+    largest_d=576,
+    largest_dv=512,
+    scratch=SCRATCH_IF_SPLIT,
+    after=(),
+    tflops={"float16": {576: 517}, "bfloat16": {576: 532}},
+    made_for=is_latent,
 )
 
 
@@ -1153,7 +1210,7 @@ _RUNGS = (
     *(MMA_SPLIT_Q, MMA_SWIZZLED, MMA_ASYNC, MMA_TMA),
     *map(rounded_first, (MMA_PIPELINED, MMA_SPLIT_KV, MMA_SLICES)),
     *(MMA_TF32, MMA_FP16X2, MMA_F64, WGMMA, WGMMA_OVERLAP, WGMMA_PERSISTENT, WGMMA_FP16X2),
-    *(WGMMA_SLICES, WGMMA_FP8),
+    *(WGMMA_SLICES, WGMMA_LATENT, WGMMA_FP8),
 )
 KERNELS = tuple(with_cleared_rest(x, *REST) for x in _RUNGS)
 _IN_SPLITS = (FA2_SPLIT_KV.name, MMA_SPLIT_KV.name)

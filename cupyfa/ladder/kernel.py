@@ -236,6 +236,7 @@ class Kernel(_Record):
         kernel is then restricted.
     dtype_arch: minimum compute capability of dtypes that require more, as ``{"bfloat16": "80"}``.
     largest_d: maximum d and dv, if limited by anything other than shared memory.
+    largest_dv: maximum dv, if below largest_d.
     rounding: the precision to which operands are rounded by design, if not that of the dtype.
     parts: the dtype of the hi and lo halves of split float32 operands, which its files call
         ``operand``; None for kernels that do not split operands.
@@ -296,6 +297,7 @@ class Kernel(_Record):
     arch: str = "75"
     dtype_arch: Mapping[str, str] = field(default_factory=dict)
     largest_d: int | None = None
+    largest_dv: int | None = None
     rounding: str | None = None
     parts: str | None = None
     precisions: Sequence[str] = ()
@@ -666,6 +668,9 @@ _KERNEL_RULES: Rules = {
     ),
     "largest_d must be None or a whole number from 1": lambda x: (
         x.largest_d is None or is_size(x.largest_d)
+    ),
+    "largest_dv must be None or a whole number from 1": lambda x: (
+        x.largest_dv is None or is_size(x.largest_dv)
     ),
     f"rounding must be None or one of {', '.join(ROUNDINGS)}": lambda x: (
         x.rounding in (None, *ROUNDINGS)

@@ -460,6 +460,8 @@ def _lack(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
         return other
     if kernel.largest_d is not None and max(problem.d, problem.dv) > kernel.largest_d:
         return f"it supports head dimensions up to {kernel.largest_d}"
+    if kernel.largest_dv is not None and problem.dv > kernel.largest_dv:
+        return f"it supports head dimensions of v up to {kernel.largest_dv}"
     return limits.no_matmul if any(isinstance(x, Matmul) for x in kernel.launches) else None
 
 

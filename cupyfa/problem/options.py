@@ -265,15 +265,16 @@ def _parse_bits(name: str) -> Callable[[str], int | str]:
 
 
 def _read_tangents(value: Any) -> str:
-    if isinstance(value, str) and value in TANGENTS:
-        return value
+    if value is None or (isinstance(value, str) and value in TANGENTS):
+        return value or TANGENTS[0]
     raise ValueError(f"tangents is {described(value)}; use one of {', '.join(TANGENTS)}")
 
 
 def _read_directions(value: Any) -> int:
-    if read_size("directions", value, MOST_DIRECTIONS) < 1:
+    count = 1 if value is None else read_size("directions", value, MOST_DIRECTIONS)
+    if not count:
         raise ValueError("directions is 0; pass at least one direction")
-    return int(value)
+    return count
 
 
 def _text(name: str, help: str, feature: str, tried: Sequence[str] = ()) -> Option:

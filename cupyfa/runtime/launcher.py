@@ -115,7 +115,7 @@ class Misaligned(Exception):
     """The address of an array is not aligned for a tensor map."""
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """The place of a step's array, which may be a slice of an array of the call."""
 
     array: int  # index of the array of the call
@@ -125,13 +125,15 @@ class _Place(NamedTuple):
         return addresses[self.array] + self.offset
 
 
-class _Launch(NamedTuple):
+class EncodedLaunch(NamedTuple):
     """A launch without the addresses of its arrays."""
 
+    step: PlannedLaunch
+    kernel: Any  # as compiled by the backend
     start: Start
     values: tuple[bytes, ...]  # the encoded arguments, into which each call writes addresses
-    addresses: tuple[tuple[int, int, _Place], ...]  # (argument, byte offset, array) of each address
-    maps: tuple[tuple[int, _Place, Mapped], ...]  # (argument, array, contents) of each tensor map
+    addresses: tuple[tuple[int, int, Place], ...]  # (argument, byte offset, array) of each address
+    maps: tuple[tuple[int, Place, Mapped], ...]  # (argument, array, contents) of each tensor map
 
 
 class Launcher:
@@ -196,6 +198,16 @@ class Launcher:
             for step in steps:
                 step.start(stream, step.pointers, 0)
 
+    @property
+    def launches(self) -> list[EncodedLaunch]:
+        """The launches, for callers that write addresses and start kernels themselves.
+
+        Raises TypeError if a step is a matrix product of a library.
+        """
+        if any(x.func is not _Arguments for x in self._steps):
+            raise TypeError("the plan has products by cuBLAS; plan with Limits.no_matmul")
+        return [x.args[1] for x in self._steps]
+
     def fixed(self, addresses: Sequence[int], stream: int | None) -> tuple[Callable, Any]:
         """Returns a function that launches the steps at these addresses, from any thread.
 
@@ -245,14 +257,14 @@ def _call_all(together: threading.Lock, calls: Sequence[Callable[[], Any]]) -> N
 
 def _seen(
     step: PlannedLaunch | PlannedMatmul, arrays: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, _Place]]:
+) -> tuple[dict[str, Any], dict[str, Place]]:
     """Returns the arrays as a step sees them, and their places among the arrays of the call."""
     seen, places = {}, {}
     for at, (name, array) in enumerate(arrays.items()):
         index = step.slices.get(name, ())
         starts = (x.start or 0 for x in index)
         seen[name] = array[index] if index else array
-        places[name] = _Place(at, sum(x * stride for x, stride in zip(starts, array.strides)))
+        places[name] = Place(at, sum(x * stride for x, stride in zip(starts, array.strides)))
     return seen, places
 
 
@@ -261,10 +273,10 @@ def _launch(
     step: PlannedLaunch,
     kernel: Any,
     arrays: Mapping[str, Any],
-    places: Mapping[str, _Place],
+    places: Mapping[str, Place],
     written: Set[str],
     before: Set[str],
-) -> _Launch:
+) -> EncodedLaunch:
     values = tuple(np.asarray(x).tobytes() for x in arguments(backend, step, arrays))
     given = [(at, 0, x.name, x.form) for at, x in enumerate(step.arguments) if x.value is None]
     given += [
@@ -278,7 +290,9 @@ def _launch(
         itemsize, constant = arrays[name].dtype.itemsize, name not in written
         awaited, kept = name in before and name not in _unawaited(step), name in step.keeps
         regions.append(Region(name, at, low, high - low, itemsize, constant, inside, awaited, kept))
-    return _Launch(
+    return EncodedLaunch(
+        step,
+        kernel,
         backend.starter(kernel, step, [len(x) for x in values], regions),
         values,
         tuple((at, inside, places[name]) for at, inside, name, form in given if form != "map"),
@@ -311,8 +325,8 @@ def _with_values(make: partial[Any], step: PlannedLaunch) -> partial[Any]:
 
 
 def _operands(
-    step: Matmul, arrays: Mapping[str, Any], places: Mapping[str, _Place]
-) -> list[tuple[_Place, tuple[Any, ...]]]:
+    step: Matmul, arrays: Mapping[str, Any], places: Mapping[str, Place]
+) -> list[tuple[Place, tuple[Any, ...]]]:
     """Returns (place of the array, (shape, dtype, strides)) for a, b and the result."""
     operands = []
     for name in (step.a, step.b, step.out):
@@ -326,7 +340,7 @@ def _operands(
 class _Arguments:
     """A launch with memory for its arguments."""
 
-    def __init__(self, backend: Backend, launch: _Launch) -> None:
+    def __init__(self, backend: Backend, launch: EncodedLaunch) -> None:
         starts, total = [], 0
         for value in launch.values:
             starts.append(total)
@@ -376,7 +390,7 @@ class _Operands:
     pointers = 0
 
     def __init__(
-        self, backend: Backend, plan: Plan, step: Matmul, operands: list[tuple[_Place, Any]]
+        self, backend: Backend, plan: Plan, step: Matmul, operands: list[tuple[Place, Any]]
     ) -> None:
         self._backend, self._operands = backend, operands
         self._scale = plan.problem.scale if step.scaled else 1.0

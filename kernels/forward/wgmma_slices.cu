@@ -24,8 +24,8 @@
 #include <attention/score.cuh>
 #include <attention/tile_mask.cuh>
 #include <forward/parts/epilogue.cuh>
-#include <forward/parts/key_split.cuh>
 #include <forward/parts/pack_weights.cuh>
+#include <forward/parts/split_tasks.cuh>
 #include <ptx/opaque.cuh>
 #include <ptx/setmaxnreg.cuh>
 #include <ptx/wgmma.cuh>
@@ -35,14 +35,12 @@
 
 constexpr int consumers = Br / warpgroup_rows;  // consumer warpgroups, besides one that loads
 static_assert(Br % warpgroup_rows == 0 && Wr == step, "a warpgroup owns 64 rows");
-static_assert(Br % pack_gqa == 0, "a box of Q has equally many queries of each head");
 static_assert(Bc % step == 0, "tiles are multiples of the MMA depth");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
 
 using Registers = RegisterBudget<consumers, 24>;
 using PackedP = unsigned[Bc / step][4];  // P of a tile of keys as operands of O += P V
 using OwnRows = Rows<step, pack_gqa>;
-constexpr int queries = Br / pack_gqa;  // of each head in a tile of Q
 
 constexpr int d_slices = cdiv(d, box_columns);  // slices of Q and K along d
 constexpr int output_tiles = cdiv(dv, 256);     // number of tiles of O, of equal width
@@ -256,25 +254,6 @@ __device__ __forceinline__ void add_sums(Fragments<step, Wv>& O, const float4* f
     sums[0] += x.x * factor[0], sums[1] += x.y * factor[0];
     sums[2] += x.z * factor[1], sums[3] += x.w * factor[1];
   }
-}
-
-// A tile of Q, from query `row` on, of pack_gqa heads from `head` on, and a split of its keys.
-struct Task : RowTile {
-  int split;
-  bool exists;  // false past the end of a batch element
-};
-
-// Returns the task with this index; under a causal mask a head's longest tiles come first.
-__device__ __forceinline__ Task task_at(int index, const Sizes& sizes, const Mods& mods, int heads,
-                                        const KeySplits& splits) {
-  const int tiles = cdiv(sizes.M, queries);
-  const auto [tile, group, batch] = place(index, tiles * splits.count(), heads / pack_gqa);
-  const int row = (tiles - 1 - tile % tiles) * queries, split = tile / tiles;
-  const Extent extent = extent_of(sizes, mods, batch);
-  Task task = {row_tile<queries, Bc>(extent, row, group * pack_gqa, batch), split,
-               extent.has_tile_of_rows(row)};
-  splits.take(task, split);
-  return task;
 }
 
 // A consumer warpgroup.

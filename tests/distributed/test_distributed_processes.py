@@ -607,6 +607,6 @@ def test_ranks_of_nccl(nccl_of_two, tmp_path, what):
 @pytest.mark.gpu
 def test_a_rank_that_is_killed(nccl_of_two, tmp_path):
     """The surviving rank raises within the time-out plus 5 s."""
-    done = launched(2, str(PROGRAM), "nccl", "killed", "20", str(tmp_path / "id"), timeout=300)
+    done = launched(2, str(PROGRAM), "nccl", "killed", "60", str(tmp_path / "id"), timeout=300)
     assert done.returncode == -signal.SIGKILL
     assert "rank 0 of 2 is right" in done.stdout

@@ -34,6 +34,7 @@ RUNGS = {name: kernel for kernels in LADDER.values() for name, kernel in kernels
 TILES = {
     "mma_tma": {"Br": 64, "Bc": 64, "Wr": 16, "stages": 2},
     "wgmma_persistent": {"Br": 128, "Bc": 64, "stages": 2, "Q_stages": 1},
+    "wgmma_latent": {"Br": 64, "Bc": 32, "stages": 2},
     "wgmma_columns": {"Br": 64, "Bc": 128, "stages": 2, "dS_stages": 1},
     "wgmma_two_pass": {"Br": 64, "Bc": 128, "Bk": 64, "stages": 2},
     "wgmma_fp16x2_two_pass": {},

@@ -89,6 +89,7 @@ FAMILIES = {
     "wgmma_fp16x2": "parts of operands with wgmma: each tile has sums of its own",
     "wgmma_fp8": "operands of 8 bits: scales of tiles, P in e4m3 by halves, V transposed",
     "wgmma_slices": "any head dimension with wgmma: slices of d and of keys change every loop",
+    "wgmma_latent": "all of O in registers: warpgroups hand over P instead of sharing rows out",
     "columns": "the first of gradients in one kernel: P is recomputed from lse",
     "mma_fp16x2_two_pass": "the first gradients of parts: their scales, and what they lack",
     "wgmma_fp16x2_two_pass": "gradients of parts with wgmma: each tile has sums of its own",

@@ -200,6 +200,9 @@ CHOSEN = [
     ("mma_pipelined", "120", {"M": 4096, "d": 128, **F16}),
     ("wgmma_slices", "90", {"d": 257, **F16}),
     ("wgmma_slices", "90", {"d": 1024, "dtype": "bfloat16"}),
+    ("wgmma_latent", "90", {"M": 4, "N": 1024, "heads": 128, "kv_heads": 1, "d": 512, **F16}),
+    ("wgmma_slices", "90", {"M": 4, "N": 1024, "heads": 256, "kv_heads": 1, "d": 512, **F16}),
+    ("wgmma_slices", "90", {"M": 4, "N": 1024, "heads": 128, "kv_heads": 1, "d": 640, **F16}),
     # With many heads, even a few float32 rows use tensor cores.
     ("fa2_split_kv", "90", {**ROWS, "M": 16}),
     ("wgmma_fp16x2", "90", {**ROWS, "M": 32}),

@@ -27,7 +27,8 @@ from cupyfa.ladder.lookup import record_named
 from cupyfa.runtime.backend import Backend
 
 
-@click.command()
+# A mutant may stop a GPU, and only the simulator reports races and missing barriers.
+@click.command(context_settings={"default_map": {"backend": "simulator"}})
 @click.argument("kernel", type=command_options.KernelName(()))
 @click.option(
     "--sample",
@@ -75,8 +76,9 @@ def mutate(
 
     KERNEL is a name from `cupyfa list`, or `script.py:name` for a record of your own. Each mutant
     is the kernel with one small fault: a barrier or a condition left out, a bound off by one, a
-    wrong index, a factor left out. It is checked as by `cupyfa check`, until a case fails. A mutant
-    has the same number as long as the files do not change.
+    wrong index, a factor left out. It is checked as by `cupyfa check`, until a case fails, in the
+    simulator unless --backend names another. A mutant has the same number as long as the files do
+    not change.
 
     \b
     found             a case failed

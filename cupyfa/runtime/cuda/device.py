@@ -311,7 +311,7 @@ class Cuda(Backend):
         self, kernel: Any, launch: PlannedLaunch, sizes: Sequence[int], regions: Sequence[Region]
     ) -> Start:
         function, block = kernel.kernel.ptr, (launch.threads, 1, 1)
-        if launch.begins_early and (launch_kernel := _launch_kernel_ex()) is not None:
+        if launch.begins_early and (launch_kernel := launch_kernel_ex()) is not None:
             return _early_starter(launch_kernel, function, launch)
         return partial(driver.launchKernel, function, *launch.grid, *block, launch.shared_bytes)
 
@@ -579,14 +579,14 @@ def _early_starter(
 
 
 @cache
-def _launch_kernel_ex() -> Any:
+def launch_kernel_ex() -> Any:
     """Returns the driver's cuLaunchKernelEx, which CuPy does not wrap.
 
     Returns None if the driver lacks it or cannot capture its launches in graphs.
     """
     version = ctypes.c_int()
     try:
-        library = _driver()
+        library = driver_library()
         library.cuDriverGetVersion(ctypes.byref(version))
         function = library.cuLaunchKernelEx
     except (OSError, AttributeError):
@@ -598,13 +598,13 @@ def _launch_kernel_ex() -> Any:
 def _exchange_of_capture_modes() -> Callable[[Any], object]:
     """Returns the driver's function that exchanges the stream capture mode of this thread."""
     try:
-        return _driver().cuThreadExchangeStreamCaptureMode
+        return driver_library().cuThreadExchangeStreamCaptureMode
     except (OSError, AttributeError):  # drivers without this function do not support captures
         return id
 
 
 @cache
-def _driver() -> ctypes.CDLL:
+def driver_library() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
@@ -612,7 +612,7 @@ def _driver() -> ctypes.CDLL:
 def _encode_tiled() -> Any:
     """Returns the driver's cuTensorMapEncodeTiled, which CuPy does not wrap."""
     try:
-        function = _driver().cuTensorMapEncodeTiled
+        function = driver_library().cuTensorMapEncodeTiled
     except (OSError, AttributeError) as error:
         raise DeviceError(
             f"the driver has no cuTensorMapEncodeTiled ({error}); install a driver for CUDA 12 or "

@@ -651,6 +651,23 @@ def _environment(folder: Path | None) -> dict[str, str]:
 _Make = Callable[[Path], None]  # builds an object file at a path, in an empty folder
 
 
+def load_library(source: Path, folders: Sequence[str | Path], version: str) -> ctypes.CDLL:
+    """Compiles a C++ file for the CPU, or finds it in the cache, and loads the shared object.
+
+    folders: include folders. version: that of the headers in them. Raises CompileError and
+    CompilerNotFound.
+    """
+    flags = ["-std=c++17", "-O2", "-fPIC", "-fno-exceptions", *(f"-I{x}" for x in folders)]
+    system = [*compiler(), compiler_version(), platform.machine(), *_libc()]
+    digest = includes.hashed(*system, *flags, version, source.read_bytes())
+
+    def make(path: Path) -> None:
+        text = source.read_text(encoding="utf-8")
+        _link(path, [_compiled(path.with_name("main.cpp"), text, flags)], [])
+
+    return _load_or_make(f"cupyfa-{source.stem}-{digest[:32]}.so", make)[1]
+
+
 def _load_or_make(name: str, make: _Make) -> tuple[Path, ctypes.CDLL]:
     """Loads an object from the cache; builds it if it is missing, damaged or cannot be loaded."""
     path = _whole_or_made(name, make)
