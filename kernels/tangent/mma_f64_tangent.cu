@@ -189,9 +189,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64_tangent(
   if (moves_q) load_queries<threads, 1, d>(shared.Q_dot, Head(Q_dot, its, head, extent.M), row);
   Fragments<step, own_width> sums = {}, sums_dot = {};
   TangentRows rows(row + own.group * step + own.lane / 4, extent, scorer.scale2());
-  for (int first_key = tile.kv_begin, next; first_key < tile.kv_end; first_key = next) {
+  for (int first_key = tile.kv_begin; first_key < tile.kv_end;
+       first_key = tile.after<Bc>(first_key)) {
     timeline::event(timeline::tile, first_key, row);
-    next = tile.after<Bc>(first_key);
     cp_async_wait_group<0>();
     __syncthreads();  // K has arrived, and V of the previous tile is no longer read
     load_values(first_key);
@@ -201,7 +201,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64_tangent(
     if (moves_scores) shared.Slopes::give(S_dot, own);
     cp_async_wait_group<0>();
     __syncthreads();  // V and the sums of others have arrived, and K is no longer read
-    if (next < tile.kv_end) load_keys(next);
+    if (const int next = tile.after<Bc>(first_key); next < tile.kv_end) load_keys(next);
     shared.Scores::take(S, own);
     if (moves_scores) shared.Slopes::take(S_dot, own);
     apply_with_slopes(scorer, S, S_dot, rows, first_key, tile.is_full<Bc>(first_key));

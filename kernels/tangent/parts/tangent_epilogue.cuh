@@ -115,8 +115,7 @@ __device__ __forceinline__ void finish(const Tangents& of, real (&O)[1][n][4],
         call_repair_tangent<d, dv, n * 8>(of, extent, row, batch, its, head, kv_head, scorer,
                                           first_col);
       else
-        repair_tangent<d, dv, n * 8>(of, extent, row, batch, its, head, kv_head, scorer,
-                                     first_col);
+        repair_tangent<d, dv, n * 8>(of, extent, row, batch, its, head, kv_head, scorer, first_col);
     }
     return;
   }
