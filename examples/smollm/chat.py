@@ -1,0 +1,85 @@
+"""Answers questions with SmolLM2-135M-Instruct, without torch: NumPy or CuPy, and cupyfa.
+
+    python examples/smollm/chat.py "What is attention?" --weights FOLDER
+    python examples/smollm/chat.py "One question" "Another" --temperature 0.7 --seed 1
+
+Without a GPU, NumPy computes a few tokens per second. docs/model.md tells how it works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from generator import Generator, Request
+from model import BACKENDS, load
+from numpy_layers import DTYPES
+from tokenizer import Tokenizer
+from weights import find
+
+
+def has_gpu() -> bool:
+    try:
+        import cupy
+
+        return bool(cupy.cuda.runtime.getDeviceCount())
+    except Exception:  # no CuPy, or no driver
+        return False
+
+
+def stream(generator: Generator, tokenizer: Tokenizer, requests: list[Request]) -> None:
+    """Prints the first answer as it grows, then the others, and tokens per second."""
+    first, printed, steps = requests[0], 0, 0
+    for steps, (request, _) in enumerate(generator.run(), 1):
+        text = tokenizer.decode(first.tokens[first.prompt :])
+        if request is first and not text.endswith("\ufffd"):  # its last character is whole
+            print(text[printed:], end="", flush=True)
+            printed = len(text)
+        if sys.stderr.isatty():  # a progress line in the title of the terminal
+            print(f"\033]0;{steps} tokens\a", end="", file=sys.stderr, flush=True)
+    for request in requests[1:]:
+        print(f"\n\n{tokenizer.decode(request.tokens[request.prompt :])}", end="")
+    many = {"prefill": sum(x.prompt for x in requests), "decode": steps - len(requests)}
+    rates = (f"{x} {n} tokens, {n / generator.seconds[x]:,.0f} per second" for x, n in many.items())
+    print("\n\n" + "; ".join(rates))
+
+
+def main() -> None:
+    options = arguments()
+    backend = options.backend or ("cuda" if has_gpu() else "numpy")
+    dtype = options.dtype or ("bfloat16" if backend == "cuda" else "float32")
+    try:
+        model, fields = load(find(options.weights), dtype, backend, options.kernel)
+        tokenizer, slots = Tokenizer(fields), min(options.slots, len(options.questions))
+        end = -1 if options.endless else tokenizer.end
+        generator = Generator(model, slots, options.capacity, options.temperature, end)
+        requests = [
+            Request(tokenizer.chat(question), options.new, options.seed + i)
+            for i, question in enumerate(options.questions)
+        ]
+        for request in requests:
+            generator.submit(request)
+    except (OSError, ValueError) as error:
+        sys.exit(str(error))
+    stream(generator, tokenizer, requests)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("questions", nargs="+", metavar="QUESTION")
+    add("--weights", metavar="FOLDER", help="where the GGUF file is  [$SMOLLM_WEIGHTS]")
+    add("--new", type=int, default=200, help="most new tokens of an answer  [200]")
+    add("--temperature", type=float, default=0.0, help="of drawn tokens; 0 is greedy  [0]")
+    add("--seed", type=int, default=0, help="of drawn tokens  [0]")
+    add("--kernel", default="auto", help="of attention: a rung, or script.py:name  [auto]")
+    add("--backend", choices=BACKENDS, help="[cuda, or numpy without a GPU]")
+    add("--dtype", choices=DTYPES, help="[bfloat16, or float32 without a GPU]")
+    add("--slots", type=int, default=64, help="most answers at a time  [64]")
+    add("--capacity", type=int, default=2048, help="most tokens of question and answer  [2048]")
+    add("--endless", action="store_true", help="go on after the end of an answer")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""The model as a function of tokens, and the paged cache of its keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy_layers import NumpyLayers
+from weights import Arrays, read
+
+import cupyfa
+from cupyfa.numerics import reference
+
+Attend = Callable[[int, Any], Any]  # (block, qkv [rows, all heads, d]) -> out [rows, heads, d]
+BACKENDS = ("cuda", "simulator", "numpy")
+
+
+class Model:
+    """A Llama model: sizes, layers, and how attention is computed.
+
+    backend: "cuda", or "simulator", which runs the same kernels on the CPU, or "numpy", for which
+    cupyfa's reference computes attention in float64. The last two have layers in NumPy.
+    kernel: a rung, or `script.py:name`. Decoding takes "auto" instead of one that reads no pages.
+    """
+
+    def __init__(
+        self, sizes: Any, weights: Arrays, dtype: str, backend: str, kernel: str = "auto"
+    ) -> None:
+        self.sizes, self.backend, self.layers = sizes, backend, NumpyLayers
+        if backend == "cuda":
+            from cupy_layers import CupyLayers
+
+            self.layers = CupyLayers
+        self.layers = self.layers(sizes, weights, dtype)
+        record = None if kernel == "auto" else cupyfa.kernel(kernel)
+        self.is_ragged = record is None or "ragged" in record.features
+        self.prefilling = {"kernel": record or "auto", "backend": backend}
+        self.decoding = {"kernel": "auto", "backend": backend}
+        if record is not None and "paged" in record.features:
+            self.decoding["kernel"] = record
+
+    def forward(self, tokens: Any, attend: Attend) -> Any:
+        """Computes the last residual stream [rows, width] of tokens [rows]."""
+        layers = self.layers
+        x = layers.embed(tokens)
+        for i in range(self.sizes.blocks):
+            qkv = layers.project(x, f"{i}.attention_norm", f"{i}.qkv")
+            out = attend(i, qkv.reshape(len(x), -1, self.sizes.d))
+            x = layers.add(x, out.reshape(len(x), -1), f"{i}.out")
+            x = layers.add(x, layers.gate(x, f"{i}.mlp_norm", f"{i}.gate_up"), f"{i}.down")
+        return x
+
+    def split(self, qkv: Any) -> tuple[Any, Any, Any]:
+        """Returns views of q, k and v, each [rows, heads, d]."""
+        ends = self.sizes.heads, self.sizes.heads + self.sizes.kv_heads
+        return qkv[:, : ends[0]], qkv[:, ends[0] : ends[1]], qkv[:, ends[1] :]
+
+
+def load(file: Path, dtype: str, backend: str, kernel: str = "auto") -> tuple[Model, Arrays]:
+    """Reads a model from a GGUF file; also returns all fields of the file."""
+    sizes, weights, fields = read(file)
+    return Model(sizes, weights, dtype, backend, kernel), fields
+
+
+class Pages:
+    """Keys and values of all blocks in pages, and the page table that all blocks share.
+
+    A sequence in a slot has pages for all tokens that it may grow to, at most `capacity`. A slot
+    without a sequence writes into a page of its own, so arrays have the same shapes in every step.
+    """
+
+    def __init__(self, model: Model, slots: int, capacity: int, size: int = 64) -> None:
+        layers, sizes, most = model.layers, model.sizes, cupyfa.cdiv(capacity, size)
+        self.model, self.size, self.xp = model, size, layers.xp
+        shape = slots * (1 + most), size, sizes.kv_heads, sizes.d
+        self.k, self.v = (
+            [self.xp.zeros(shape, layers.dtype) for _ in range(sizes.blocks)] for _ in "kv"
+        )
+        self.free = list(range(slots, shape[0]))
+        self.taken: dict[int, list[int]] = {}  # pages by slot
+        own = np.arange(slots, dtype=np.int32)[:, None]
+        self.table, self.lengths = self.xp.asarray(own.repeat(most, 1)), self.xp.zeros(slots, "i4")
+        rotary = cupyfa.Rotary(layers.cos, layers.sin, interleaved=True)
+        self.caches = [
+            cupyfa.KVCache(k, v, self.lengths, self.table, layout="bshd", rotary=rotary)
+            for k, v in zip(self.k, self.v)
+        ]
+
+    def take(self, slot: int, tokens: int) -> None:
+        """Gives a slot pages for so many tokens."""
+        pages = [self.free.pop() for _ in range(cupyfa.cdiv(tokens, self.size))]
+        self.taken[slot] = pages
+        self.table[slot, : len(pages)] = self.xp.asarray(pages)
+
+    def release(self, slot: int) -> None:
+        self.free += self.taken.pop(slot)
+        self.table[slot], self.lengths[slot] = slot, 0
+
+    def prefill(self, slots: Sequence[int], counts: Sequence[int]) -> Attend:
+        """Returns causal attention of prompts, one after the other, which also caches their keys.
+
+        slots, counts: the slot and the number of tokens of each prompt.
+        """
+        places = np.concatenate([np.arange(n) for n in counts])
+        ends = np.cumsum([0, *counts]).tolist()
+        parts, xp = [slice(a, b) for a, b in pairwise(ends)], self.xp
+        pages = [np.array(self.taken[x])[np.arange(n) // self.size] for x, n in zip(slots, counts)]
+        found = np.concatenate(pages), places % self.size, places
+        rows, offsets = [xp.asarray(x, np.int32) for x in found], xp.asarray(ends, np.int32)
+
+        def attend(block: int, qkv: Any) -> Any:
+            how = self.model.prefilling
+            cached = self.model.layers.rotate_into(qkv, self.k[block], self.v[block], rows)
+            qkv = self.model.split(cached)
+            if self.model.backend == "numpy":
+                return self._by_reference(block, qkv[0], slots, counts, counts)
+            if self.model.is_ragged:
+                qkv = (cupyfa.Packed(x, offsets) for x in qkv)
+                return cupyfa.attention(*qkv, causal=True, **how)
+            prompts = [[x[None, part] for x in qkv] for part in parts]
+            outs = [cupyfa.attention(*x, causal=True, layout="bshd", **how)[0] for x in prompts]
+            return xp.concatenate(outs)
+
+        return attend
+
+    def decode(self, block: int, qkv: Any) -> Any:
+        """Computes attention of one new token per slot, whose key it rotates and caches first."""
+        if self.model.backend != "numpy":
+            q, k, v = (x[:, :, None] for x in self.model.split(qkv))  # [slots, heads, 1, d]
+            return cupyfa.attention(q, self.caches[block], append=(k, v), **self.model.decoding)
+        slots = np.arange(len(qkv))
+        rows = self.table[slots, self.lengths // self.size], self.lengths % self.size, self.lengths
+        qkv = self.model.layers.rotate_into(qkv, self.k[block], self.v[block], rows)
+        q, _, _ = self.model.split(qkv)
+        return self._by_reference(block, q, slots, [1] * len(q), self.lengths + 1)
+
+    def _by_reference(self, block: int, q: Any, slots: Any, counts: Any, lengths: Any) -> Any:
+        """Computes causal attention of the last `counts` tokens of each slot's `lengths` keys."""
+        outs, ends = [], np.cumsum(counts)
+        for slot, count, end, n in zip(slots, counts, ends, lengths):
+            pages = self.table[slot, : cupyfa.cdiv(int(n), self.size)]
+            k, v = (x[block][pages] for x in (self.k, self.v))
+            k, v = (x.reshape(-1, *x.shape[2:])[:n] for x in (k, v))
+            q_k_v = (x.swapaxes(0, 1)[None] for x in (q[end - count : end], k, v))
+            scale = self.model.sizes.d**-0.5
+            out, _ = reference.attention(*q_k_v, scale=scale, causal_offset=n - count)
+            outs.append(out[0].swapaxes(0, 1))
+        return np.concatenate(outs).astype(q.dtype)

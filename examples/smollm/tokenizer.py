@@ -1,0 +1,43 @@
+"""Text to tokens and back: a byte-level BPE tokenizer, built from the fields of a GGUF file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+CONTROL = 3  # token type of <|im_start|>, <|im_end|> and others that structure a chat
+SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+
+
+class Tokenizer:
+    """Encodes text as numbers of tokens, and decodes them. end: the token that ends an answer."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+        def value(name: str) -> Any:
+            return fields[f"tokenizer.ggml.{name}"].contents()
+
+        tokens = value("tokens")
+        merges = [tuple(pair.split(" ")) for pair in value("merges")]
+        self.coder = Tokenizer(models.BPE({x: i for i, x in enumerate(tokens)}, merges))
+        # What the file calls the pre-tokenizer "smollm": each digit is a word, then words of GPT-2.
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self.coder.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+        self.coder.decoder = decoders.ByteLevel()
+        kinds = zip(tokens, value("token_type"))
+        self.coder.add_special_tokens([x for x, kind in kinds if kind == CONTROL])
+        self.end = int(value("eos_token_id"))
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.coder.encode(text).ids)
+
+    def decode(self, tokens: list[int]) -> str:
+        return str(self.coder.decode(tokens, skip_special_tokens=True))
+
+    def chat(self, question: str, system: str = SYSTEM) -> list[int]:
+        """Encodes a question by the chat template of the file, up to where the answer begins."""
+        turns = ("system", system), ("user", question)
+        text = "".join(f"<|im_start|>{who}\n{words}<|im_end|>\n" for who, words in turns)
+        return self.encode(f"{text}<|im_start|>assistant\n")
