@@ -6,25 +6,16 @@
 Without a GPU, NumPy computes a few tokens per second. docs/model.md tells how it works.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 
 from generator import Generator, Request
-from model import BACKENDS, load
+from model import BACKENDS, Model
 from numpy_layers import DTYPES
 from tokenizer import Tokenizer
-from weights import find
+from weights import find, read
 
-
-def has_gpu() -> bool:
-    try:
-        import cupy
-
-        return bool(cupy.cuda.runtime.getDeviceCount())
-    except Exception:  # no CuPy, or no driver
-        return False
+from cupyfa.runtime.cuda import device
 
 
 def stream(generator: Generator, tokenizer: Tokenizer, requests: list[Request]) -> None:
@@ -46,13 +37,14 @@ def stream(generator: Generator, tokenizer: Tokenizer, requests: list[Request]) 
 
 def main() -> None:
     options = arguments()
-    backend = options.backend or ("cuda" if has_gpu() else "numpy")
+    backend = options.backend or ("cuda" if device.unavailable() is None else "numpy")
     dtype = options.dtype or ("bfloat16" if backend == "cuda" else "float32")
     try:
-        model, fields = load(find(options.weights), dtype, backend, options.kernel)
+        sizes, weights, fields = read(find(options.weights))
+        model = Model(sizes, weights, dtype, backend, options.kernel)
         tokenizer, slots = Tokenizer(fields), min(options.slots, len(options.questions))
-        end = -1 if options.endless else tokenizer.end
-        generator = Generator(model, slots, options.capacity, options.temperature, end)
+        how = {"temperature": options.temperature, "end": tokenizer.end}
+        generator = Generator(model, slots, options.capacity, **how)
         requests = [
             Request(tokenizer.chat(question), options.new, options.seed + i)
             for i, question in enumerate(options.questions)
@@ -77,7 +69,6 @@ def arguments() -> argparse.Namespace:
     add("--dtype", choices=DTYPES, help="[bfloat16, or float32 without a GPU]")
     add("--slots", type=int, default=64, help="most answers at a time  [64]")
     add("--capacity", type=int, default=2048, help="most tokens of question and answer  [2048]")
-    add("--endless", action="store_true", help="go on after the end of an answer")
     return parser.parse_args()
 
 

@@ -3,15 +3,13 @@
 Up to FEW rows, product.cu computes norm, product, and SwiGLU or sum in one launch.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import cupy
 import numpy as np
-from numpy_layers import Layers
+from numpy_layers import NumpyLayers
 
 import cupyfa
 
@@ -19,7 +17,7 @@ FEW = 4
 WARPS = 4  # of a block of product.cu and rms_norm.cu
 
 
-class CupyLayers(Layers):
+class CupyLayers(NumpyLayers):
     xp = cupy
 
     def keep(self, x: np.ndarray) -> Any:
@@ -27,84 +25,61 @@ class CupyLayers(Layers):
             raise ValueError("dtype=float64 is for NumPy; use bfloat16 or float32 on a GPU")
         return cupy.asarray(x.astype(self.dtype) if x.ndim == 2 else x)
 
-    def project(self, x: Any, norm: str, name: str) -> Any:
-        if len(x) <= FEW:
-            return self._few(x, name, self.dtype, norm=norm)
-        return super().project(x, norm, name)
-
-    def gate(self, x: Any, norm: str, name: str) -> Any:
-        if len(x) <= FEW:
-            return self._few(x, name, self.dtype, norm=norm, gated=True)
-        return super().gate(x, norm, name)
-
-    def add(self, x: Any, y: Any, name: str) -> Any:
-        return self._few(y, name, out=x) if len(x) <= FEW else super().add(x, y, name)
-
-    def logits(self, x: Any) -> Any:
-        if len(x) <= FEW:
-            return self._few(x, "embedding", np.float32, norm="norm")
-        return super().logits(x)
-
-    def _few(
-        self,
-        x: Any,
-        name: str,
-        dtype: Any = None,
-        *,
-        norm: str = "",
-        gated: bool = False,
-        out: Any = None,
-    ) -> Any:
-        """Launches product.cu, which adds to out if it is given."""
-        w, adds = self.weights[name], out is not None
-        if out is None:
-            out = cupy.empty((len(x), len(w) // (1 + gated)), dtype)
-        constants = {"input": _named(x.dtype), "output": _named(out.dtype), "K": x.shape[1]}
-        constants |= {"normalizes": bool(norm), "gated": gated, "adds": adds}
-        grid = cupyfa.cdiv(out.shape[1], WARPS), len(x)
-        arguments = x, self.weights[norm or "norm"], w, out, np.int32(out.shape[1])
-        self._launch("product", grid, (32, WARPS), *arguments, **constants)
-        return out
-
-    def product(self, y: Any, name: str, dtype: Any) -> Any:
-        from cupyfa.runtime.cuda import cublas  # may be captured in a graph, unlike cupy.matmul
-
-        w = self.weights[name]
-        out = cupy.empty((len(y), len(w)), dtype)
-        cublas.matmul(y[None, None], w.T[None, None], out[None, None], 1.0)
-        return out
-
     def embed(self, tokens: Any) -> Any:
         table = self.weights["embedding"]
         x = cupy.empty((len(tokens), table.shape[1]), np.float32)
-        self._launch("embed", (len(x),), (192,), tokens, table, x, np.int32(x.shape[1]))
+        self._launch("embed", len(x), 192, tokens, table, x, x.shape[1])
         return x
 
     def norm(self, x: Any, name: str) -> Any:
-        y, sizes = cupy.empty(x.shape, self.dtype), map(np.int32, x.shape)
-        grid = (cupyfa.cdiv(len(x), WARPS),)
-        self._launch("rms_norm", grid, (32, WARPS), x, self.weights[name], y, *sizes)
+        y, blocks = cupy.empty(x.shape, self.dtype), cupyfa.cdiv(len(x), WARPS)
+        self._launch("rms_norm", blocks, (32, WARPS), x, self.weights[name], y, *x.shape)
         return y
+
+    def product(
+        self, x: Any, name: str, norm: str = "", gated: bool = False, into: Any = None
+    ) -> Any:
+        if len(x) > FEW:
+            return super().product(x, name, norm, gated, into)
+        w, out = self.weights[name], into
+        if into is None:
+            dtype = np.float32 if name == "embedding" else self.dtype
+            out = cupy.empty((len(x), len(w) // (1 + gated)), dtype)
+        constants = {"input": _named(x.dtype), "output": _named(out.dtype), "K": x.shape[1]}
+        constants |= {"normalizes": bool(norm), "gated": gated, "adds": into is not None}
+        grid, scales = (cupyfa.cdiv(out.shape[1], WARPS), len(x)), self.weights[norm or "norm"]
+        self._launch("product", grid, (32, WARPS), x, scales, w, out, out.shape[1], **constants)
+        return out
+
+    def multiply(self, y: Any, name: str) -> Any:
+        from cupyfa.runtime.cuda import cublas  # may be captured in a graph, unlike cupy.matmul
+
+        w, is_summed = self.weights[name], name.endswith(("embedding", "out", "down"))
+        out = cupy.empty((len(y), len(w)), np.float32 if is_summed else self.dtype)
+        cublas.matmul(y[None, None], w.T[None, None], out[None, None], 1.0)
+        return out
 
     def swiglu(self, both: Any) -> Any:
         rows, inner = len(both), both.shape[1] // 2
         y = cupy.empty((rows, inner), self.dtype)
-        self._launch("swiglu", (cupyfa.cdiv(inner, 256), rows), (256,), both, y, np.int32(inner))
+        self._launch("swiglu", (cupyfa.cdiv(inner, 256), rows), 256, both, y, inner)
         return y
 
     def rotate_into(self, qkv: Any, k: Any, v: Any, rows: tuple[Any, Any, Any]) -> Any:
-        sizes = map(np.int32, (k.shape[1], self.sizes.heads, self.sizes.kv_heads))
         block, tables = (self.sizes.d // 2, qkv.shape[1]), (self.cos, self.sin)
-        self._launch("rotate", (len(qkv),), block, qkv, *rows, *tables, k, v, *sizes)
+        sizes = k.shape[1], self.sizes.heads, self.sizes.kv_heads
+        self._launch("rotate", len(qkv), block, qkv, *rows, *tables, k, v, *sizes)
         return qkv
 
     def sample(self, logits: Any, seeds: Any, positions: Any, temperature: float) -> Any:
-        tokens, (rows, vocabulary) = cupy.empty(len(logits), np.int32), logits.shape
-        how = np.int32(vocabulary), np.float32(temperature)
-        self._launch("sample", (rows,), (1024,), logits, seeds, positions, tokens, *how)
+        tokens, how = cupy.empty(len(logits), np.int32), (logits.shape[1], float(temperature))
+        self._launch("sample", len(logits), 1024, logits, seeds, positions, tokens, *how)
         return tokens
 
-    def _launch(self, name: str, grid: Any, block: Any, *arguments: Any, **constants: Any) -> None:
+    def _launch(self, name: str, grid: Any, block: Any, *given: Any, **constants: Any) -> None:
+        kinds = {int: np.int32, float: np.float32}
+        arguments = [kinds[type(x)](x) if type(x) in kinds else x for x in given]
+        grid, block = (x if isinstance(x, tuple) else (x,) for x in (grid, block))
         constants |= {"scalar": _named(self.dtype), "epsilon": self.sizes.epsilon}
         _compiled(name, **constants)(grid, block, arguments)
 
@@ -115,15 +90,11 @@ def _named(dtype: np.dtype) -> str:
 
 def source(name: str, **constants: Any) -> str:
     """Returns the text of a kernel below its constants, which are types, bools and numbers."""
+    kinds = {str: "using", **{x: f"constexpr {x.__name__}" for x in (bool, int, float)}}
+    lines = [f"{kinds[type(y)]} {x} = {str(y).lower()};" for x, y in constants.items()]
     folder = Path(__file__).parent / "kernels"
-    lines = [
-        f"using {constant} = {value};"
-        if isinstance(value, str)
-        else f"constexpr {type(value).__name__} {constant} = {str(value).lower()};"
-        for constant, value in constants.items()
-    ]
-    texts = ((folder / file).read_text() for file in ("common.cuh", f"{name}.cu"))
-    return next(texts) + "\n".join([*lines, *texts])
+    common, kernel = ((folder / x).read_text() for x in ("common.cuh", f"{name}.cu"))
+    return "\n".join([common, *lines, kernel])
 
 
 @cache

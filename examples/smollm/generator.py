@@ -1,7 +1,5 @@
 """Continuous batching: requests join and leave between steps, each of which is one CUDA graph."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -94,7 +92,7 @@ class Generator:
         x = self.model.forward(xp.asarray(tokens, np.int32), attend)
         seeds = xp.asarray([request.seed for request in joined.values()], np.uint32)
         lengths, last = xp.asarray(counts, np.int32), xp.asarray(np.cumsum(counts) - 1)
-        drawn = layers.sample(layers.logits(x[last]), seeds, lengths - 1, self.temperature)
+        drawn = layers.sample(self.model.logits(x[last]), seeds, lengths - 1, self.temperature)
         there = xp.asarray(slots)
         self.tokens[there], self.seeds[there], self.active[there] = drawn, seeds, 1
         self.pages.lengths[there] = lengths
@@ -111,7 +109,7 @@ class Generator:
     def _step_of_slots(self) -> None:
         """Computes each slot's next token from its last one, entirely in arrays of the device."""
         layers, lengths = self.model.layers, self.pages.lengths
-        logits = layers.logits(self.model.forward(self.tokens, self.pages.decode))
+        logits = self.model.logits(self.model.forward(self.tokens, self.pages.decode))
         self.tokens[...] = layers.sample(logits, self.seeds, lengths, self.temperature)
         lengths += self.active
 

@@ -1,15 +1,13 @@
 """The model as a function of tokens, and the paged cache of its keys and values."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy_layers import NumpyLayers
-from weights import Arrays, read
+from weights import Arrays
 
 import cupyfa
 from cupyfa.numerics import reference
@@ -29,40 +27,36 @@ class Model:
     def __init__(
         self, sizes: Any, weights: Arrays, dtype: str, backend: str, kernel: str = "auto"
     ) -> None:
-        self.sizes, self.backend, self.layers = sizes, backend, NumpyLayers
+        self.sizes, self.backend, kind = sizes, backend, NumpyLayers
         if backend == "cuda":
-            from cupy_layers import CupyLayers
-
-            self.layers = CupyLayers
-        self.layers = self.layers(sizes, weights, dtype)
-        record = None if kernel == "auto" else cupyfa.kernel(kernel)
-        self.is_ragged = record is None or "ragged" in record.features
-        self.prefilling = {"kernel": record or "auto", "backend": backend}
-        self.decoding = {"kernel": "auto", "backend": backend}
-        if record is not None and "paged" in record.features:
-            self.decoding["kernel"] = record
+            kind = import_module("cupy_layers").CupyLayers
+        self.layers = kind(sizes, weights, dtype)
+        record: Any = "auto" if kernel == "auto" else cupyfa.kernel(kernel)
+        features = getattr(record, "features", ("ragged", "paged"))
+        self.is_ragged = "ragged" in features
+        self.prefilling = {"kernel": record, "backend": backend}
+        self.decoding = {"kernel": record if "paged" in features else "auto", "backend": backend}
 
     def forward(self, tokens: Any, attend: Attend) -> Any:
         """Computes the last residual stream [rows, width] of tokens [rows]."""
         layers = self.layers
         x = layers.embed(tokens)
         for i in range(self.sizes.blocks):
-            qkv = layers.project(x, f"{i}.attention_norm", f"{i}.qkv")
+            qkv = layers.product(x, f"{i}.qkv", norm=f"{i}.attention_norm")
             out = attend(i, qkv.reshape(len(x), -1, self.sizes.d))
-            x = layers.add(x, out.reshape(len(x), -1), f"{i}.out")
-            x = layers.add(x, layers.gate(x, f"{i}.mlp_norm", f"{i}.gate_up"), f"{i}.down")
+            layers.product(out.reshape(len(x), -1), f"{i}.out", into=x)
+            y = layers.product(x, f"{i}.gate_up", norm=f"{i}.mlp_norm", gated=True)
+            layers.product(y, f"{i}.down", into=x)
         return x
+
+    def logits(self, x: Any) -> Any:
+        """Computes logits [rows, vocabulary]; the embeddings are the weights, too."""
+        return self.layers.product(x, "embedding", norm="norm")
 
     def split(self, qkv: Any) -> tuple[Any, Any, Any]:
         """Returns views of q, k and v, each [rows, heads, d]."""
         ends = self.sizes.heads, self.sizes.heads + self.sizes.kv_heads
         return qkv[:, : ends[0]], qkv[:, ends[0] : ends[1]], qkv[:, ends[1] :]
-
-
-def load(file: Path, dtype: str, backend: str, kernel: str = "auto") -> tuple[Model, Arrays]:
-    """Reads a model from a GGUF file; also returns all fields of the file."""
-    sizes, weights, fields = read(file)
-    return Model(sizes, weights, dtype, backend, kernel), fields
 
 
 class Pages:

@@ -1,10 +1,8 @@
 """The layers beside attention in NumPy.
 
 x, the residual stream, is of the dtype of sums, which is float64 if the model's dtype is, otherwise
-float32. All other arrays are of the model's dtype. Matrices are [outputs, inputs], as in the file.
+float32, and so are logits. All other results are of the model's dtype.
 """
-
-from __future__ import annotations
 
 from typing import Any
 
@@ -15,10 +13,10 @@ from weights import Arrays
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
 
 
-class Layers:
-    """What the layers of NumPy and CuPy have in common."""
+class NumpyLayers:
+    """The layers of a model. Matrices are rounded to its dtype and kept in that of sums."""
 
-    xp: Any
+    xp: Any = np
 
     def __init__(self, sizes: Any, weights: Arrays, dtype: str) -> None:
         self.sizes, self.dtype = sizes, np.dtype(DTYPES[dtype])
@@ -28,42 +26,35 @@ class Layers:
         angle = np.arange(sizes.context)[:, None] * frequencies  # [positions, d / 2]
         self.cos, self.sin = (self.xp.asarray(f(angle), self.sums) for f in (np.cos, np.sin))
 
-    def project(self, x: Any, norm: str, name: str) -> Any:
-        """Computes norm(x) wᵀ."""
-        return self.product(self.norm(x, norm), name, self.dtype)
-
-    def gate(self, x: Any, norm: str, name: str) -> Any:
-        """Computes silu(g) u, where norm(x) wᵀ has the columns of g, then those of u (SwiGLU)."""
-        return self.swiglu(self.project(x, norm, name))
-
-    def add(self, x: Any, y: Any, name: str) -> Any:
-        """Computes x + y wᵀ in place of x."""
-        x += self.product(y, name, self.sums)
-        return x
-
-    def logits(self, x: Any) -> Any:
-        """Computes logits [rows, vocabulary]; the embeddings are the weights."""
-        return self.product(self.norm(x, "norm"), "embedding", self.sums)
-
-
-class NumpyLayers(Layers):
-    xp = np
-
-    def keep(self, x: np.ndarray) -> np.ndarray:
-        """Rounds a matrix to the model's dtype, and keeps it in the dtype of sums."""
+    def keep(self, x: np.ndarray) -> Any:
         return (x.astype(self.dtype) if x.ndim == 2 else x).astype(self.sums)
 
-    def embed(self, tokens: np.ndarray) -> np.ndarray:
+    def embed(self, tokens: Any) -> Any:
         return self.weights["embedding"][tokens]
 
-    def norm(self, x: np.ndarray, name: str) -> np.ndarray:
+    def norm(self, x: Any, name: str) -> Any:
         mean = np.mean(x * x, -1, keepdims=True)
         return (x / np.sqrt(mean + self.sizes.epsilon) * self.weights[name]).astype(self.dtype)
 
-    def product(self, y: np.ndarray, name: str, dtype: Any) -> np.ndarray:
-        return (y.astype(self.sums) @ self.weights[name].T).astype(dtype)
+    def product(
+        self, x: Any, name: str, norm: str = "", gated: bool = False, into: Any = None
+    ) -> Any:
+        """Computes y wᵀ, where y is x or, if `norm` is its name, the RMS norm of x.
 
-    def swiglu(self, both: np.ndarray) -> np.ndarray:
+        gated: returns SwiGLU of the product, silu(g) u, where g is its first half and u its second.
+        into: an array to add the product to, which is returned.
+        """
+        out = self.multiply(self.norm(x, norm) if norm else x, name)
+        if into is not None:
+            into += out
+            return into
+        out = out if name == "embedding" else out.astype(self.dtype, copy=False)
+        return self.swiglu(out) if gated else out
+
+    def multiply(self, y: Any, name: str) -> Any:
+        return y.astype(self.sums) @ self.weights[name].T
+
+    def swiglu(self, both: Any) -> Any:
         gate, up = np.split(both.astype(self.sums), 2, -1)
         with np.errstate(over="ignore"):  # exp of a large number is infinity, and silu 0
             return (gate / (1 + np.exp(-gate)) * up).astype(self.dtype)
@@ -78,8 +69,8 @@ class NumpyLayers(Layers):
         x = qkv[:, : ends[1]].astype(self.sums)
         cos, sin = (table[positions][:, None] for table in (self.cos, self.sin))
         even, odd = x[..., ::2], x[..., 1::2]  # pairs of columns, as the file orders them
-        turned = np.stack([cos * even - sin * odd, sin * even + cos * odd], -1).reshape(x.shape)
-        qkv[:, : ends[1]] = turned
+        turned = np.stack([cos * even - sin * odd, sin * even + cos * odd], -1)
+        qkv[:, : ends[1]] = turned.reshape(x.shape)
         k[pages, places], v[pages, places] = qkv[:, ends[0] : ends[1]], qkv[:, ends[1] :]
         return qkv
 
@@ -94,7 +85,7 @@ class NumpyLayers(Layers):
 
 
 def hashed(x: np.ndarray) -> np.ndarray:
-    """Mixes the bits of uint32 numbers, as in sample.cu."""
+    """Mixes the bits of uint32 numbers, as sample.cu does."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = (x ^ x >> np.uint32(shift)) * np.uint32(factor)
     return x ^ x >> np.uint32(16)

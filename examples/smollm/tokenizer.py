@@ -1,7 +1,5 @@
 """Text to tokens and back: a byte-level BPE tokenizer, built from the fields of a GGUF file."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reads the weights of a Llama model from a GGUF file and dequantises them with NumPy."""
 
-from __future__ import annotations
-
 import os
 import zipfile
 from pathlib import Path
@@ -11,17 +9,12 @@ from typing import Any
 import numpy as np
 
 Arrays = dict[str, Any]
-# Sizes by their names in the file. `base` is of the rotary embedding's angles.
-SIZES = {
-    "blocks": "block_count",
-    "heads": "attention.head_count",
-    "kv_heads": "attention.head_count_kv",
-    "d": "rope.dimension_count",
-    "width": "embedding_length",
-    "context": "context_length",
-    "base": "rope.freq_base",
-    "epsilon": "attention.layer_norm_rms_epsilon",
-}
+# Sizes, and their names in the file; base is that of the rotary embedding's angles.
+SIZES = "blocks heads kv_heads d context base epsilon"
+NAMES = (
+    "block_count attention.head_count attention.head_count_kv rope.dimension_count "
+    "context_length rope.freq_base attention.layer_norm_rms_epsilon"
+)
 # Matrices of a block by the names of their parts in the file.
 MATRICES = {
     "attention_norm": ("attn_norm",),
@@ -81,12 +74,11 @@ def read(file: Path, blocks: int | None = None) -> tuple[SimpleNamespace, Arrays
 
     reader = gguf.GGUFReader(file)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    value = {name: reader.fields[f"llama.{key}"].contents() for name, key in SIZES.items()}
-    sizes = SimpleNamespace(**{**value, "blocks": blocks or value["blocks"]})
-    weights = {
-        "embedding": dequantise(tensors["token_embd.weight"]),
-        "norm": dequantise(tensors["output_norm.weight"]),
-    }
+    values = [reader.fields[f"llama.{name}"].contents() for name in NAMES.split()]
+    sizes = SimpleNamespace(**dict(zip(SIZES.split(), values)))
+    sizes.blocks = blocks or sizes.blocks
+    first = {"embedding": "token_embd.weight", "norm": "output_norm.weight"}
+    weights = {name: dequantise(tensors[x]) for name, x in first.items()}
     for i in range(sizes.blocks):
         for name, parts in MATRICES.items():
             found = [dequantise(tensors[f"blk.{i}.{part}.weight"]) for part in parts]
