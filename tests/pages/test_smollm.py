@@ -264,7 +264,7 @@ def test_the_first_block_of_smollm(modules, file):
     import gguf
 
     sizes, weights, fields = modules["weights"].read(file, blocks=1)
-    assert (sizes.heads, sizes.kv_heads, sizes.d, sizes.width) == (9, 3, 64, 576)
+    assert (sizes.heads, sizes.kv_heads, sizes.d) == (9, 3, 64)
     for tensor in gguf.GGUFReader(file).tensors[:13]:
         wanted = gguf.dequantize(tensor.data, tensor.tensor_type)
         np.testing.assert_array_equal(modules["weights"].dequantise(tensor), wanted)
@@ -294,11 +294,12 @@ def rounding_bound(modules, sizes, weights, tokens, exact, draws=3):
 
     Rounding errors are taken as independent, of mean 0, and at most u = 2^-24 of what is rounded.
     The k partial sums of a product are at most |y| |w|, so the root of the sum of their squared
-    errors is at most sqrt(k) u |y| |w|; for other results it is u times a count of operations. Each
-    draw computes the model in float64 with an error of this size, and a random sign, in each result.
-    To first order a logit's error is the sum of all errors times derivatives, whose mean square the
-    draws estimate, and Hoeffding's inequality bounds n such sums by sqrt(2 log(2 n / 1e-9)) times
-    the root of the mean square. The largest of a row stands for the row.
+    errors is at most sqrt(k) u |y| |w|; for other results it is u times a count of operations.
+
+    Each draw computes the model in float64 with an error of this size and a random sign in each
+    result. To first order a logit's error is the sum of all errors times derivatives. The draws
+    estimate its mean square, and Hoeffding's inequality bounds n such sums by the root of it times
+    sqrt(2 log(2 n / 1e-9)). The largest of a row stands for the row.
 
     Probabilistic rounding errors: Higham and Mary, 2019, SIAM J. Sci. Comput. 41(5).
     """
