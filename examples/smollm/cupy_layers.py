@@ -1,10 +1,13 @@
 """The layers beside attention on a GPU: products by cuBLAS, and the kernels in kernels/.
 
-Up to FEW rows, product.cu computes norm, product, and SwiGLU or sum in one launch.
+Up to FEW rows, product.cu computes norm, product, and SwiGLU or sum in one launch, which may start
+early (programmatic dependent launch).
 """
 
+import ctypes
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cupy
@@ -12,8 +15,9 @@ import numpy as np
 from numpy_layers import NumpyLayers
 
 import cupyfa
+from cupyfa.runtime.choose_backend import backend_named
 
-FEW = 4
+FEW = 16
 WARPS = 4  # of a block of product.cu and rms_norm.cu
 
 
@@ -45,10 +49,13 @@ class CupyLayers(NumpyLayers):
         if into is None:
             dtype = np.float32 if name == "embedding" else self.dtype
             out = cupy.empty((len(x), len(w) // (1 + gated)), dtype)
+        at_once = 2 if gated else 4 if name == "embedding" else 1
         constants = {"input": _named(x.dtype), "output": _named(out.dtype), "K": x.shape[1]}
         constants |= {"normalizes": bool(norm), "gated": gated, "adds": into is not None}
-        grid, scales = (cupyfa.cdiv(out.shape[1], WARPS), len(x)), self.weights[norm or "norm"]
-        self._launch("product", grid, (32, WARPS), x, scales, w, out, out.shape[1], **constants)
+        warps = cupyfa.cdiv(out.shape[1], 1 if gated else at_once)
+        grid = cupyfa.cdiv(warps, WARPS), cupyfa.cdiv(len(x), 4)
+        arguments = x, self.weights[norm or "norm"], w, out, out.shape[1], len(x)
+        self._launch("product", grid, 32 * WARPS, *arguments, at_once=at_once, **constants)
         return out
 
     def multiply(self, y: Any, name: str) -> Any:
@@ -77,11 +84,22 @@ class CupyLayers(NumpyLayers):
         return tokens
 
     def _launch(self, name: str, grid: Any, block: Any, *given: Any, **constants: Any) -> None:
+        """Launches a kernel; product.cu may start before the launch before it has ended."""
+        early = name == "product" and int(cupy.cuda.Device().compute_capability) >= 90
+        constants |= {"scalar": _named(self.dtype), "epsilon": self.sizes.epsilon, "early": early}
+        kernel = _compiled(name, **constants)
         kinds = {int: np.int32, float: np.float32}
         arguments = [kinds[type(x)](x) if type(x) in kinds else x for x in given]
         grid, block = (x if isinstance(x, tuple) else (x,) for x in (grid, block))
-        constants |= {"scalar": _named(self.dtype), "epsilon": self.sizes.epsilon}
-        _compiled(name, **constants)(grid, block, arguments)
+        if not early:
+            return kernel(grid, block, arguments)
+        launch = SimpleNamespace(
+            grid=(*grid, 1), threads=block[0], shared_bytes=0, begins_early=True
+        )
+        start = backend_named("cuda").starter(kernel, launch, (), ())
+        values = [ctypes.c_int(x) if type(x) is int else ctypes.c_void_p(x.data.ptr) for x in given]
+        addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        start(cupy.cuda.get_current_stream().ptr, ctypes.addressof(addresses), 0)
 
 
 def _named(dtype: np.dtype) -> str:

@@ -23,3 +23,19 @@ __device__ inline float warp_sum(float x) {
   for (int other = 16; other; other /= 2) x += __shfl_xor_sync(0xffffffff, x, other);
   return x;
 }
+
+template <class T, int size>
+struct alignas(size * sizeof(T)) Several {  // loaded at once
+  T at[size];
+};
+
+// Programmatic dependent launch, if `early`: the next launch may start now, and this one waits here
+// until the one before has ended. Only what no launch writes may be read before.
+template <bool early>
+__device__ void launch_dependents() {
+  if constexpr (early) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+template <bool early>
+__device__ void wait_for_launch_before() {
+  if constexpr (early) asm volatile("griddepcontrol.wait;" ::: "memory");
+}
