@@ -1,9 +1,6 @@
-"""Answers questions with SmolLM2-135M-Instruct, without torch: NumPy or CuPy, and cupyfa.
+"""Answers questions with SmolLM2-135M-Instruct, without torch; docs/model.md tells how.
 
-    python examples/smollm/chat.py "What is attention?" --weights FOLDER
-    python examples/smollm/chat.py "One question" "Another" --temperature 0.7 --seed 1
-
-Without a GPU, NumPy computes a few tokens per second. docs/model.md tells how it works.
+python examples/smollm/chat.py "What is attention?" --weights FOLDER
 """
 
 import argparse
@@ -20,17 +17,17 @@ from cupyfa.runtime.cuda import device
 
 def stream(generator: Generator, tokenizer: Tokenizer, requests: list[Request]) -> None:
     """Prints the first answer as it grows, then the others, and tokens per second."""
-    first, printed, steps = requests[0], 0, 0
-    for steps, (request, _) in enumerate(generator.run(), 1):
+    first, printed, count = requests[0], 0, 0
+    for count, (request, _) in enumerate(generator.run(), 1):
         text = tokenizer.decode(first.tokens[first.prompt :])
         if request is first and not text.endswith("\ufffd"):  # its last character is whole
             print(text[printed:], end="", flush=True)
             printed = len(text)
-        if sys.stderr.isatty():  # a progress line in the title of the terminal
-            print(f"\033]0;{steps} tokens\a", end="", file=sys.stderr, flush=True)
+        elif request is not first and first not in generator.running.values():
+            print(f"\r{count} tokens of all answers", end="", file=sys.stderr, flush=True)
     for request in requests[1:]:
         print(f"\n\n{tokenizer.decode(request.tokens[request.prompt :])}", end="")
-    many = {"prefill": sum(x.prompt for x in requests), "decode": steps - len(requests)}
+    many = {"prefill": sum(x.prompt for x in requests), "decode": count - len(requests)}
     rates = (f"{x} {n} tokens, {n / generator.seconds[x]:,.0f} per second" for x, n in many.items())
     print("\n\n" + "; ".join(rates))
 
@@ -42,7 +39,7 @@ def main() -> None:
     try:
         sizes, weights, fields = read(find(options.weights))
         model = Model(sizes, weights, dtype, backend, options.kernel)
-        tokenizer, slots = Tokenizer(fields), min(options.slots, len(options.questions))
+        tokenizer, slots = Tokenizer(fields), min(64, len(options.questions))
         how = {"temperature": options.temperature, "end": tokenizer.end}
         generator = Generator(model, slots, options.capacity, **how)
         requests = [
@@ -67,7 +64,6 @@ def arguments() -> argparse.Namespace:
     add("--kernel", default="auto", help="of attention: a rung, or script.py:name  [auto]")
     add("--backend", choices=BACKENDS, help="[cuda, or numpy without a GPU]")
     add("--dtype", choices=DTYPES, help="[bfloat16, or float32 without a GPU]")
-    add("--slots", type=int, default=64, help="most answers at a time  [64]")
     add("--capacity", type=int, default=2048, help="most tokens of question and answer  [2048]")
     return parser.parse_args()
 

@@ -94,10 +94,7 @@ class Pages:
         self.table[slot], self.lengths[slot] = slot, 0
 
     def prefill(self, slots: Sequence[int], counts: Sequence[int]) -> Attend:
-        """Returns causal attention of prompts, one after the other, which also caches their keys.
-
-        slots, counts: the slot and the number of tokens of each prompt.
-        """
+        """Returns causal attention of prompts of `counts` tokens, which also caches their keys."""
         places = np.concatenate([np.arange(n) for n in counts])
         ends = np.cumsum([0, *counts]).tolist()
         parts, xp = [slice(a, b) for a, b in pairwise(ends)], self.xp

@@ -75,17 +75,8 @@ class NumpyLayers:
         return qkv
 
     def sample(self, logits: Any, seeds: Any, positions: Any, temperature: float) -> Any:
-        """Draws tokens [rows] as kernels/sample.cu does, where it is explained."""
+        """Draws tokens [rows] by adding Gumbel numbers of each row's seed and position to logits."""
         if temperature > 0:
-            row = hashed(seeds ^ hashed(positions.astype(np.uint32)))
-            places = hashed(np.arange(logits.shape[1], dtype=np.uint32))
-            u = ((hashed(row[:, None] ^ places) >> np.uint32(9)) + 0.5) / 2**23
-            logits = logits / temperature - np.log(-np.log(u))
+            random = map(np.random.default_rng, zip(seeds.tolist(), positions.tolist()))
+            logits = logits / temperature + [x.gumbel(size=logits.shape[1]) for x in random]
         return logits.argmax(-1).astype(np.int32)
-
-
-def hashed(x: np.ndarray) -> np.ndarray:
-    """Mixes the bits of uint32 numbers, as sample.cu does."""
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        x = (x ^ x >> np.uint32(shift)) * np.uint32(factor)
-    return x ^ x >> np.uint32(16)

