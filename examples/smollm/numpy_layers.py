@@ -75,7 +75,7 @@ class NumpyLayers:
         return qkv
 
     def sample(self, logits: Any, seeds: Any, positions: Any, temperature: float) -> Any:
-        """Draws tokens [rows] by adding Gumbel numbers of each row's seed and position to logits."""
+        """Draws tokens [rows] by adding Gumbel noise of each row's seed and position to logits."""
         if temperature > 0:
             random = map(np.random.default_rng, zip(seeds.tolist(), positions.tolist()))
             logits = logits / temperature + [x.gumbel(size=logits.shape[1]) for x in random]
