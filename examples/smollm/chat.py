@@ -40,12 +40,10 @@ def main() -> None:
         sizes, weights, fields = read(find(options.weights))
         model = Model(sizes, weights, dtype, backend, options.kernel)
         tokenizer, slots = Tokenizer(fields), min(64, len(options.questions))
-        how = {"temperature": options.temperature, "end": tokenizer.end}
-        generator = Generator(model, slots, options.capacity, **how)
-        requests = [
-            Request(tokenizer.chat(question), options.new, options.seed + i)
-            for i, question in enumerate(options.questions)
-        ]
+        how = options.temperature, tokenizer.end
+        generator = Generator(model, slots, options.capacity, *how)
+        prompts = map(tokenizer.chat, options.questions)
+        requests = [Request(x, options.new, options.seed + i) for i, x in enumerate(prompts)]
         for request in requests:
             generator.submit(request)
     except (OSError, ValueError) as error:

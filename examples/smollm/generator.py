@@ -4,24 +4,17 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from model import Model, Pages
 
 
-@dataclass(eq=False)
 class Request:
     """A prompt to extend by at most `new` tokens. seed: of the tokens that are drawn."""
 
-    tokens: list[int]
-    new: int
-    seed: int = 0
-    prompt: int = field(init=False)  # tokens of the prompt
-
-    def __post_init__(self) -> None:
-        self.prompt = len(self.tokens)
+    def __init__(self, tokens: list[int], new: int, seed: int = 0) -> None:
+        self.tokens, self.new, self.seed, self.prompt = tokens, new, seed, len(tokens)
 
 
 class Generator:

@@ -15,14 +15,11 @@ NAMES = (
     "block_count attention.head_count attention.head_count_kv rope.dimension_count "
     "context_length rope.freq_base attention.layer_norm_rms_epsilon"
 )
-# Matrices of a block by the names of their parts in the file.
-MATRICES = {
-    "attention_norm": ("attn_norm",),
-    "qkv": ("attn_q", "attn_k", "attn_v"),
-    "out": ("attn_output",),
-    "mlp_norm": ("ffn_norm",),
-    "gate_up": ("ffn_gate", "ffn_up"),
-    "down": ("ffn_down",),
+# Weights of a block, and their parts in the file.
+PARTS = {
+    **{"attention_norm": ["attn_norm"], "mlp_norm": ["ffn_norm"]},
+    **{"qkv": ["attn_q", "attn_k", "attn_v"], "out": ["attn_output"]},
+    **{"gate_up": ["ffn_gate", "ffn_up"], "down": ["ffn_down"]},
 }
 
 
@@ -80,7 +77,7 @@ def read(file: Path, blocks: int | None = None) -> tuple[SimpleNamespace, Arrays
     first = {"embedding": "token_embd.weight", "norm": "output_norm.weight"}
     weights = {name: dequantise(tensors[x]) for name, x in first.items()}
     for i in range(sizes.blocks):
-        for name, parts in MATRICES.items():
+        for name, parts in PARTS.items():
             found = [dequantise(tensors[f"blk.{i}.{part}.weight"]) for part in parts]
             weights[f"{i}.{name}"] = np.concatenate(found)
     return sizes, weights, reader.fields
