@@ -1,7 +1,4 @@
-"""Answers questions with SmolLM2-135M-Instruct, without torch; docs/model.md tells how.
-
-python examples/smollm/chat.py "What is attention?" --weights FOLDER
-"""
+"""Answers questions with SmolLM2-135M-Instruct, without torch; docs/model.md tells how."""
 
 import argparse
 import sys
@@ -33,26 +30,7 @@ def stream(generator: Generator, tokenizer: Tokenizer, requests: list[Request]) 
 
 
 def main() -> None:
-    options = arguments()
-    backend = options.backend or ("cuda" if device.unavailable() is None else "numpy")
-    dtype = options.dtype or ("bfloat16" if backend == "cuda" else "float32")
-    try:
-        sizes, weights, fields = read(find(options.weights))
-        model = Model(sizes, weights, dtype, backend, options.kernel)
-        tokenizer, slots = Tokenizer(fields), min(64, len(options.questions))
-        how = options.temperature, tokenizer.end
-        generator = Generator(model, slots, options.capacity, *how)
-        prompts = map(tokenizer.chat, options.questions)
-        requests = [Request(x, options.new, options.seed + i) for i, x in enumerate(prompts)]
-        for request in requests:
-            generator.submit(request)
-    except (OSError, ValueError) as error:
-        sys.exit(str(error))
-    stream(generator, tokenizer, requests)
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("questions", nargs="+", metavar="QUESTION")
     add("--weights", metavar="FOLDER", help="where the GGUF file is  [$SMOLLM_WEIGHTS]")
@@ -63,7 +41,21 @@ def arguments() -> argparse.Namespace:
     add("--backend", choices=BACKENDS, help="[cuda, or numpy without a GPU]")
     add("--dtype", choices=DTYPES, help="[bfloat16, or float32 without a GPU]")
     add("--capacity", type=int, default=2048, help="most tokens of question and answer  [2048]")
-    return parser.parse_args()
+    options = parser.parse_args()
+    backend = options.backend or ("cuda" if device.unavailable() is None else "numpy")
+    dtype = options.dtype or ("bfloat16" if backend == "cuda" else "float32")
+    try:
+        sizes, weights, fields = read(find(options.weights))
+        model = Model(sizes, weights, dtype, backend, options.kernel)
+        tokenizer, slots = Tokenizer(fields), min(64, len(options.questions))
+        generator = Generator(model, slots, options.capacity, options.temperature, tokenizer.end)
+        prompts = map(tokenizer.chat, options.questions)
+        requests = [Request(x, options.new, options.seed + i) for i, x in enumerate(prompts)]
+        for request in requests:
+            generator.submit(request)
+    except (OSError, ValueError) as error:
+        sys.exit(str(error))
+    stream(generator, tokenizer, requests)
 
 
 if __name__ == "__main__":

@@ -23,9 +23,7 @@ class Generator:
     temperature: 0 takes the most likely token. end: the token after which a request ends.
     """
 
-    def __init__(
-        self, model: Model, slots: int, capacity: int, temperature: float = 0, end: int = -1
-    ) -> None:
+    def __init__(self, model: Model, slots: int, capacity: int, temperature=0.0, end=-1) -> None:
         self.model, self.temperature, self.end, self.capacity = model, temperature, end, capacity
         xp = self.xp = model.layers.xp
         self.waiting: deque[Request] = deque()
@@ -41,10 +39,8 @@ class Generator:
     def submit(self, request: Request) -> None:
         """Queues a request; raises ValueError if it is empty or longer than the capacity."""
         if min(request.prompt, request.new) < 1 or request.prompt + request.new > self.capacity:
-            raise ValueError(
-                f"a request has {request.prompt} tokens and {request.new} new ones; give at least "
-                f"1 of each, and at most {self.capacity} in total"
-            )
+            given = f"a request has {request.prompt} tokens and {request.new} new ones"
+            raise ValueError(f"{given}; give at least 1 of each, at most {self.capacity} in total")
         self.waiting.append(request)
 
     def step(self) -> list[tuple[Request, int]]:
@@ -71,32 +67,29 @@ class Generator:
 
     def _prefill(self) -> dict[int, int]:
         """Admits requests to free slots; returns the tokens that follow their prompts, by slot."""
-        free = [x for x in range(len(self.tokens)) if x not in self.running]
-        joined = {slot: self.waiting.popleft() for slot in free[: len(self.waiting)]}
-        if not joined:
+        slots = [x for x in range(len(self.tokens)) if x not in self.running][: len(self.waiting)]
+        if not slots:
             return {}
-        self.running |= joined
-        for slot, request in joined.items():
+        joined, xp = [self.waiting.popleft() for _ in slots], self.xp
+        self.running |= zip(slots, joined)
+        for slot, request in zip(slots, joined):
             self.pages.take(slot, request.prompt + request.new)
-        xp, layers, slots = self.xp, self.model.layers, list(joined)
-        counts = [request.prompt for request in joined.values()]
-        tokens = np.concatenate([request.tokens for request in joined.values()])
-        attend = self.pages.prefill(slots, counts)
-        x = self.model.forward(xp.asarray(tokens, np.int32), attend)
-        seeds = xp.asarray([request.seed for request in joined.values()], np.uint32)
-        lengths, last = xp.asarray(counts, np.int32), xp.asarray(np.cumsum(counts) - 1)
-        drawn = layers.sample(self.model.logits(x[last]), seeds, lengths - 1, self.temperature)
-        there = xp.asarray(slots)
+        counts = [request.prompt for request in joined]
+        tokens = xp.asarray(np.concatenate([request.tokens for request in joined]), np.int32)
+        x = self.model.forward(tokens, self.pages.prefill(slots, counts))
+        logits = self.model.logits(x[xp.asarray(np.cumsum(counts) - 1)])
+        seeds = xp.asarray([request.seed for request in joined], np.uint32)
+        lengths, there = xp.asarray(counts, np.int32), xp.asarray(slots)
+        drawn = self.model.layers.sample(logits, seeds, lengths - 1, self.temperature)
         self.tokens[there], self.seeds[there], self.active[there] = drawn, seeds, 1
         self.pages.lengths[there] = lengths
         return dict(zip(slots, drawn.tolist()))
 
     def _decode(self) -> dict[int, int]:
         """Runs one step of all slots; returns the new tokens of requests, by slot."""
-        if not self.running:
-            return {}
-        self.launch()
-        tokens = self.tokens.tolist()
+        if self.running:
+            self.launch()
+        tokens = self.tokens.tolist() if self.running else []
         return {slot: tokens[slot] for slot in self.running}
 
     def _step_of_slots(self) -> None:
@@ -107,11 +100,8 @@ class Generator:
         lengths += self.active
 
     def _capture(self) -> Any:
-        """Captures a step in a CUDA graph, whose temporary arrays have a memory pool of their own.
-
-        The step before it compiles the kernels. Without requests, it writes into unused pages only.
-        """
-        self._step_of_slots()
+        """Captures a step in a CUDA graph, whose arrays have a memory pool of their own."""
+        self._step_of_slots()  # compiles the kernels; without requests it writes to unused pages
         self.pool = self.xp.cuda.MemoryPool()
         with self.xp.cuda.using_allocator(self.pool.malloc):
             self.stream.begin_capture()

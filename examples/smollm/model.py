@@ -24,13 +24,11 @@ class Model:
     kernel: a rung, or `script.py:name`. Decoding takes "auto" instead of one that reads no pages.
     """
 
-    def __init__(
-        self, sizes: Any, weights: Arrays, dtype: str, backend: str, kernel: str = "auto"
-    ) -> None:
-        self.sizes, self.backend, kind = sizes, backend, NumpyLayers
+    def __init__(self, sizes: Any, weights: Arrays, dtype: str, backend: str, kernel: str = "auto"):
+        self.sizes, self.backend, layers = sizes, backend, NumpyLayers
         if backend == "cuda":
-            kind = import_module("cupy_layers").CupyLayers
-        self.layers = kind(sizes, weights, dtype)
+            layers = import_module("cupy_layers").CupyLayers
+        self.layers = layers(sizes, weights, dtype)
         record: Any = "auto" if kernel == "auto" else cupyfa.kernel(kernel)
         features = getattr(record, "features", ("ragged", "paged"))
         self.is_ragged = "ragged" in features
@@ -39,8 +37,7 @@ class Model:
 
     def forward(self, tokens: Any, attend: Attend) -> Any:
         """Computes the last residual stream [rows, width] of tokens [rows]."""
-        layers = self.layers
-        x = layers.embed(tokens)
+        x, layers = self.layers.embed(tokens), self.layers
         for i in range(self.sizes.blocks):
             qkv = layers.product(x, f"{i}.qkv", norm=f"{i}.attention_norm")
             out = attend(i, qkv.reshape(len(x), -1, self.sizes.d))
@@ -69,25 +66,20 @@ class Pages:
     def __init__(self, model: Model, slots: int, capacity: int, size: int = 64) -> None:
         layers, sizes, most = model.layers, model.sizes, cupyfa.cdiv(capacity, size)
         self.model, self.size, self.xp = model, size, layers.xp
-        shape = slots * (1 + most), size, sizes.kv_heads, sizes.d
-        self.k, self.v = (
-            [self.xp.zeros(shape, layers.dtype) for _ in range(sizes.blocks)] for _ in "kv"
-        )
-        self.free = list(range(slots, shape[0]))
-        self.taken: dict[int, list[int]] = {}  # pages by slot
+        shape, blocks = (slots * (1 + most), size, sizes.kv_heads, sizes.d), range(sizes.blocks)
+        self.k, self.v = ([self.xp.zeros(shape, layers.dtype) for _ in blocks] for _ in "kv")
+        self.free, self.taken = list(range(slots, shape[0])), {}  # taken: pages by slot
         own = np.arange(slots, dtype=np.int32)[:, None]
         self.table, self.lengths = self.xp.asarray(own.repeat(most, 1)), self.xp.zeros(slots, "i4")
         rotary = cupyfa.Rotary(layers.cos, layers.sin, interleaved=True)
-        self.caches = [
-            cupyfa.KVCache(k, v, self.lengths, self.table, layout="bshd", rotary=rotary)
-            for k, v in zip(self.k, self.v)
-        ]
+        how = {"layout": "bshd", "rotary": rotary}
+        pairs = zip(self.k, self.v)
+        self.caches = [cupyfa.KVCache(*x, self.lengths, self.table, **how) for x in pairs]
 
     def take(self, slot: int, tokens: int) -> None:
         """Gives a slot pages for so many tokens."""
         pages = [self.free.pop() for _ in range(cupyfa.cdiv(tokens, self.size))]
-        self.taken[slot] = pages
-        self.table[slot, : len(pages)] = self.xp.asarray(pages)
+        self.taken[slot], self.table[slot, : len(pages)] = pages, self.xp.asarray(pages)
 
     def release(self, slot: int) -> None:
         self.free += self.taken.pop(slot)
@@ -95,25 +87,22 @@ class Pages:
 
     def prefill(self, slots: Sequence[int], counts: Sequence[int]) -> Attend:
         """Returns causal attention of prompts of `counts` tokens, which also caches their keys."""
-        places = np.concatenate([np.arange(n) for n in counts])
-        ends = np.cumsum([0, *counts]).tolist()
-        parts, xp = [slice(a, b) for a, b in pairwise(ends)], self.xp
+        ends, places = np.cumsum([0, *counts]), np.concatenate([np.arange(n) for n in counts])
         pages = [np.array(self.taken[x])[np.arange(n) // self.size] for x, n in zip(slots, counts)]
-        found = np.concatenate(pages), places % self.size, places
-        rows, offsets = [xp.asarray(x, np.int32) for x in found], xp.asarray(ends, np.int32)
+        found = np.concatenate(pages), places % self.size, places, ends
+        *rows, offsets = (self.xp.asarray(x, np.int32) for x in found)
+        how = {"causal": True, **self.model.prefilling}
 
         def attend(block: int, qkv: Any) -> Any:
-            how = self.model.prefilling
-            cached = self.model.layers.rotate_into(qkv, self.k[block], self.v[block], rows)
-            qkv = self.model.split(cached)
+            qkv = self.model.layers.rotate_into(qkv, self.k[block], self.v[block], rows)
+            q, k, v = self.model.split(qkv)
             if self.model.backend == "numpy":
-                return self._by_reference(block, qkv[0], slots, counts, counts)
+                return self._by_reference(block, q, slots, counts, counts)
             if self.model.is_ragged:
-                qkv = (cupyfa.Packed(x, offsets) for x in qkv)
-                return cupyfa.attention(*qkv, causal=True, **how)
-            prompts = [[x[None, part] for x in qkv] for part in parts]
-            outs = [cupyfa.attention(*x, causal=True, layout="bshd", **how)[0] for x in prompts]
-            return xp.concatenate(outs)
+                return cupyfa.attention(*(cupyfa.Packed(x, offsets) for x in (q, k, v)), **how)
+            prompts = ([x[None, a:b] for x in (q, k, v)] for a, b in pairwise(ends.tolist()))
+            outs = [cupyfa.attention(*x, layout="bshd", **how)[0] for x in prompts]
+            return self.xp.concatenate(outs)
 
         return attend
 
@@ -122,21 +111,18 @@ class Pages:
         if self.model.backend != "numpy":
             q, k, v = (x[:, :, None] for x in self.model.split(qkv))  # [slots, heads, 1, d]
             return cupyfa.attention(q, self.caches[block], append=(k, v), **self.model.decoding)
-        slots = np.arange(len(qkv))
-        rows = self.table[slots, self.lengths // self.size], self.lengths % self.size, self.lengths
+        n, slots = self.lengths, np.arange(len(qkv))
+        rows = self.table[slots, n // self.size], n % self.size, n
         qkv = self.model.layers.rotate_into(qkv, self.k[block], self.v[block], rows)
-        q, _, _ = self.model.split(qkv)
-        return self._by_reference(block, q, slots, [1] * len(q), self.lengths + 1)
+        return self._by_reference(block, self.model.split(qkv)[0], slots, np.ones_like(n), n + 1)
 
     def _by_reference(self, block: int, q: Any, slots: Any, counts: Any, lengths: Any) -> Any:
         """Computes causal attention of the last `counts` tokens of each slot's `lengths` keys."""
-        outs, ends = [], np.cumsum(counts)
-        for slot, count, end, n in zip(slots, counts, ends, lengths):
+        outs = []
+        for slot, count, end, n in zip(slots, counts, np.cumsum(counts), lengths):
             pages = self.table[slot, : cupyfa.cdiv(int(n), self.size)]
-            k, v = (x[block][pages] for x in (self.k, self.v))
-            k, v = (x.reshape(-1, *x.shape[2:])[:n] for x in (k, v))
+            k, v = (x[block][pages].reshape(-1, *x[block].shape[2:])[:n] for x in (self.k, self.v))
             q_k_v = (x.swapaxes(0, 1)[None] for x in (q[end - count : end], k, v))
-            scale = self.model.sizes.d**-0.5
-            out, _ = reference.attention(*q_k_v, scale=scale, causal_offset=n - count)
-            outs.append(out[0].swapaxes(0, 1))
+            how = {"scale": q.shape[-1] ** -0.5, "causal_offset": n - count}
+            outs.append(reference.attention(*q_k_v, **how)[0][0].swapaxes(0, 1))
         return np.concatenate(outs).astype(q.dtype)

@@ -36,9 +36,7 @@ class NumpyLayers:
         mean = np.mean(x * x, -1, keepdims=True)
         return (x / np.sqrt(mean + self.sizes.epsilon) * self.weights[name]).astype(self.dtype)
 
-    def product(
-        self, x: Any, name: str, norm: str = "", gated: bool = False, into: Any = None
-    ) -> Any:
+    def product(self, x: Any, name: str, norm: str = "", gated: bool = False, into: Any = None):
         """Computes y wᵀ, where y is x or, if `norm` is its name, the RMS norm of x.
 
         gated: returns SwiGLU of the product, silu(g) u, where g is its first half and u its second.
@@ -56,15 +54,11 @@ class NumpyLayers:
 
     def swiglu(self, both: Any) -> Any:
         gate, up = np.split(both.astype(self.sums), 2, -1)
-        with np.errstate(over="ignore"):  # exp of a large number is infinity, and silu 0
-            return (gate / (1 + np.exp(-gate)) * up).astype(self.dtype)
+        return (gate * np.exp(-np.logaddexp(0, -gate)) * up).astype(self.dtype)
 
     def rotate_into(self, qkv: Any, k: Any, v: Any, rows: tuple[Any, Any, Any]) -> Any:
-        """Rotates queries and keys of qkv [rows, all heads, d]; writes keys and values to pages.
-
-        rows: the page of each row, its place in the page, and its position in the sequence.
-        """
-        pages, places, positions = rows
+        """Rotates queries and keys of qkv [rows, all heads, d]; writes keys and values to pages."""
+        pages, places, positions = rows  # of each row: its page, its place there, its position
         ends = self.sizes.heads, self.sizes.heads + self.sizes.kv_heads
         x = qkv[:, : ends[1]].astype(self.sums)
         cos, sin = (table[positions][:, None] for table in (self.cos, self.sin))

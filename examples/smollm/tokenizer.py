@@ -13,20 +13,17 @@ class Tokenizer:
     def __init__(self, fields: Mapping[str, Any]) -> None:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-        def value(name: str) -> Any:
-            return fields[f"tokenizer.ggml.{name}"].contents()
-
-        tokens = value("tokens")
-        merges = [tuple(pair.split(" ")) for pair in value("merges")]
-        self.coder = Tokenizer(models.BPE({x: i for i, x in enumerate(tokens)}, merges))
+        names = ("tokens", "token_type", "merges", "eos_token_id")
+        found = [fields[f"tokenizer.ggml.{name}"].contents() for name in names]
+        tokens, kinds, merges, self.end = found
+        pairs = [tuple(pair.split(" ")) for pair in merges]
+        self.coder = Tokenizer(models.BPE({x: i for i, x in enumerate(tokens)}, pairs))
         # What the file calls the pre-tokenizer "smollm": each digit is a word, then words of GPT-2.
         digits = pre_tokenizers.Digits(individual_digits=True)
         words = pre_tokenizers.ByteLevel(add_prefix_space=False)
         self.coder.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
         self.coder.decoder = decoders.ByteLevel()
-        kinds = zip(tokens, value("token_type"))
-        self.coder.add_special_tokens([x for x, kind in kinds if kind == CONTROL])
-        self.end = int(value("eos_token_id"))
+        self.coder.add_special_tokens([x for x, kind in zip(tokens, kinds) if kind == CONTROL])
 
     def encode(self, text: str) -> list[int]:
         return list(self.coder.encode(text).ids)

