@@ -89,8 +89,8 @@ class CupyLayers(NumpyLayers):
         launch = SimpleNamespace(threads=threads, shared_bytes=0, begins_early=early)
         launch.grid = (*grid, 1, 1)[:3]
         start = backend_named("cuda").starter(_compiled(name, **constants), launch, (), ())
-        kinds = {int: ctypes.c_int, float: ctypes.c_float, cupy.ndarray: ctypes.c_void_p}
-        values = [kinds[type(x)](x.data.ptr if hasattr(x, "data") else x) for x in given]
+        kinds, address = {int: ctypes.c_int, float: ctypes.c_float}, ctypes.c_void_p
+        values = [kinds[type(x)](x) if type(x) in kinds else address(x.data.ptr) for x in given]
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         start(cupy.cuda.get_current_stream().ptr, ctypes.addressof(pointers), 0)
 

@@ -245,6 +245,98 @@ def test_weights_that_are_missing_are_named(monkeypatch, tmp_path, modules):
         modules["weights"].find(str(tmp_path))
 
 
+@pytest.fixture
+def simulated_layers(modules, monkeypatch):
+    """Returns CupyLayers on NumPy arrays, whose kernels the simulator runs."""
+    from helpers import device_code
+
+    module = modules["cupy_layers"]
+    monkeypatch.setattr(module, "cupy", np)
+    kinds = {int: np.int32, float: np.float32}
+
+    class Simulated(module.CupyLayers):
+        xp = np
+
+        def multiply(self, y, name):
+            w = self.weights[name].astype(np.float32)
+            return (y.astype(np.float32) @ w.T).astype(self._result(name))
+
+        def _launch(self, name, grid, threads, *given, **constants):
+            constants |= {"scalar": str(self.dtype), "epsilon": self.sizes.epsilon}
+            values = [kinds.get(type(x), lambda y: y)(x) for x in given]
+            how = {"grid": (*grid, 1, 1)[:3], "threads": threads, "names": "abcdefghijklmn"}
+            text = module.source(name, **constants, early=False)
+            device_code.run(text, name, *values, folders=[], **how)
+
+    return Simulated
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("few", [16, 0])
+def test_layers_of_the_gpu_in_the_simulator(modules, small, simulated_layers, monkeypatch, few):
+    """With `few` rows product.cu is used, otherwise a kernel for each step."""
+    monkeypatch.setattr(modules["cupy_layers"], "FEW", few)
+    sizes, weights, _ = modules["weights"].read(small)
+    model = modules["model"].Model(sizes, weights, "float32", "simulator")
+    model.layers = simulated_layers(sizes, weights, "float32")
+    generator = modules["generator"].Generator(model, slots=2, capacity=64)
+    requests = [modules["generator"].Request(tokens, 4) for tokens in prompts([11, 3])]
+    for request in requests:
+        generator.submit(request)
+    list(generator.run())
+    for request in requests:
+        logits = dense_logits(sizes, weights, request.tokens[:-1])[request.prompt - 1 :]
+        assert request.tokens[request.prompt :] == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kernels_in_the_simulator_compute_what_numpy_does(modules, small, simulated_layers, dtype):
+    """Results of a few rows agree within the rounding of their sums, and of the dtype."""
+    sizes, weights, _ = modules["weights"].read(small)
+    ours, wanted = (
+        kind(sizes, weights, dtype)
+        for kind in (simulated_layers, modules["numpy_layers"].NumpyLayers)
+    )
+    u = {"float32": U, "bfloat16": 2.0**-9}[dtype]
+    random = np.random.default_rng(4)
+    x = random.standard_normal((3, WIDTH)).astype(np.float32)
+    for name, norm, gated in (
+        ("0.qkv", "0.attention_norm", False),
+        ("0.gate_up", "0.mlp_norm", True),
+        ("embedding", "norm", False),
+    ):
+        found, exact = (y.product(x, name, norm, gated).astype(np.float64) for y in (ours, wanted))
+        # y and w are of size about 1 and 1/4, in sums of 64 that are rounded, and each y before it.
+        size = np.abs(wanted.norm(x, norm).astype(np.float32)) @ np.abs(wanted.weights[name]).T
+        if gated:
+            size = (1 + size[:, :INNER]) * (1 + size[:, INNER:])
+        assert (np.abs(found - exact) <= 4 * u * (size + 1) + 64 * U * size).all(), name
+    y = ours.product(x, "0.qkv", "0.attention_norm")[:, :WIDTH].copy()
+    sums = [z.product(y, "0.out", into=x.copy()) for z in (ours, wanted)]
+    size = np.abs(x) + np.abs(y.astype(np.float32)) @ np.abs(wanted.weights["0.out"]).T
+    assert (np.abs(sums[0] - sums[1]) <= 66 * U * size).all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_tokens_that_sample_draws(modules, small, simulated_layers, temperature):
+    """Counts of 200 tokens are within 6 standard deviations; equal seeds draw equal tokens."""
+    sizes, weights, _ = modules["weights"].read(small)
+    layers = simulated_layers(sizes, weights, "float32")
+    row, many = np.float32([0, 1, 2, -1, 2]), 200
+    logits = np.broadcast_to(row, (many, 5)).copy()
+    positions = np.arange(many, dtype=np.int32)
+    seeds = np.full(many, 9, np.uint32)
+    found = layers.sample(logits, seeds, positions, temperature)
+    assert (found == layers.sample(logits, seeds, positions, temperature)).all()
+    if temperature == 0:
+        assert (found == 2).all()  # the first of equal logits
+        return
+    p = np.exp(row / temperature)
+    p /= p.sum()
+    counts = np.bincount(found, minlength=5)
+    assert (np.abs(counts - many * p) < 6 * np.sqrt(many * p * (1 - p))).all()
+
+
 KERNELS = sorted((EXAMPLE.parent / "kernels").glob("*.cu"))
 
 
