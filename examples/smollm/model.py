@@ -19,15 +19,13 @@ BACKENDS = ("cuda", "simulator", "numpy")
 class Model:
     """A Llama model: sizes, layers, and how attention is computed.
 
-    backend: "cuda", or "simulator", which runs the same kernels on the CPU, or "numpy", for which
-    cupyfa's reference computes attention in float64. The last two have layers in NumPy.
-    kernel: a rung, or `script.py:name`. Decoding takes "auto" instead of one that reads no pages.
+    backend: "cuda"; "simulator", which runs the same kernels of attention on the CPU; or "numpy",
+    with cupyfa's reference. kernel: a rung or `script.py:name`; decoding needs one that has pages.
     """
 
     def __init__(self, sizes: Any, weights: Arrays, dtype: str, backend: str, kernel: str = "auto"):
-        self.sizes, self.backend, layers = sizes, backend, NumpyLayers
-        if backend == "cuda":
-            layers = import_module("cupy_layers").CupyLayers
+        self.sizes, self.backend = sizes, backend
+        layers = import_module("cupy_layers").CupyLayers if backend == "cuda" else NumpyLayers
         self.layers = layers(sizes, weights, dtype)
         record: Any = "auto" if kernel == "auto" else cupyfa.kernel(kernel)
         features = getattr(record, "features", ("ragged", "paged"))
@@ -60,7 +58,7 @@ class Pages:
     """Keys and values of all blocks in pages, and the page table that all blocks share.
 
     A sequence in a slot has pages for all tokens that it may grow to, at most `capacity`. A slot
-    without a sequence writes into a page of its own, so arrays have the same shapes in every step.
+    without one writes into a page of its own, so that arrays have the same shapes in every step.
     """
 
     def __init__(self, model: Model, slots: int, capacity: int, size: int = 64) -> None:
@@ -72,9 +70,8 @@ class Pages:
         own = np.arange(slots, dtype=np.int32)[:, None]
         self.table, self.lengths = self.xp.asarray(own.repeat(most, 1)), self.xp.zeros(slots, "i4")
         rotary = cupyfa.Rotary(layers.cos, layers.sin, interleaved=True)
-        how = {"layout": "bshd", "rotary": rotary}
-        pairs = zip(self.k, self.v)
-        self.caches = [cupyfa.KVCache(*x, self.lengths, self.table, **how) for x in pairs]
+        how = {"lengths": self.lengths, "pages": self.table, "layout": "bshd", "rotary": rotary}
+        self.caches = [cupyfa.KVCache(k, v, **how) for k, v in zip(self.k, self.v)]
 
     def take(self, slot: int, tokens: int) -> None:
         """Gives a slot pages for so many tokens."""

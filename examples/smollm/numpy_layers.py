@@ -1,7 +1,7 @@
 """The layers beside attention in NumPy.
 
-x, the residual stream, is of the dtype of sums, which is float64 if the model's dtype is, otherwise
-float32, and so are logits. All other results are of the model's dtype.
+The residual stream x, logits and sums are float64 if the model is, otherwise float32. All other
+results are of the model's dtype.
 """
 
 from typing import Any
@@ -37,10 +37,9 @@ class NumpyLayers:
         return (x / np.sqrt(mean + self.sizes.epsilon) * self.weights[name]).astype(self.dtype)
 
     def product(self, x: Any, name: str, norm: str = "", gated: bool = False, into: Any = None):
-        """Computes y wᵀ, where y is x or, if `norm` is its name, the RMS norm of x.
+        """Computes y wᵀ, where y is x or, if `norm` names its weights, the RMS norm of x.
 
-        gated: returns SwiGLU of the product, silu(g) u, where g is its first half and u its second.
-        into: an array to add the product to, which is returned.
+        gated: returns silu(g) u (SwiGLU) of the product's halves. into: an array to add it to.
         """
         out = self.multiply(self.norm(x, norm) if norm else x, name)
         if into is not None:

@@ -14,14 +14,12 @@ class Tokenizer:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
         names = ("tokens", "token_type", "merges", "eos_token_id")
-        found = [fields[f"tokenizer.ggml.{name}"].contents() for name in names]
-        tokens, kinds, merges, self.end = found
+        tokens, kinds, merges, self.end = (fields[f"tokenizer.ggml.{x}"].contents() for x in names)
         pairs = [tuple(pair.split(" ")) for pair in merges]
         self.coder = Tokenizer(models.BPE({x: i for i, x in enumerate(tokens)}, pairs))
         # What the file calls the pre-tokenizer "smollm": each digit is a word, then words of GPT-2.
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        words = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        self.coder.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+        words = pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self.coder.pre_tokenizer = pre_tokenizers.Sequence([*words])
         self.coder.decoder = decoders.ByteLevel()
         self.coder.add_special_tokens([x for x, kind in zip(tokens, kinds) if kind == CONTROL])
 

@@ -261,12 +261,13 @@ def simulated_layers(modules, monkeypatch):
             w = self.weights[name].astype(np.float32)
             return (y.astype(np.float32) @ w.T).astype(self._result(name))
 
-        def _launch(self, name, grid, threads, *given, **constants):
+        def _launch(self, name, out, grid, threads, *given, **constants):
             constants |= {"scalar": str(self.dtype), "epsilon": self.sizes.epsilon}
             values = [kinds.get(type(x), lambda y: y)(x) for x in given]
             how = {"grid": (*grid, 1, 1)[:3], "threads": threads, "names": "abcdefghijklmn"}
             text = module.source(name, **constants, early=False)
             device_code.run(text, name, *values, folders=[], **how)
+            return out
 
     return Simulated
 
@@ -349,7 +350,8 @@ def test_kernels_of_at_most_40_lines_compile(modules, kernel):
     for scalar, arch in ("bfloat16", "80"), ("float", "90"):
         types = {"scalar": scalar, "input": "float", "output": scalar}
         choices = {"normalizes": True, "gated": True, "adds": False, "early": arch == "90"}
-        text = source(kernel, **types, **choices, K=576, at_once=2, epsilon=1e-5)
+        numbers = {"K": 576, "rows": 3, "ahead": 4096, "at_once": 2, "epsilon": 1e-5}
+        text = source(kernel, **types, **choices, **numbers)
         compile_text(text, f"{kernel}.cu", arch, [])
     path = EXAMPLE.parent / "kernels" / f"{kernel}.cu"
     assert len(path.read_text("utf-8").splitlines()) <= 40
