@@ -36,7 +36,7 @@ class CupyLayers(NumpyLayers):
         if x.ndim == 1:
             return cupy.asarray(x)
         kept, self.free = self.free[: x.size].reshape(x.shape), self.free[x.size :]
-        kept[...] = cupy.asarray(x.astype(self.dtype))
+        kept.set(x.astype(self.dtype))
         return kept
 
     def embed(self, tokens: Any) -> Any:
