@@ -9,6 +9,8 @@ from cupyfa.api import (
     compile,
     dropout_mask,
     empty_pinned,
+    hvp,
+    jvp,
     plan,
     softmax,
     vjp,
@@ -16,9 +18,7 @@ from cupyfa.api import (
 from cupyfa.arrays.block_mask import BlockMask, block_mask
 from cupyfa.call.call import Devices
 from cupyfa.errors import (
-    CompilerNotFound,
     DeviceError,
-    DeviceLost,
     OutOfMemory,
     SimulatorFault,
     Unsupported,
@@ -44,9 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BlockMask",
-    "CompilerNotFound",
     "DeviceError",
-    "DeviceLost",
     "Devices",
     "Dropout",
     "Input",
@@ -76,6 +74,8 @@ __all__ = [
     "compile",
     "dropout_mask",
     "empty_pinned",
+    "hvp",
+    "jvp",
     "kernel",
     "kernels",
     "merge",
@@ -108,6 +108,7 @@ _FORMER = {
     "attention_vjp": "cupyfa.vjp(q, k, v, …)",
     "compile_backward": "cupyfa.compile(dout, q, k, v, out, lse, …)",
     "configure_transfer": "cupyfa.transfer.configure(…)",
+    **{name: f"cupyfa.errors.{name}" for name in ("CompilerNotFound", "DeviceLost")},
     "decode": "cupyfa.attention(q, cache, append=(k, v), …)",
     "free_buffers": "cupyfa.transfer.release()",
     "held_buffers": "cupyfa.transfer.held()",

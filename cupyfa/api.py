@@ -30,7 +30,8 @@ from cupyfa.call.keywords import (
     unknown_argument,
 )
 from cupyfa.call.prepare import compile_call
-from cupyfa.errors import described
+from cupyfa.call.tangents import bound_hvp, read_tangents
+from cupyfa.errors import Unsupported, described
 from cupyfa.ladder.kernel import BoundKernel, Kernel
 from cupyfa.planner import choose_kernel as planning
 from cupyfa.planner.plan import Limits, Plan
@@ -385,6 +386,99 @@ def backward(
         inputs["dlse"] = pullback.check_dlse(dlse, lse)
     how: Any = {"check": check, "repeat": ("backward", fixed), "devices": devices}
     return run_call(call, arrays, {**inputs, **structure}, None, grads, **how)
+
+
+def jvp(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    tangents: Sequence[Any],
+    out: OutDtype | None = None,
+    kernel: str | Kernel | BoundKernel = "auto",
+    backend: BackendName | Backend | Devices = "auto",
+    layout: Layout = "bhsd",
+    tiles: Tiles | None = None,
+    check: bool = False,
+    **scores: Unpack[ScoreKeywords],
+) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """Computes attention and its directional derivative in one launch, as ``jax.jvp`` does.
+
+    tangents: (dq, dk, dv), the direction in which q, k and v move: arrays with the shapes and dtype
+        of q, k and v, or None where an array does not move, which saves its products. For several
+        directions at once, which share the scores and weights, all three have a leading axis
+        [directions, …], of at most 64.
+    out: the dtype of out and d_out, "float32" for float16 and bfloat16 inputs.
+
+    q, k and v are arrays, ``Packed`` or ``Padded``; a sink, captured arrays and numbers do not
+    move. ``attention`` describes all further arguments.
+
+    Returns (out, lse) as ``attention`` with ``return_lse``, and (d_out, d_lse), their derivatives
+    along the direction, with the same shapes and dtypes; for several directions with their leading
+    axis. A row that sees no key has d_out = 0 and
+    d_lse = 0. d_out is NaN where out or d_lse is infinite or NaN. Memory is proportional to the
+    arrays: no matrix of M x N numbers is stored.
+
+    Raises the errors of ``attention``.
+
+    Griewank and Walther, Evaluating Derivatives, 2008, chapter 3.
+    """
+    structure: Mapping[str, Any] = {}
+    if type(q) in KINDS or type(k) in KINDS or type(v) in KINDS:
+        if (function := find_function("jvp", q, k, v)) is not None:
+            return function(jvp, locals())
+        (q, k, v), structure = unwrap(q, k, v)
+    if out is not None and not isinstance(out, DTYPES):
+        raise ValueError(
+            f"out is {described(out)}, but jvp allocates its results; pass a dtype as out"
+        )
+    pullback.refuse_gradients(INPUTS.get(str(getattr(q, "dtype", "")).removeprefix("torch.")))
+    moving, given, directions = read_tangents(tangents, q)
+    where, devices = read_devices(backend)
+    inputs, asked = split_keywords(jvp, scores) if scores else ({}, {})
+    _, asked = read_out(out, q, asked)
+    asked = {**asked, "tangents": given, "directions": directions}
+    call = Call("tangent", kernel, where, None, asked, layout, tiles)
+    how: Any = {"check": check, "devices": devices}
+    out, lse, d_out, d_lse = run_call(call, (q, k, v, *moving), {**inputs, **structure}, **how)
+    return (out, lse), (d_out, d_lse)
+
+
+def hvp(
+    q: Any,
+    k: Any,
+    v: Any,
+    dout: Any,
+    *,
+    tangents: Sequence[Any],
+    backend: BackendName | Backend = "auto",
+    layout: Layout = "bhsd",
+    check: bool = False,
+    **scores: Unpack[ScoreKeywords],
+) -> tuple[Any, Any, Any]:
+    """Computes the product of a Hessian of attention with a direction, in memory O(M d + N d).
+
+    The function is f(q, k, v) = sum(dout * attention(q, k, v)), with the gradient that ``backward``
+    returns for ``dout``. Returns the derivatives of its dq, dk and dv along the direction
+    ``tangents``, (dq, dk, dv) or None for zeros, as for ``jvp`` with one direction: arrays with the
+    shapes and dtype of q, k and v.
+
+    causal, window, offset, scale and sink may be passed; expressions, biases, masks, dropout,
+    ``Packed`` and ``Padded`` arrays are not supported. ``attention`` describes these and all
+    further arguments.
+
+    Raises the errors of ``attention``.
+
+    Pearlmutter, Fast exact multiplication by the Hessian, 1994.
+    """
+    if type(q) in KINDS or type(k) in KINDS or type(v) in KINDS:
+        raise Unsupported("hvp takes only dense arrays; call it for each sequence")
+    if not scores.keys() <= {*OF_SCORES}:
+        raise unknown_argument(hvp, scores, OF_SCORES)
+    how: Any = {"backend": backend, "layout": layout, "check": check, **scores}
+    (out, lse), (d_out, d_lse) = jvp(q, k, v, tangents=tangents, **how)
+    record = bound_hvp((q, k, v), tangents, d_out, d_lse, layout)
+    return backward(dout, q, k, v, out, lse, kernel=record, **how)  # type: ignore[return-value]
 
 
 def compile(

@@ -14,7 +14,7 @@ from cupyfa.problem.wrt import QKV
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import Progress
 
-Operation = Literal["forward", "backward", "softmax"]
+Operation = Literal["forward", "backward", "softmax", "tangent"]
 Tiles = Mapping[str, int]
 Layout = Literal["bhsd", "bshd"]
 BackendName = Literal["auto", "cuda", "simulator"]
@@ -24,6 +24,7 @@ ARRAYS: Mapping[Operation, tuple[str, ...]] = {
     "forward": ("q", "k", "v"),
     "backward": ("dout", "q", "k", "v", "out", "lse"),
     "softmax": ("x",),
+    "tangent": ("q", "k", "v", "dq", "dk", "dv"),
 }
 _NO_OPTIONS: OptionKeywords = {}
 
@@ -75,9 +76,18 @@ class Call(NamedTuple):
     @property
     def array_names(self) -> tuple[str, ...]:
         """The internal names of all arrays, in argument order."""
-        return (*ARRAYS[self.operation], *self.inputs)
+        return (*self.required_names, *self.inputs)
+
+    @property
+    def required_names(self) -> tuple[str, ...]:
+        """The names of the arrays besides optional ones, without tangents that are None."""
+        names = ARRAYS[self.operation]
+        if self.operation != "tangent":
+            return names
+        given = self.asked.get("tangents", "qkv")
+        return (*names[:3], *(x for x in names[3:] if x[1] in given))
 
     @property
     def callers_names(self) -> tuple[str, ...]:
         """The public names of all arrays, in argument order, for error messages."""
-        return (*ARRAYS[self.operation], *map(name_of, self.inputs))
+        return (*self.required_names, *map(name_of, self.inputs))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupyfa.arrays.block_mask import BlockMask
-from cupyfa.call.call import ANYWHERE, ARRAYS, Call, Devices
+from cupyfa.call.call import ANYWHERE, Call, Devices
 from cupyfa.call.inputs import add_inputs
 from cupyfa.call.kernel_arrays import add_kernel_arrays
 from cupyfa.call.keywords import read_call
@@ -49,7 +49,7 @@ def run_call(
     ``Devices``.
     """
     call, check = read_call(call, check)
-    names = call.callers_names if call.inputs else ARRAYS[call.operation]
+    names = call.callers_names if call.inputs else call.required_names
     backend, arrays = adopt_all(call.backend, names, arrays)
     if given:
         call, arrays = add_inputs(call, backend, arrays, given, check)

@@ -21,6 +21,7 @@ from cupyfa.call.pullback import (
     read_wrt,
     refuse_gradients,
 )
+from cupyfa.call.tangents import check_tangents
 from cupyfa.ladder.kernel import BoundKernel
 from cupyfa.planner import choose_kernel as planning
 from cupyfa.problem.dtypes import DTYPES, E4M3, DType, DTypeLike, dtype_named, name_of
@@ -236,6 +237,10 @@ def list_results(call: Call, problem: Problem, inputs: Mapping[str, Any]) -> lis
     if call.operation == "forward":
         results = [Result("O", out, "out"), Result("lse", lse, None), Result(ROW_MAX, lse, None)]
         return [*results[: 1 + call.return_lse], *results[2:] * call.return_max]
+    if call.operation == "tangent":
+        lead = check_tangents(inputs, problem.dtype.numpy)
+        shapes = {"O": out, "lse": lse, "O_dot": (*lead, *out), "lse_dot": (*lead, *lse)}
+        return [Result(name, shape, None) for name, shape in shapes.items()]
     refuse_gradients(problem.dtype)
     check_like_result("dout", inputs["dout"], out, problem.dtype.numpy)
     check_like_result("out", inputs["out"], out, problem.out_dtype.numpy)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from cupyfa.ladder.kernel import Kernel
 
-_OPERATIONS = ("softmax", "forward", "backward")  # each is a module with a tuple KERNELS
+_OPERATIONS = ("softmax", "forward", "backward", "tangent")  # each is a module with a tuple KERNELS
 
 
 class _Ladder(Mapping[str, "dict[str, Kernel]"]):

@@ -112,6 +112,7 @@ def clear_rest(array: str, rows: str, heads: str, width: str = "") -> Launch:
         constants={
             "of_keys": lambda p, c: rows == "N",
             "of_sums": lambda p, c: not width,
+            "of_lse": lambda p, c: array in ("lse", ROW_MAX),
             "of_operands": lambda p, c: of_operands,
             "width": width_of,
         },

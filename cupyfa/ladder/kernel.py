@@ -36,7 +36,10 @@ Float = Callable[[Problem, SimpleNamespace], float]
 Walk = Callable[[Problem, SimpleNamespace], "tuple[int, int] | None"]  # tile size (rows, keys)
 Reference = Callable[[Arrays, Problem, SimpleNamespace], Mapping[str, Any]]
 
-AXES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv", "d8", "dv8", "d16", "dv16", "N32")
+AXES = (
+    *("batch", "tangent_batch", "heads", "kv_heads", "M", "N", "d", "dv"),
+    *("d8", "dv8", "d16", "dv16", "N32"),
+)
 KINDS = ("real", "scalar", "operand", "byte", "int")  # element types of scratch
 FEATURES = (
     *OPTION_FEATURES,
@@ -200,8 +203,9 @@ class Kernel(_Record):
     adds: a few words about what this version adds to the previous one.
     launches: the launches and matrix products, in order.
     operation: "forward" (O and lse of Q, K and V), "backward" (dQ, dK and dV of Q, K, V, O, lse and
-        dO) or "softmax" (P and lse of S). Intermediate arrays, such as delta, the row sums of
-        dO ∘ O, are ``scratch``.
+        dO), "tangent" (O, lse, O_dot and lse_dot of Q, K, V, Q_dot, K_dot and V_dot) or "softmax"
+        (P and lse of S). Intermediate arrays, such as delta, the row sums of dO ∘ O, are
+        ``scratch``.
     tiles: tile sizes to compile with, in order of preference, or a TileChoice, which depends on
         head dimension, architecture and number of rows.
     candidates: values of each constant that ``cupyfa tune`` combines, as ``{"Br": (16, 32)}``; if
@@ -214,7 +218,8 @@ class Kernel(_Record):
         (row maxima of scores), "dlse" (a gradient of lse), "ragged" (sequences in packed arrays),
         "lengths" (lengths of batch elements in padded arrays), "paged" (keys and values in pages),
         "e4m3" (8-bit keys and values, with scales), "out_dtype" (float32 results of 16-bit inputs;
-        its files use the type ``result`` for O, dQ, dK and dV), and the options that modify scores.
+        its files use the type ``result`` for O, dQ, dK and dV), "zero_tangents" (tangents of
+        None), "directions" (several directions), and the options that modify scores.
     scratch: temporary arrays, as ``{name: (axes, kind)}``, of kind "real", "scalar", "operand",
         "byte" or "int". Only arrays that a problem's launches use are allocated. ``d8`` and ``dv8``
         are d and dv rounded up to a multiple of 8, ``d16`` and ``dv16`` to a multiple of 16, and

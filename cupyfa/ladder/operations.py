@@ -245,7 +245,7 @@ def modifications(
 
 
 _ALL = slice(None)
-_OF_KEYS = ("K", "V", "dK", "dV")  # names of arrays with one row per key
+OF_KEYS = ("K", "V", "dK", "dV", "K_dot", "V_dot")  # names of arrays with one row per key
 
 
 class _Part(NamedTuple):
@@ -284,7 +284,7 @@ class _Part(NamedTuple):
 
     def of(self, name: str, array: np.ndarray) -> np.ndarray:
         """Slices an operation's array [batch, heads, rows, …]."""
-        if name in _OF_KEYS:
+        if name in OF_KEYS:
             return array[self.batch, self.kv_heads, self.keys]
         return array[self.batch, self.heads, self.rows]
 
@@ -356,6 +356,7 @@ def _by_sequences(
     outputs: Sequence[str],
     part: _Part,
     expected: Callable[[_Part], ExpectedOfEach],
+    operation: str,
 ) -> ExpectedOfEach:
     """Computes expected results for a part of a ragged batch, sequence by sequence.
 
@@ -363,12 +364,11 @@ def _by_sequences(
     """
     from cupyfa.numerics.tolerance import Expected
 
-    operation = OPERATIONS["backward" if {"dQ", "dK"} & {*outputs} else "forward"]
-    asked = part.keys if outputs[0] in _OF_KEYS else part.rows
+    asked = part.keys if outputs[0] in OF_KEYS else part.rows
     start = asked.start or 0
 
     def nothing(name: str) -> Expected:
-        shape = operation.outputs_of(p)[name].shape(p)
+        shape = OPERATIONS[operation].outputs_of(p)[name].shape(p)
         if asked != _ALL:
             shape = (1, 1, asked.stop - asked.start, *shape[3:])
         empty = -np.inf if name in ("lse", ROW_MAX) else 0.0
@@ -378,7 +378,7 @@ def _by_sequences(
     for one in part.sequences(inputs, p):
         own = expected(one)
         for r, name in product(roundings, outputs):
-            rows = one.keys if name in _OF_KEYS else one.rows
+            rows = one.keys if name in OF_KEYS else one.rows
             batch = one.batch if part.batch == _ALL else _ALL
             where = batch, _ALL, slice(rows.start - start, rows.stop - start)
             for whole, its in zip(found[r][name], own[r][name]):
@@ -473,7 +473,7 @@ def _expected_attention(
     if not p.is_ragged:
         return expected(part)
     outputs = "O", "lse", *[ROW_MAX] * has_row_max
-    return _by_sequences(inputs, p, roundings, outputs, part, expected)
+    return _by_sequences(inputs, p, roundings, outputs, part, expected, "forward")
 
 
 def _expected_gradients(
@@ -498,13 +498,58 @@ def _expected_gradients(
     def gradients(outputs: Sequence[str], part: _Part) -> ExpectedOfEach:
         if not p.is_ragged:
             return expected(part)
-        return _by_sequences(inputs, p, roundings, outputs, part, expected)
+        return _by_sequences(inputs, p, roundings, outputs, part, expected, "backward")
 
     if excerpt is None:
         return gradients(("dQ", "dK", "dV"), _Part())
     of_rows = gradients(("dQ",), _Part.of_rows(excerpt, p))
     of_keys = gradients(("dK", "dV"), _Part.of_keys(excerpt, p))
     return {r: {**of_keys[r], "dQ": of_rows[r]["dQ"]} for r in roundings}
+
+
+def _expected_tangents(
+    inputs: Arrays, p: Problem, roundings: Roundings, excerpt: Excerpt | None = None
+) -> ExpectedOfEach:
+    """Computes O, lse and their tangents; for an excerpt, tangents of the first direction only."""
+    if excerpt is not None or p.directions == 1:
+        one = p.with_options(directions=1)
+        return _expected_tangents_along(inputs, one, roundings, excerpt)
+    found: list[ExpectedOfEach] = []
+    for i in range(p.directions):
+        one, its = p.with_options(directions=1), slice(i * p.batch, (i + 1) * p.batch)
+        along = {x: y[its] if x.endswith("_dot") else y for x, y in inputs.items()}
+        found.append(_expected_tangents_along(along, one, roundings, None))
+    for r, name in product(roundings, ("O_dot", "lse_dot")):
+        of_each = zip(*(x[r][name] for x in found))
+        found[0][r][name] = type(found[0][r][name])(*map(np.concatenate, of_each))
+    return found[0]
+
+
+def _expected_tangents_along(
+    inputs: Arrays, p: Problem, roundings: Roundings, excerpt: Excerpt | None
+) -> ExpectedOfEach:
+    from cupyfa.numerics import tangent_bounds
+
+    operation = OPERATIONS["tangent"]
+
+    def expected(part: _Part) -> ExpectedOfEach:
+        names = (name for name in operation.inputs if name in inputs)
+        arrays: dict[str, Any] = {x.lower(): part.of(x, inputs[x]) for x in names}
+        how = {**_score_arguments(inputs, p, part), "sink": part.sink(inputs), **_dtypes(p)}
+        return tangent_bounds.expected_tangents(**arrays, **how, roundings=roundings)
+
+    part = _Part.of_rows(excerpt, p)
+    if not p.is_ragged:
+        return expected(part)
+    outputs = tuple(operation.outputs)
+    return _by_sequences(inputs, p, roundings, outputs, part, expected, operation.name)
+
+
+def _flops_of_tangents(p: Problem) -> int:
+    """Returns the operations for a pair: S and O, and each product with a tangent."""
+    moved = p.d * (("q" in p.tangents) + ("k" in p.tangents))
+    values = p.dv * ((p.tangents != "v") + ("v" in p.tangents))
+    return 2 * (p.d + p.dv + p.directions * (moved + values))
 
 
 def _expected_softmax(
@@ -554,6 +599,25 @@ OPERATIONS = {
             },
             reference=_expected_gradients,
             flops=lambda p: 2 * p.batch * p.heads * visible_scores(p) * (3 * p.d + 2 * p.dv),
+        ),
+        Operation(
+            name="tangent",
+            inputs={
+                "Q": Input("batch heads M d"),
+                "K": Input("batch kv_heads N d"),
+                "V": Input("batch kv_heads N dv"),
+                "Q_dot": Input("tangent_batch heads M d", when=lambda p: "q" in p.tangents),
+                "K_dot": Input("tangent_batch kv_heads N d", when=lambda p: "k" in p.tangents),
+                "V_dot": Input("tangent_batch kv_heads N dv", when=lambda p: "v" in p.tangents),
+            },
+            outputs={
+                "O": ("batch heads M dv", "result"),
+                "lse": ("batch heads M", "real"),
+                "O_dot": ("tangent_batch heads M dv", "result"),
+                "lse_dot": ("tangent_batch heads M", "real"),
+            },
+            reference=_expected_tangents,
+            flops=lambda p: p.heads * visible_scores(p) * p.batch * _flops_of_tangents(p),
         ),
     )
 }

@@ -217,7 +217,7 @@ def attend(
     if tile.masked is not None:
         np.copyto(P, 0.0, where=tile.masked)  # one NaN score makes the entire row NaN
     P = rounded(P, precision)
-    out = rounded(_sum_unmasked(tile.dropped(P), v, tile.masked), results)
+    out = rounded(sum_unmasked(tile.dropped(P), v, tile.masked), results)
     out[np.isnan(lse)] = np.nan
     return out, lse, P
 
@@ -296,9 +296,9 @@ def differentiate(tile: Tile, grad: Array, out: Array, lse: Array, dlse: Array) 
         dsink = np.where(np.isneginf(lse), 0.0, -weight_of_sink(tile.sink, lse) * delta)
     return Gradients(
         *(scores, P, dP_delta, dS, left_out),
-        dq=_sum_unmasked(dS, tile.k, left_out) * tile.scale,
-        dk=_sum_unmasked(dS.mT, tile.q, left_out.mT) * tile.scale,
-        dv=_sum_unmasked(tile.dropped(P).mT, grad, left_out.mT),
+        dq=sum_unmasked(dS, tile.k, left_out) * tile.scale,
+        dk=sum_unmasked(dS.mT, tile.q, left_out.mT) * tile.scale,
+        dv=sum_unmasked(tile.dropped(P).mT, grad, left_out.mT),
         dsink=dsink,
     )
 
@@ -347,7 +347,7 @@ def _softmax(scores: Array, sink: Array | None = None) -> tuple[Array, Array]:
     return P, (top + np.log(total))[..., 0]
 
 
-def _sum_unmasked(P: Array, values: Array, masked: Array | None) -> Array:
+def sum_unmasked(P: Array, values: Array, masked: Array | None) -> Array:
     """Computes P @ values and skips masked products, because 0 * NaN is not 0.
 
     P [n, rows, keys], values [n, keys, columns], masked broadcastable to P or None.

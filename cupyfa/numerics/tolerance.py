@@ -470,7 +470,7 @@ class Arithmetic:
         return self.operand_unit * size * min(2.0, 4.0 / np.sqrt(max(count, 1)))
 
 
-def _score_errors(size: Array, tile: reference.Tile, kernel: Arithmetic) -> tuple[Array, Array]:
+def score_errors(size: Array, tile: reference.Tile, kernel: Arithmetic) -> tuple[Array, Array]:
     """Returns two error bounds of scores: from accumulation, in eps, and from rounding by design.
 
     size: the sum of |scale * q * k| of each score.
@@ -510,7 +510,7 @@ class _Work:
         self.attend = cache(partial(reference.attend, tile))
         self.row_max = cache(partial(reference.largest_scores, tile))
         self.score_size = cache(partial(_score_size, tile))
-        self.pair_sizes = cache(partial(_pair_sizes, tile))
+        self.pair_sizes = cache(partial(pair_sizes_of, tile))
         self.values = np.abs(finite(tile.v))
         self.magnitude = cache(
             lambda dtype: tile.dropped(self.attend()[2].astype(dtype)) @ self.values.astype(dtype)
@@ -533,7 +533,7 @@ class _Work:
         return np.isneginf(self.result("lse" if name == "O" else name))
 
 
-class _ModifiedScores:
+class ModifiedScores:
     """Error bounds of modified scores on one tile for one kernel.
 
     size [n, rows, keys]: the sum of |scale * q * k| of each pair; infinite for scores that may have
@@ -549,7 +549,7 @@ class _ModifiedScores:
         self, tile: reference.Tile, kernel: Arithmetic, size: Array, *, differentiated: bool = False
     ) -> None:
         eps = float(kernel.accumulator.eps)
-        given, moved = _score_errors(finite(size), tile, kernel)
+        given, moved = score_errors(finite(size), tile, kernel)
         scores = (tile.q @ tile.k.mT) * tile.scale
         slope = 1.0 if differentiated else None
         evaluate = partial(tile.mods.number, place=tile.place, masked=tile.masked, slope=slope)
@@ -595,7 +595,7 @@ def _error_of_softcap(mods: Modifications, kernel: Arithmetic) -> float:
 
 def _errors_of_modified(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
     """Returns the errors of out [n, rows, dv] and lse [n, rows, 1] due to modified scores."""
-    errors = _ModifiedScores(work.tile, kernel, work.pair_sizes(kernel.accumulator.dtype))
+    errors = ModifiedScores(work.tile, kernel, work.pair_sizes(kernel.accumulator.dtype))
     _, lse, P = work.attend()
     magnitude = work.magnitude(np.float64)
     lost = (errors.overflows & (P > 0)).any(-1, keepdims=True)
@@ -658,13 +658,13 @@ def _bound_of_row_max(work: _Work, kernel: Arithmetic, lost: Array) -> Array:
     """Bounds accumulation errors of row maxima [n, rows]; rows in ``lost`` have no bounds."""
     tile, largest, own = work.tile, work.row_max(), float(kernel.accumulator.eps)
     if tile.mods.score_steps:
-        errors = _ModifiedScores(tile, kernel, work.pair_sizes(kernel.accumulator.dtype))
+        errors = ModifiedScores(tile, kernel, work.pair_sizes(kernel.accumulator.dtype))
         error = finite(errors.shift + errors.by_design)
         scores = reference.masked_scores(tile)
         above, below = ((scores + x).max(-1, initial=-np.inf) for x in (error, -error))
         moved = np.maximum(above - largest, largest - below)
     else:
-        score, by_design = _score_errors(work.score_size(kernel.accumulator.dtype), tile, kernel)
+        score, by_design = score_errors(work.score_size(kernel.accumulator.dtype), tile, kernel)
         moved = (kernel.eps * score + by_design)[..., 0]
     bound = np.where(np.isfinite(largest), moved + own * (2 * (np.abs(largest) + moved) + 1), 0.0)
     return np.where(lost, np.inf, bound)
@@ -695,7 +695,7 @@ def _bounds(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
     if tile.mods.score_steps:
         of_out, of_lse = _errors_of_modified(work, kernel)
     else:
-        score, by_design = _score_errors(work.score_size(kernel.accumulator.dtype), tile, kernel)
+        score, by_design = score_errors(work.score_size(kernel.accumulator.dtype), tile, kernel)
     if tile.sink is not None:
         n = n + 1
         weight = reference.weight_of_sink(tile.sink, lse)[..., None]
@@ -717,7 +717,7 @@ def _bounds(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
     out_bound = np.minimum(out_bound + floor, largest)
     out_bound = out_bound + kernel.output_unit * (np.abs(finite(out)) + out_bound)
     smallest = max(tiny, float(_finfo(kernel.operands).smallest_subnormal))
-    out_bound[_vanished_infinities(tile, P, smallest)] = np.inf
+    out_bound[vanished_infinities(tile, P, smallest)] = np.inf
     own = float(kernel.accumulator.eps)  # eps of sums that are not matrix products
     lse_bound = (eps * score + own * 1.2 * total + by_design + of_lse)[..., 0]
     lse_bound += own * 2 * (np.abs(finite(lse)) + lse_bound)
@@ -733,7 +733,7 @@ def _error_of_weights(score: Any) -> Any:
     return np.where(2 * score < _ANY_WEIGHT, 0.6 * score + np.expm1(worst) - worst, np.inf)
 
 
-def _error_of_probabilities(P: Array, scores: Array, lse: Array, error: Array) -> Array:
+def error_of_probabilities(P: Array, scores: Array, lse: Array, error: Array) -> Array:
     """Bounds the error of P = exp(scores - lse) if scores have the absolute error ``error``.
 
     If the error of a score is large, P may be 1 where it is 0 in float64. For a huge lse, kernels
@@ -765,7 +765,7 @@ class _BackwardWork:
         self.step = reference.differentiate(tile, grad, out, lse, dlse)
         arrays = tile.q, tile.k, tile.v, grad, out
         self.q, self.k, v, self.grad, out = (np.abs(finite(x)) for x in arrays)
-        self.pair_sizes = cache(partial(_pair_sizes, tile))
+        self.pair_sizes = cache(partial(pair_sizes_of, tile))
         self.delta_size = (self.grad * out).sum(-1, keepdims=True)
         self.delta_size += np.abs(finite(dlse))[..., None]
         self.dP_size = tile.dropped(self.grad @ v.mT) + self.delta_size
@@ -815,19 +815,19 @@ def _gradient_bounds(
 
 def _errors_before_slopes(
     work: _BackwardWork, kernel: Arithmetic
-) -> tuple[Array, Array, Array, _ModifiedScores | None]:
+) -> tuple[Array, Array, Array, ModifiedScores | None]:
     """Bounds the errors of P, of dP - D, of their product, and of modified scores if any."""
     eps, tiny, dv = float(kernel.accumulator.eps), kernel.tiny, work.tile.v.shape[-1]
     P, dP = (np.abs(finite(x)) for x in (work.step.P, work.step.dP_delta))
     size, modified = work.pair_sizes(kernel.accumulator.dtype), None
     if work.tile.mods.score_steps:
-        modified = _ModifiedScores(work.tile, kernel, size, differentiated=True)
+        modified = ModifiedScores(work.tile, kernel, size, differentiated=True)
         exponent = modified.shift + eps * (work.exponent_size + 2) + modified.by_design
     else:
-        exponent, by_design = _score_errors(size, work.tile, kernel)
+        exponent, by_design = score_errors(size, work.tile, kernel)
         exponent = eps * (exponent + work.exponent_size + 2)
         exponent += by_design
-    p = _error_of_probabilities(P, work.step.scores, work.lse[..., None], exponent) + tiny
+    p = error_of_probabilities(P, work.step.scores, work.lse[..., None], exponent) + tiny
     g = work.dP_size * (eps * np.sqrt(dv + 3) + kernel.rounded_product(1.0, dv))
     return p, g, p * (dP + g) + P * g + eps * (P + p) * (dP + g) + tiny * (dv + 1), modified
 
@@ -863,7 +863,7 @@ class _ArrayGradients:
         scores = (tile.q @ tile.k.mT) * tile.scale
         p, g, ds, modified = _errors_before_slopes(work, kernel)
         size = (np.abs(finite(step.P)) + p) * (np.abs(finite(step.dP_delta)) + g)
-        given, _ = _score_errors(work.pair_sizes(kernel.accumulator.dtype), tile, kernel)
+        given, _ = score_errors(work.pair_sizes(kernel.accumulator.dtype), tile, kernel)
         lost = _lost_pairs(work, modified, kernel)
         error = given * (kernel.eps / eps)
         of_sum = 1.2 * _DOUBLE_EPS * (np.sqrt(tile.visible_keys) + 4)
@@ -878,7 +878,7 @@ class _ArrayGradients:
             np.add.at(bounds[name], tuple(np.broadcast_to(x, size.shape) for x in at), bound)
 
 
-def _lost_pairs(work: _BackwardWork, modified: _ModifiedScores | None, kernel: Arithmetic) -> Any:
+def _lost_pairs(work: _BackwardWork, modified: ModifiedScores | None, kernel: Arithmetic) -> Any:
     """Returns the pairs [n, rows, keys] whose terms have no bounds; None if there are none.
 
     A pair has no bounds if its score may overflow, if rounding decides whether it is visible or
@@ -922,7 +922,7 @@ def add_rounding_of_results(value: Array, bound: Array, kernel: Arithmetic, name
     bound[np.isinf(value) | (size + bound > float(dtype.max))] = np.inf
 
 
-def _vanished_infinities(tile: reference.Tile, P: Array, smallest: float) -> Array:
+def vanished_infinities(tile: reference.Tile, P: Array, smallest: float) -> Array:
     """Returns where the weight of an infinite value may be 0, so that 0 * infinity is NaN."""
     infinite = np.isinf(tile.v)
     if not infinite.any():
@@ -933,7 +933,7 @@ def _vanished_infinities(tile: reference.Tile, P: Array, smallest: float) -> Arr
     return vanished.astype(np.float32) @ infinite.astype(np.float32) > 0
 
 
-def _pair_sizes(tile: reference.Tile, dtype: Any) -> Array:
+def pair_sizes_of(tile: reference.Tile, dtype: Any) -> Array:
     """Computes |scale| * sum(|q| * |k|) of each pair [n, rows, keys] over finite terms.
 
     The result is infinite where q and k are finite but a partial sum in ``dtype`` may overflow,
@@ -951,14 +951,14 @@ def _pair_sizes(tile: reference.Tile, dtype: Any) -> Array:
 
 
 def _score_size(tile: reference.Tile, dtype: Any) -> Array:
-    """Computes the maximum of _pair_sizes over the keys that a row sees, [n, rows, 1]."""
+    """Computes the maximum of pair_sizes_of over the keys that a row sees, [n, rows, 1]."""
     size = np.abs(tile.q).astype(dtype) @ np.abs(tile.k).astype(dtype).mT
     if tile.masked is not None:
         np.copyto(size, 0.0, where=tile.masked)
     largest = size.max(-1, keepdims=True, initial=0.0).astype(np.float64) * np.abs(tile.scale)
     if (largest <= float(np.finfo(dtype).max)).all():
         return largest
-    size = _pair_sizes(tile, dtype)
+    size = pair_sizes_of(tile, dtype)
     if tile.masked is not None:
         np.copyto(size, 0.0, where=tile.masked)
     return size.max(-1, keepdims=True, initial=0.0)
@@ -1042,6 +1042,11 @@ def _finfo(precision: str) -> Any:
     """Returns the finfo of a precision. For tf32 it is float16's, with as many mantissa bits."""
     names = {"tf32": "float16", "float8_e4m3": "float8_e4m3fn"}
     return ml_dtypes.finfo(names.get(precision, precision))
+
+
+def smallest_operand(kernel: Arithmetic) -> float:
+    """Returns the smallest positive number of the operands of matrix products."""
+    return float(_finfo(kernel.operands).smallest_subnormal)
 
 
 def finite(x: Array) -> Array:

@@ -431,6 +431,8 @@ _MEANING = {
     "e4m3": "keys and values in e4m3",
     "out_dtype": "out_dtype (results in float32)",
     "row_max": "row_max (the largest score of each row)",
+    "zero_tangents": "tangents of None (pass arrays of zeros)",
+    "directions": "several directions (call jvp for each)",
     "wrt": "wrt (gradients of arrays that change scores)",
 }
 

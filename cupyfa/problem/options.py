@@ -27,6 +27,9 @@ Window = tuple[int | None, int | None]  # visible keys before and after a query'
 MOST_USUAL_SOFTCAP = 64.0  # existing models use 15 to 50
 _PLACES = ", ".join(POSITIONS)
 NO_WINDOW: Window = (None, None)
+TANGENTS = ("qkv", "qk", "qv", "kv", "q", "k", "v")  # which of q, k and v have a tangent
+MOST_DIRECTIONS = 64
+OF_TANGENTS = ("tangents", "directions")  # options of directional derivatives alone
 Text = Expression | str | Callable[..., Any] | None  # accepted types of an expression argument
 
 
@@ -78,6 +81,8 @@ class OptionKeywords(TypedDict, total=False):
     dropout: float
     dropout_seed: Any  # an int, or an array of one element
     dropout_offset: Any
+    tangents: str
+    directions: int
 
 
 def _read_precision(value: Any) -> str | None:
@@ -259,6 +264,19 @@ def _parse_bits(name: str) -> Callable[[str], int | str]:
     return parse
 
 
+def _read_tangents(value: Any) -> str:
+    if value is None or (isinstance(value, str) and value in TANGENTS):
+        return value or TANGENTS[0]
+    raise ValueError(f"tangents is {described(value)}; use one of {', '.join(TANGENTS)}")
+
+
+def _read_directions(value: Any) -> int:
+    count = 1 if value is None else read_size("directions", value, MOST_DIRECTIONS)
+    if not count:
+        raise ValueError("directions is 0; pass at least one direction")
+    return count
+
+
 def _text(name: str, help: str, feature: str, tried: Sequence[str] = ()) -> Option:
     return Option(
         help=help,
@@ -364,6 +382,26 @@ _TABLE = {
         shown=lambda value: value or None,
         metavar="INTEGER",
     ),
+    "tangents": Option(
+        help="Tangent kernels: which of q, k and v move; the tangents of others are 0.  "
+        "[default: qkv]",
+        read=_read_tangents,
+        shown=lambda value: None if value == TANGENTS[0] else value,
+        choices=TANGENTS,
+        tried=("qk", "v", "kv"),
+        features={"zero_tangents": lambda value: value != TANGENTS[0]},
+        constants=lambda options: {f"moves_{x}": x in options.tangents for x in TANGENTS[0]},
+    ),
+    "directions": Option(
+        help="Tangent kernels: number of directions along which one launch differentiates.  "
+        "[default: 1]",
+        read=_read_directions,
+        parse=lambda text: parse_number("directions", text, int),
+        shown=lambda value: None if value == 1 else value,
+        metavar="INTEGER",
+        tried=(2,),
+        features={"directions": lambda value: value > 1},
+    ),
 }
 
 
@@ -391,6 +429,8 @@ class AttentionOptions:
     dropout: the probability of setting a weight to 0, rounded to multiples of 1/16384; other
         weights are multiplied by 1/(1 - dropout). ``dropout_mask`` shows how dropout_seed (64 bits)
         and dropout_offset (32 bits) select weights. Both are ignored if dropout is 0.
+    tangents: for directional derivatives, which of q, k and v move, as "qkv" or "kv".
+    directions: the number of directions that a kernel of tangents differentiates along.
     """
 
     precision: str | None = None
@@ -405,6 +445,8 @@ class AttentionOptions:
     dropout: float = 0.0
     dropout_seed: int | None = None
     dropout_offset: int = 0
+    tangents: str = "qkv"
+    directions: int = 1
 
     def __post_init__(self) -> None:
         for name, option in OPTIONS.items():

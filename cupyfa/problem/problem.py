@@ -387,6 +387,11 @@ class Problem:
                 self.offset is not None,
                 "each sequence has its own offset: leave offset out",
             ),
+            (
+                f"{self.directions} directions",
+                self.directions > 1,
+                "call jvp for each direction",
+            ),
         ):
             if given:
                 raise Unsupported(f"{what} cannot be used with {self.ragged_by}; {remedy}")
@@ -439,8 +444,15 @@ class Problem:
     window = property(attrgetter("options.window"))
     offset = property(attrgetter("options.offset"))
     precision = property(attrgetter("options.precision"))
+    tangents = property(attrgetter("options.tangents"))
+    directions = property(attrgetter("options.directions"))
     right = property(attrgetter("options.right"))
     left = property(attrgetter("options.left"))
+
+    @property
+    def tangent_batch(self) -> int:
+        """The first axis of tangents: batch elements of all directions, direction by direction."""
+        return self.directions * self.batch
 
     @property
     def modifiers(self) -> Modifiers:

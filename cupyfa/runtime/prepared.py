@@ -53,7 +53,10 @@ if TYPE_CHECKING:
     from cupyfa.runtime.transfer import Pieces
 
 # Maps the callers' names of arrays to the operation's names.
-NAMES = {"q": "Q", "k": "K", "v": "V", "out": "O", "dout": "dO", "x": "S"}
+NAMES = {
+    **{"q": "Q", "k": "K", "v": "V", "out": "O", "dout": "dO", "x": "S"},
+    **{"dq": "Q_dot", "dk": "K_dot", "dv": "V_dot"},
+}
 
 
 class Result(NamedTuple):

@@ -12,7 +12,7 @@
 //   the host sets: scalar, result, real, Br, Bc, d, dv, threads, shared_bytes and options
 //   (score.cuh)
 #include <attention/tile_index.cuh>
-#include <backward/parts/gradients.cuh>
+#include <backward/parts/pair_gradients.cuh>
 #include <backward/parts/row_range.cuh>
 #include <tile/shared.cuh>
 

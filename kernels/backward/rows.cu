@@ -11,7 +11,7 @@
 //   (score.cuh)
 #include <attention/row_tile.cuh>
 #include <attention/tile_index.cuh>
-#include <backward/parts/gradients.cuh>
+#include <backward/parts/pair_gradients.cuh>
 #include <tile/shared.cuh>
 
 struct Shared {

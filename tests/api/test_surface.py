@@ -9,7 +9,7 @@ import cupyfa
 
 OF_ATTENTION = (
     *("attention", "vjp", "backward", "compile", "plan", "softmax", "merge", "merge_vjp"),
-    *("block_mask", "dropout_mask"),
+    *("block_mask", "dropout_mask", "jvp", "hvp"),
 )
 
 
@@ -27,7 +27,7 @@ def test_the_library_has_few_names():
 def test_functions_have_few_keywords():
     of_attention = keywords(cupyfa.attention)
     assert len(of_attention) <= 22
-    for function in (cupyfa.vjp, cupyfa.backward, cupyfa.compile):
+    for function in (cupyfa.vjp, cupyfa.backward, cupyfa.compile, cupyfa.jvp, cupyfa.hvp):
         assert len(keywords(function) - of_attention) <= 4
 
 

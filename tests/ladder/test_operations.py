@@ -25,6 +25,6 @@ def test_pairs_of_a_ragged_batch_are_those_of_each_sequence(causal):
     each = [(5, 9), (0, 4), (9, 5), (3, 20)]
     parts = [Problem.of_sizes(M=M, N=N, d=8, heads=3, causal=causal) for M, N in each]
     assert p.pairs == sum(M * N for M, N in each)
-    for name in ("forward", "backward"):
+    for name in ("forward", "backward", "tangent"):
         flops = OPERATIONS[name].flops
         assert flops(p) == sum(map(flops, parts))

@@ -12,6 +12,7 @@ from pathlib import Path
 import cupyfa
 from cupyfa.arrays import kv_cache
 from cupyfa.ladder import LADDER
+from cupyfa.ladder.hvp import HVP
 from cupyfa.ladder.kernel import Launch
 from cupyfa.planner.evaluate import source_path
 from cupyfa.planner.source import INCLUDE, KERNELS
@@ -176,8 +177,7 @@ def test_contributing_lists_every_layer_in_its_order_and_every_folder_of_kernels
 def launches():
     return [
         (kernel, launch)
-        for kernels in LADDER.values()
-        for kernel in kernels.values()
+        for kernel in (*(x for of in LADDER.values() for x in of.values()), HVP)
         for launch in kernel.launches
         if isinstance(launch, Launch)
     ]

@@ -25,7 +25,7 @@ from cupyfa.lab.verify.fuzz import Fuzz
 from cupyfa.lab.verify.problem_records import problem_of_record, record_of_problem
 from cupyfa.planner import choose_kernel as planning, source as sources
 from cupyfa.planner.source import ROOT
-from cupyfa.problem.options import DROPOUT, OPTIONS, AttentionOptions
+from cupyfa.problem.options import DROPOUT, OF_TANGENTS, OPTIONS, AttentionOptions
 from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.guard import run_guarded
 
@@ -201,7 +201,7 @@ def test_attention_takes_every_option(monkeypatch):
     monkeypatch.setattr(api, "run_call", lambda call, *_, **more: call.asked)
     dropout, mask = Dropout(0.1, 3, 2), "key <= query"
     expected = dict(zip(DROPOUT, (0.1, 3, 2))) | {"mask_mod": mask, "out_dtype": "float32"}
-    named = {name: object() for name in OPTIONS if name not in expected}
+    named = {name: object() for name in OPTIONS if name not in {*expected, *OF_TANGENTS}}
     asked = api.attention(1, 2, 3, **named, dropout=dropout, mask=mask, out="float32")
     assert asked == {**named, **expected}
 

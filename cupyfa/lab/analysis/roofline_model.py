@@ -44,8 +44,9 @@ from cupyfa.runtime.environment import Progress, no_progress
 
 NAIVE, TILED = "naive", "tiled"
 # Number of times that an M x N array of scores is read or written per query head. Forward: S and P
-# are each written and read once. Backward: dP and dS as well, and P and dS are read twice.
-_PASSES = {"forward": 4, "backward": 10}
+# are each written and read once. Backward: dP and dS as well, and P and dS are read twice. Tangent:
+# S_dot and P * S_dot as well, and P is read three times.
+_PASSES = {"forward": 4, "backward": 10, "tangent": 10}
 THIS = "this"
 _COSTS = COMPUTE, MEMORY, EXPONENTIALS = "compute", "memory", "exponentials"
 _DETAILS = tuple(f"{cost}_ms" for cost in _COSTS)

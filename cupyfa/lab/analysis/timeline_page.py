@@ -48,6 +48,13 @@ _ARRAYS = {
         "products": ("Q K V dO", ""),
         "epilogue": ("", "dQ dK dV"),
     },
+    "tangent": {
+        "scores": ("Q K", "S"),
+        "softmax": ("S", "P"),
+        "output": ("P V", "O"),
+        "products": ("Q K V", "S O"),
+        "epilogue": ("", "O"),
+    },
 }
 _RESULTS = {"columns": "dK dV", "rows": "dQ", "scores": "P dS"}  # part of an entry name: outputs
 

@@ -55,8 +55,8 @@ def peer(
 ) -> Peer:
     """Creates a peer for arrays of the backend.
 
-    ``arrays`` contains Q, K and V, dO if the operation is "backward", and score-modifying arrays
-    under names such as "mods.bias".
+    ``arrays`` contains Q, K and V, dO if the operation is "backward", their tangents if it is
+    "tangent", and score-modifying arrays under names such as "mods.bias".
 
     Raises Unsupported if the library is not installed or does not support the problem.
     """
@@ -76,10 +76,13 @@ def peer(
                 "bench does not time this implementation's gradients with respect to "
                 f"{', '.join(p.wrt)}"
             )
+        if operation == "tangent" and name != "math":
+            raise Unsupported("this implementation has no directional derivatives")
         if name in _OF_TORCH:
             more = {x: y for x, y in arrays.items() if x.startswith("mods.")}
             gradient = arrays["dO"] if operation == "backward" else None
-            return _torch(name, backend, p, inputs, more, gradient)
+            tangents = [y for x, y in arrays.items() if x.endswith("_dot")]
+            return _torch(name, backend, p, inputs, more, gradient, tangents)
         if operation != "forward":
             raise Unsupported("bench does not time the gradients of this implementation")
         return _cudnn_frontend(name, backend, p, inputs)
@@ -179,8 +182,9 @@ def _torch(
     arrays: Sequence[Any],
     more: Mapping[str, Any],
     gradient: Any,
+    tangents: Sequence[Any],
 ) -> Peer:
-    """Creates a peer of torch's attention, or of its gradients after a forward pass.
+    """Creates a peer of torch's attention, its gradients after a forward pass, or its tangents.
 
     Autograd runs each backward step on the stream of its forward step. To capture gradients in a
     graph, the forward pass is therefore run again on the capturing stream, with new tensors.
@@ -210,6 +214,9 @@ def _torch(
     if gradient is not None:
         dout = _tensor(torch, gradient)
         names, compute = ("dQ", "dK", "dV"), on_stream(differentiable)
+    elif tangents:
+        moved = tuple(_tensor(torch, array) for array in tangents)
+        names, compute = ("O", "O_dot"), partial(torch.func.jvp, attend, (q, k, v), moved)
 
     def capture() -> Callable[[], Any]:
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
@@ -226,7 +233,7 @@ def _torch(
         return partial(on_stream, graph.replay)
 
     results = on_stream(compute)
-    results = (results,) if gradient is None else results
+    results = results if isinstance(results, tuple) else (results,)
     outputs = {x: _numpy(torch, result, p) for x, result in zip(names, results)}
     # torch 2.11 fails to capture these gradients, and the device is lost.
     has_graphs = not (name == "efficient" and p.lengths and gradient is not None)

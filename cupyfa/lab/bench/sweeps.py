@@ -20,9 +20,10 @@ from cupyfa.problem.wrt import WRT
 # Default sizes of benchmarks, tuning and profiles, and smaller sizes for the simulator.
 _ATTENTION: dict[str, Any] = {"batch": 4, "heads": 16, "M": 2048, "d": 64, "dtype": "float32"}
 _SOFTMAX: dict[str, Any] = {"M": 16384, "N": 4096, "dtype": "float32"}
-USUAL = {"forward": _ATTENTION, "backward": _ATTENTION, "softmax": _SOFTMAX}
+_OF_ATTENTION = ("forward", "backward", "tangent")
+USUAL = {**dict.fromkeys(_OF_ATTENTION, _ATTENTION), "softmax": _SOFTMAX}
 _FEW = {"batch": 1, "heads": 2, "M": 128}
-SMALL = {"forward": _FEW, "backward": _FEW, "softmax": {"M": 64, "N": 256}}
+SMALL = {**dict.fromkeys(_OF_ATTENTION, _FEW), "softmax": {"M": 64, "N": 256}}
 MOST = 10_000  # maximum number of problems per call
 CACHES = "contiguous", "paged"
 _OF_CACHE = "cache", "page"

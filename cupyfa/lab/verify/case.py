@@ -16,7 +16,7 @@ from cupyfa.errors import DeviceError, Unsupported, nearest
 from cupyfa.lab.verify import transforms
 from cupyfa.lab.verify.command_line import words_of_problem
 from cupyfa.ladder.kernel import Kernel
-from cupyfa.ladder.operations import OPERATIONS, Arrays, Input, exact_attention
+from cupyfa.ladder.operations import OF_KEYS, OPERATIONS, Arrays, Input, exact_attention
 from cupyfa.numerics.deviation import as_float64
 from cupyfa.planner import choose_kernel
 from cupyfa.problem.dtypes import E4M3
@@ -167,7 +167,7 @@ class Case:
         pick = np.random.default_rng((self.seed, *b"sequence"))
         chosen = int(pick.integers(len(self.problem.lengths[0].rows)))
         for name, array in arrays.items():
-            of = self.problem.lengths[name in ("K", "V")]
+            of = self.problem.lengths[name in OF_KEYS]
             array[:, :, ~of.is_in_a_sequence()] = math.nan
             if self.values in poison:
                 start = of.offsets[chosen]
@@ -209,7 +209,7 @@ class Case:
     def _pad(self, arrays: dict[str, np.ndarray]) -> None:
         """Fills the unused rows of batch elements with NaN, which must not affect results."""
         for name, array in arrays.items():
-            of = f"mods.{PADDED[name in ('K', 'V')]}"
+            of = f"mods.{PADDED[name in OF_KEYS]}"
             if of in arrays and array.ndim > 2 and not name.startswith("mods."):
                 for element, length in zip(array, arrays[of]):
                     element[:, length:] = math.nan

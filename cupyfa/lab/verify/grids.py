@@ -14,7 +14,7 @@ from cupyfa.lab.verify.random_modifiers import MODIFIED, OF_SEQUENCES
 from cupyfa.problem import shape_language
 from cupyfa.problem.dtypes import DTYPES, INPUTS
 from cupyfa.problem.optional_inputs import OF_PAIRS
-from cupyfa.problem.options import OPTIONS
+from cupyfa.problem.options import OF_TANGENTS, OPTIONS
 from cupyfa.problem.problem import Problem, can_give
 from cupyfa.problem.wrt import WRT
 
@@ -52,8 +52,8 @@ def cases(
     per kernel, which returns whether the kernel can run a case. Samples alternate between kernels
     so that each kernel gets cases; cases that no kernel can run are drawn only if no case can run.
     """
-    chosen = _choices(grid, operation == "softmax", dtypes)
-    if operation == "backward":
+    chosen = _choices(grid, operation, dtypes)
+    if operation in ("backward", "tangent"):
         chosen = (x for x in chosen if shape_language.PAGE_SIZE not in x)
     found = list(dict.fromkeys(_case(operation, seed, **one) for one in chosen))
     if (options or arrays) and operation != "softmax":
@@ -94,13 +94,14 @@ SMOKE: Axes = {
 }
 
 
-def _choices(grid: str, rows: bool, dtypes: Sequence[str] | None) -> Iterator[Choice]:
-    """Yields a grid's choices for attention, or for a softmax over rows."""
+def _choices(grid: str, operation: str, dtypes: Sequence[str] | None) -> Iterator[Choice]:
+    """Yields a grid's choices for an operation: attention, or a softmax over rows."""
+    rows = operation == "softmax"
     if grid == "smoke":
         axes = {**({"lengths": _ROWS_SMOKE} if rows else SMOKE), "dtype": dtypes or _EVERY}
         yield from (dict(zip(axes, values)) for values in product(*axes.values()))
         return
-    yield from (_row_edges if rows else _edges)(dtypes or _EVERY)
+    yield from _row_edges(dtypes or _EVERY) if rows else _edges(dtypes or _EVERY, operation)
 
 
 def _case(
@@ -182,7 +183,7 @@ _PAGED: tuple[Choice, ...] = tuple(
 )
 
 
-def _edges(dtypes: Sequence[str]) -> Iterator[Choice]:
+def _edges(dtypes: Sequence[str], operation: str) -> Iterator[Choice]:
     special = (*product(_EMPTY, _EVERY_MASK), *product(_MANY, _MASKS))
     for i, (sizes, causal) in enumerate(special):
         yield {**sizes, "causal": causal, "dtype": dtypes[i % len(dtypes)]}
@@ -197,12 +198,14 @@ def _edges(dtypes: Sequence[str]) -> Iterator[Choice]:
     if narrow := [x for x in dtypes if INPUTS[x].itemsize <= 2]:
         for chosen in _paired({**odd, "dtype": narrow}, _OF_RESULTS):
             yield {**chosen, "out_dtype": "float32"}
-    others = {name: (OPTIONS[name].default, *OPTIONS[name].tried) for name in other_options()}
+    names = [x for x in other_options() if operation == "tangent" or x not in OF_TANGENTS]
+    others = {name: (OPTIONS[name].default, *OPTIONS[name].tried) for name in names}
     yield from _paired({**odd, **others}, _OF_ODD // 4 if others else 0)
     for chosen, text in zip(_paired(odd, len(MODIFIED)), MODIFIED):
         yield {**chosen, **text}
     sequences = {**odd, **others, "sequences": _SEQUENCES}
-    del sequences["batch"], sequences["lengths"]
+    for name in ("batch", "lengths", "directions"):
+        sequences.pop(name, None)
     for i, chosen in enumerate(_paired(sequences, _OF_ODD // 4)):
         yield {**chosen, **OF_SEQUENCES[i % len(OF_SEQUENCES)]}
     for chosen, paged in zip(_paired({**odd, **others}, len(_PAGED)), _PAGED):

@@ -305,7 +305,7 @@ class _Cutting:
     def _by_keys(self) -> bool:
         """Returns whether the keys can be cut; each partial result would include a sink."""
         p, plan = self.plan.problem, self.plan
-        gives_lse = "O" in plan.operation.outputs and "lse" in plan.outputs
+        gives_lse = plan.operation.name == "forward" and "lse" in plan.outputs
         is_able = "causal" in plan.kernel.features or not p.is_masked
         return gives_lse and is_able and not (p.modifiers.counts_rows or p.modifiers.has_sink)
 

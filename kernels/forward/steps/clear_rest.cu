@@ -1,11 +1,11 @@
 // clear_rest: fills the rows of a ragged array that are unused or belong to no sequence.
 //
-// O and gradients become 0 and lse becomes -infinity, as in rows without visible keys. Operands
-// become 0: weights of unused keys are 0, but 0 times a NaN in memory would be NaN.
+// O, gradients and tangents become 0 and lse becomes -infinity, as in rows without visible keys.
+// Operands become 0: weights of unused keys are 0, but 0 times a NaN in memory would be NaN.
 //
 //   X [batch, heads, rows, width]
 //   grid (max(cdiv(rows, threads), 1) * heads * batch)    block (threads): one thread per row
-//   the host sets: result, operand, real, of_keys, of_sums, of_operands, width, threads,
+//   the host sets: result, operand, real, of_keys, of_sums, of_lse, of_operands, width, threads,
 //   shared_bytes
 #include <attention/batch.cuh>
 #include <tile/math.cuh>
@@ -65,5 +65,5 @@ extern "C" __global__ __launch_bounds__(threads) void clear_rest(Tensor<Own> X, 
   const int row = tile * threads + threadIdx.x;
   if (row >= rows || is_used(mods, batch, row, rows)) return;
   for (int col = 0; col < width; ++col)
-    X.row(batch, head, row)[col] = Own(of_sums ? -infinity : real(0));
+    X.row(batch, head, row)[col] = Own(of_lse ? -infinity : real(0));
 }

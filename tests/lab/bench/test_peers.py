@@ -71,6 +71,19 @@ def needs(name):
         pytest.skip(f"{peers.PACKAGES[name]} is not installed")
 
 
+@pytest.mark.parametrize("mask", [{}, {"causal": True, "M": 40}], ids=str)
+def test_tangents_are_those_of_torch(simulator, mask):
+    needs("math")
+    agrees(simulator, "math", operation="tangent", dtype="float32", **mask)
+
+
+def test_other_tangents_are_refused(simulator):
+    with pytest.raises(Unsupported, match="no directional derivatives"):
+        asked(simulator, "fa2", operation="tangent")
+    with pytest.raises(Unsupported, match="does not support tangents=qk"):
+        asked(simulator, "math", operation="tangent", tangents="qk")
+
+
 @on_cpu
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -16,6 +16,7 @@ from helpers.cli import CLI, MAIN, MODULE, SIMULATOR, SIZES, cli, process, refus
 from helpers.problems import DTYPES, PAIRED
 
 import cupyfa
+from cupyfa.errors import CompilerNotFound
 from cupyfa.lab.bench import sweeps, trial
 from cupyfa.lab.commands import command_options as options
 from cupyfa.lab.report import tables as report
@@ -314,7 +315,7 @@ def test_a_fault_is_one_line_with_the_seed(tmp_path, form):
 @pytest.mark.parametrize(
     "error, code",
     [
-        (cupyfa.CompilerNotFound("there is none; install one"), 3),
+        (CompilerNotFound("there is none; install one"), 3),
         (MemoryError("Unable to allocate 7.45 PiB"), 3),
         (cupyfa.WrongResult("fa2: the kernel wrote 4 bytes outside O"), 1),
     ],

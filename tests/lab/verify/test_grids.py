@@ -12,7 +12,7 @@ from cupyfa.lab.verify import grids
 from cupyfa.lab.verify.case import LAYOUTS, VALUES, Case
 
 EVERY_GRID = pytest.mark.parametrize("grid", [x for x in grids.GRIDS if x != "fuzz"])
-OPERATIONS = pytest.mark.parametrize("operation", ["forward", "softmax", "backward"])
+OPERATIONS = pytest.mark.parametrize("operation", ["forward", "softmax", "backward", "tangent"])
 
 
 @EVERY_GRID

@@ -1,0 +1,324 @@
+"""Directional derivatives, compared with finite differences, dual numbers and their own laws."""
+
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers.cli import cli
+from helpers.problems import able, drawn
+
+import cupyfa
+from cupyfa import Dropout, Packed, Padded, Problem
+from cupyfa.lab.analysis import roofline_model
+from cupyfa.lab.analysis.resources import limits_of
+from cupyfa.planner import choose_kernel as planning
+from cupyfa.problem.structured_arrays import wrap
+
+KERNELS = pytest.mark.parametrize("kernel", able("lse", "tangent"), ids=lambda x: x.name)
+SHAPES = (2, 4, 21, 12), (2, 2, 35, 12), (2, 2, 35, 7)
+SLOPES = np.array([0.5, 0.25, 0.125, 0.0625])
+BIAS, PAIRS = drawn((1, 4, 21, 35), (1, 4, 21, 35), dtype="float64", seed=5)
+OPTIONS = (
+    {},
+    {"causal": True, "scale": -0.4},
+    {"window": (3, 5), "offset": 4, "softcap": 1.5},
+    {"causal": "top-left", "alibi_slopes": SLOPES, "sink": SLOPES},
+    {"score_mod": "tanh(score) * score + query * 0.01", "mask": "(query + key) % 3 > 0"},
+    {"bias": BIAS, "mask": PAIRS > -1, "dropout": Dropout(0.3, 7)},
+    {"score_mod": "score if key < 9 else 2 * score", "causal": True},
+)
+
+
+def arrays(seed=0, dtype="float64", shapes=SHAPES):
+    """Returns q, k and v, and a direction in which they move."""
+    both = drawn(*shapes, *shapes, dtype=dtype, seed=seed)
+    return both[:3], both[3:]
+
+
+def able_dtype(kernel):
+    return "float64" if "float64" in kernel.dtypes else kernel.dtypes[0]
+
+
+def require_close(mine, other):
+    """Requires results that differ by a few roundings, as a compiler may contract other sums."""
+    unit = 8 * float(ml_dtypes.finfo(mine.dtype).eps)
+    mine, other = (x.astype(np.float64) for x in (mine, other))
+    np.testing.assert_allclose(mine, other, rtol=unit, atol=unit * np.abs(other).max())
+
+
+def moved(qkv, tangents, step):
+    return [x + step * y for x, y in zip(qkv, tangents)]
+
+
+@pytest.mark.parametrize("how", OPTIONS, ids="-".join)
+def test_tangents_are_finite_differences(how):
+    qkv, tangents = arrays()
+    step, how = 1e-5, {**how, "backend": "simulator"}
+    plain, derivative = cupyfa.jvp(*qkv, tangents=tangents, **how, check=True)
+    for x, y in zip(plain, cupyfa.attention(*qkv, return_lse=True, **how)):
+        np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-12)
+    ends = [
+        cupyfa.attention(*moved(qkv, tangents, x), return_lse=True, **how) for x in (step, -step)
+    ]
+    for mine, above, below in zip(derivative, *ends):
+        assert np.abs(mine).max() > 0.1
+        np.testing.assert_allclose(mine, (above - below) / (2 * step), rtol=1e-7, atol=1e-8)
+
+
+@pytest.mark.slow
+def test_tangents_are_those_of_jax():
+    jax = pytest.importorskip("jax")
+    qkv, tangents = arrays()
+
+    def attention(q, k, v):
+        k, v = (x.repeat(2, axis=1) for x in (k, v))
+        scores = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+        seen = np.tril(np.ones(scores.shape[2:], bool), 35 - 21)
+        scores = jax.numpy.where(seen, 2 * jax.numpy.tanh(scores / 2), -np.inf)
+        lse = jax.nn.logsumexp(scores, axis=-1)
+        return jax.numpy.exp(scores - lse[..., None]) @ v, lse
+
+    with jax.enable_x64(True):
+        expected = jax.jvp(attention, tuple(qkv), tuple(tangents))
+    found = cupyfa.jvp(*qkv, tangents=tangents, causal=True, softcap=2.0, backend="simulator")
+    for mine, its in zip((*found[0], *found[1]), (*expected[0], *expected[1])):
+        np.testing.assert_allclose(mine, its, rtol=1e-11, atol=1e-12)
+
+
+def test_a_tangent_is_linear_in_the_direction():
+    qkv, one = arrays()
+    _, other = arrays(seed=1)
+    how = {"causal": True, "softcap": 3.0, "backend": "simulator"}
+    of = [cupyfa.jvp(*qkv, tangents=x, **how)[1] for x in (one, other, moved(one, other, -2.5))]
+    for first, second, both in zip(*of):
+        np.testing.assert_allclose(both, first - 2.5 * second, rtol=1e-10, atol=1e-11)
+
+
+def test_a_tangent_is_the_transpose_of_the_gradient():
+    qkv, tangents = arrays()
+    how = {"window": (8, 2), "alibi_slopes": SLOPES, "sink": SLOPES, "backend": "simulator"}
+    (out, lse), pullback = cupyfa.vjp(*qkv, return_lse=True, **how)
+    dout, dlse = drawn(out.shape, lse.shape, dtype="float64", seed=3)
+    _, (d_out, d_lse) = cupyfa.jvp(*qkv, tangents=tangents, **how)
+    forward = (dout * d_out).sum() + (dlse * d_lse).sum()
+    backward = sum((x * y).sum() for x, y in zip(pullback(dout, dlse), tangents))
+    np.testing.assert_allclose(forward, backward, rtol=1e-11)
+
+
+@KERNELS
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_layouts_and_leading_axes(backend, kernel, layout):
+    qkv, tangents = arrays(dtype=able_dtype(kernel))
+    expected = cupyfa.jvp(*qkv, tangents=tangents, kernel=kernel, backend=backend, check=True)
+    how = {"kernel": kernel, "backend": backend, "layout": layout, "check": True}
+    if layout == "bshd":
+        qkv, tangents = ([x.swapaxes(1, 2) for x in of] for of in (qkv, tangents))
+    else:  # one batch element, without its axis
+        qkv, tangents = ([x[0] for x in of] for of in (qkv, tangents))
+        expected = [[x[0] for x in of] for of in expected]
+    (out, lse), (d_out, d_lse) = cupyfa.jvp(*qkv, tangents=tangents, **how)
+    found = (out, d_out) if layout == "bhsd" else (out.swapaxes(1, 2), d_out.swapaxes(1, 2))
+    for (x, of_lse), y, its_lse in zip(expected, found, (lse, d_lse)):
+        np.testing.assert_array_equal(y, x)
+        np.testing.assert_array_equal(its_lse, of_lse)
+
+
+@KERNELS
+def test_sequences_of_different_lengths(backend, kernel):
+    dtype, (rows, keys) = able_dtype(kernel), ([0, 4, 4, 19, 21], [0, 9, 12, 33, 35])
+    how = {"kernel": kernel, "backend": backend, "causal": True}
+    shapes = [(21, 4, 12), (35, 2, 12), (35, 2, 7)]
+    qkv, tangents = arrays(dtype=dtype, shapes=shapes)
+    offsets = [np.array(x, np.int32) for x in (rows, keys, keys)]
+    packed = cupyfa.jvp(*map(Packed, qkv, offsets), tangents=tangents, check=True, **how)
+    for i in range(4):
+        spans = [slice(x[i], x[i + 1]) for x in (rows, keys, keys)]
+        one, its = ([x[y].swapaxes(0, 1) for x, y in zip(of, spans)] for of in (qkv, tangents))
+        for found, alone in zip(packed, cupyfa.jvp(*one, tangents=its, **how)):
+            np.testing.assert_allclose(
+                found[0][spans[0]].swapaxes(0, 1).astype("f8"), alone[0].astype("f8"), atol=0.02
+            )
+            np.testing.assert_allclose(found[1][:, spans[0]], alone[1], rtol=1e-4, atol=1e-4)
+    qkv, tangents = arrays(dtype=dtype)
+    lengths = {"lengths_q": [21, 3], "lengths_k": [0, 17]}
+    padded = cupyfa.jvp(*wrap(*qkv, lengths), tangents=tangents, check=True, **how)
+    for x in padded[1]:
+        assert not x[0].any() and not x[1, :, 3:].any() and x[1, :, :3].any()
+
+
+@KERNELS
+def test_16_bit_inputs_have_float32_results_on_request(backend, kernel):
+    if "bfloat16" not in kernel.dtypes:
+        pytest.skip("takes no bfloat16")
+    qkv, tangents = arrays(dtype="bfloat16")
+    how = {"tangents": tangents, "kernel": kernel, "backend": backend, "check": True}
+    narrow, wide = cupyfa.jvp(*qkv, **how), cupyfa.jvp(*qkv, out="float32", **how)
+    for x, y in zip(narrow, wide):
+        assert x[0].dtype == ml_dtypes.bfloat16 and y[0].dtype == np.float32
+        np.testing.assert_array_equal(y[0].astype(ml_dtypes.bfloat16), x[0])
+
+
+def test_rows_without_keys_do_not_move():
+    qkv, tangents = arrays(shapes=[(1, 1, 9, 4), (1, 1, 4, 4), (1, 1, 4, 4)])
+    (out, lse), (d_out, d_lse) = cupyfa.jvp(
+        *qkv, tangents=tangents, causal=True, backend="simulator", check=True
+    )
+    assert np.isneginf(lse[0, 0, :5]).all() and not out[0, 0, :5].any()
+    assert not d_lse[0, 0, :5].any() and not d_out[0, 0, :5].any()
+
+
+def test_a_derivative_that_does_not_exist_is_nan():
+    qkv, tangents = arrays(dtype="float32")
+    tangents[1][0, 0, 3] = np.inf
+    how = {"tangents": tangents, "backend": "simulator", "check": True}
+    _, (d_out, d_lse) = cupyfa.jvp(*qkv, **how)
+    assert np.isnan(d_out[0, :2]).all() and not np.isfinite(d_lse[0, :2]).any()
+    assert np.isfinite(d_out[0, 2:]).all() and np.isfinite(d_out[1]).all()
+
+
+Q, T = np.zeros((5, 8), np.float32), (np.zeros((5, 8), np.float32),) * 3
+
+
+@pytest.mark.parametrize(
+    "how, error, message",
+    [
+        ({"tangents": Q}, TypeError, r"tangents is .*; pass \(dq, dk, dv\)"),
+        ({"tangents": T[:2]}, ValueError, "tangents has 2 elements; pass"),
+        ({"tangents": (Q, Q, Q[:3])}, ValueError, r"dv has shape \(3, 8\); it must be \(5, 8\)"),
+        ({"tangents": (Q, Q.astype("f8"), Q)}, TypeError, "dk is float64; it must be float32"),
+        ({"tangents": T, "out": Q}, ValueError, "jvp allocates its results; pass a dtype"),
+        ({"tangents": T, "kernel": "fa2"}, ValueError, "computes forward; the tangent kernels"),
+        ({"tangents": T, "return_lse": True}, TypeError, r"jvp\(\) has no argument 'return_lse'"),
+        ({"tangents": T, "precision": "tf32"}, cupyfa.Unsupported, "float32"),
+    ],
+)
+def test_wrong_arguments_are_refused(how, error, message):
+    with pytest.raises(error, match=message):
+        cupyfa.jvp(Q, Q, Q, backend="simulator", **how)
+
+
+def test_arrays_without_tangents_are_refused():
+    lists = [[x[0, 0]] for x in arrays()[0]]
+    with pytest.raises(TypeError, match="jvp does not support list arguments"):
+        cupyfa.jvp(*lists, tangents=lists)
+    with pytest.raises(cupyfa.Unsupported, match="no kernel computes their gradients"):
+        x = np.zeros((4, 8), ml_dtypes.float8_e4m3fn)
+        cupyfa.jvp(x, x, x, tangents=(x, x, x), backend="simulator")
+
+
+def test_padded_arrays_may_be_passed_as_such():
+    qkv, tangents = arrays(dtype="float32")
+    q, k, v = (Padded(x, np.array([x.shape[2]] * 2, np.int32)) for x in qkv)
+    how = {"tangents": tangents, "backend": "simulator"}
+    for x, y in zip(cupyfa.jvp(q, k, v, **how), cupyfa.jvp(*qkv, **how)):
+        for mine, other in zip(x, y):
+            np.testing.assert_array_equal(mine, other)
+
+
+@KERNELS
+@pytest.mark.parametrize("which", ["q", "k", "v", "qk", "qv", "kv"])
+def test_a_tangent_of_none_is_0(backend, kernel, which):
+    if "zero_tangents" not in kernel.features:
+        pytest.skip("takes no tangents of None")
+    qkv, tangents = arrays(dtype=able_dtype(kernel))
+    how = {"kernel": kernel, "backend": backend, "causal": True}
+    some = [x if name in which else None for name, x in zip("qkv", tangents)]
+    zeros = [x if name in which else np.zeros_like(x) for name, x in zip("qkv", tangents)]
+    found = cupyfa.jvp(*qkv, tangents=some, check=True, **how)
+    for mine, other in zip(found[1], cupyfa.jvp(*qkv, tangents=zeros, **how)[1]):
+        require_close(mine, other)
+
+
+def test_infinity_times_a_tangent_of_none_is_not_nan():
+    qkv, tangents = arrays(dtype="float32")
+    qkv[2][0, 0, 3] = np.inf  # O is infinite, but lse and its tangent are finite
+    how = {"backend": "simulator", "check": True}
+    _, (d_out, d_lse) = cupyfa.jvp(*qkv, tangents=(tangents[0], None, None), **how)
+    assert np.isfinite(d_lse).all() and np.isnan(d_out[0, :2]).all()
+    qkv[2][0, 0, 3], qkv[0][0, 0, 4] = 0, np.inf
+    _, (d_out, d_lse) = cupyfa.jvp(*qkv, tangents=(None, None, tangents[2]), **how)
+    assert np.isnan(d_out[0, 0, 4]).all() and np.isfinite(d_out[0, 0, 5:]).all()
+
+
+@KERNELS
+@pytest.mark.parametrize("directions", [1, 2, 4, 8])
+def test_several_directions_are_those_of_each(backend, kernel, directions):
+    if "directions" not in kernel.features:
+        pytest.skip("takes one direction")
+    qkv, _ = arrays(dtype=able_dtype(kernel))
+    of_each = [arrays(seed=i, dtype=able_dtype(kernel))[1] for i in range(1, directions + 1)]
+    how = {"kernel": kernel, "backend": backend, "window": (9, 4)}
+    together = [np.stack(x) for x in zip(*of_each)]
+    plain, (d_out, d_lse) = cupyfa.jvp(*qkv, tangents=together, check=True, **how)
+    assert d_out.shape == (directions, *plain[0].shape)
+    for i, tangents in enumerate(of_each):
+        (out, lse), alone = cupyfa.jvp(*qkv, tangents=tangents, **how)
+        for mine, other in zip((*plain, d_out[i], d_lse[i]), (out, lse, *alone)):
+            require_close(mine, other)
+
+
+def test_directions_that_fit_no_call_are_refused():
+    qkv, tangents = arrays(dtype="float32")
+    two = [np.stack([x, x]) for x in tangents]
+    how = {"backend": "simulator"}
+    with pytest.raises(ValueError, match=r"dk has shape .*; it must be \(2, 2, 2, 35, 12\), the 2"):
+        cupyfa.jvp(*qkv, tangents=(two[0], tangents[1], None), **how)
+    with pytest.raises(ValueError, match=r"several directions need a head axis; pass q\[None\]"):
+        cupyfa.jvp(*(x[0, 0] for x in qkv), tangents=[x[:, 0, 0] for x in two], **how)
+    with pytest.raises(cupyfa.Unsupported, match="2 directions cannot be used .* for each"):
+        cupyfa.jvp(*wrap(*qkv, {"lengths_k": [3, 4]}), tangents=two, **how)
+    with pytest.raises(ValueError, match="all tangents are None; pass an array"):
+        cupyfa.jvp(*qkv, tangents=(None, None, None), **how)
+    with pytest.raises(ValueError, match=r"directions is 65; sizes must be from 0 to 64"):
+        cupyfa.jvp(*qkv, tangents=(np.zeros((65, *qkv[0].shape), "f4"), None, None), **how)
+
+
+@pytest.mark.slow
+def test_a_laplacian_by_differences_of_tangents_is_that_of_jax():
+    """The recipe of docs/howto/tangents.md: the Laplacian of each row of out by its own query."""
+    jax = pytest.importorskip("jax")
+    q, k, v = drawn((2, 5, 4), (2, 9, 4), (2, 9, 4), dtype="float64")
+    basis = np.eye(4)[:, None, None] * np.ones((2, 5, 1))
+    step, how = 1e-5, {"tangents": (basis, None, None), "backend": "simulator"}
+    second = []
+    for i, x in enumerate(basis):
+        ends = [cupyfa.jvp(q + y * x, k, v, **how)[1][0][i] for y in (step, -step)]
+        second.append((ends[0] - ends[1]) / (2 * step))
+
+    def row(query, keys, values):
+        return jax.nn.softmax(keys @ query / 2.0) @ values
+
+    with jax.enable_x64(True):
+        hessians = jax.vmap(jax.vmap(jax.hessian(row), (0, None, None)))(q, k, v)
+    # The truncation error is step² / 6 times the fourth derivative, that of rounding eps / step.
+    expected = np.trace(np.asarray(hessians), axis1=-2, axis2=-1)
+    np.testing.assert_allclose(sum(second), expected, atol=1e-8)
+
+
+@pytest.mark.parametrize("arch", ["80", "90"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("how", [{"directions": 2}, {"tangents": "v"}, {}], ids=str)
+def test_auto_finds_a_kernel_for_every_call(arch, dtype, how):
+    p = Problem.of_sizes(M=512, d=64, heads=4, dtype=dtype, **how)
+    limits = limits_of(arch)
+    assert planning.can(planning.select("auto", "tangent", p, limits), p, limits)
+
+
+@pytest.mark.parametrize("options", ["--directions 2", "--tangents qv --causal"])
+def test_a_run_passes(options):
+    sizes = ["-B", "1", "-H", "2", "-M", "40", "-d", "8", "--backend", "simulator"]
+    done = cli("run", "fa2_tangent", *sizes, *options.split(), code=0)
+    assert re.search(r"lse_dot +error(?s:.*)PASS", done.stdout)
+
+
+def test_a_timeline_has_a_page(tmp_path):
+    sizes = ["-B", "1", "-H", "1", "-M", "40", "-d", "8", "--backend", "simulator"]
+    cli("timeline", "fa2_tangent", *sizes, "--html", tmp_path / "page.html", code=0)
+    assert "fa2_tangent" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_stored_scores_cost_memory():
+    p = Problem.of_sizes(M=64, d=16)
+    stored = roofline_model.naive_bytes("tangent", p) - roofline_model.tiled_bytes("tangent", p)
+    assert stored == 10 * 64 * 64 * 4
