@@ -32,10 +32,12 @@
 
 constexpr int consumers = 2;  // warpgroups, besides one that loads
 static_assert(Br == warpgroup_rows && Wr == step, "both warpgroups own the 64 rows of the tile");
+static_assert(Br % pack_gqa == 0, "a box of Q has equally many queries of each head");
 static_assert(Bc % step == 0, "tiles are multiples of the MMA depth");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
 static_assert(stages == 2, "the warpgroups take turns, each with the tiles of one stage");
 
+constexpr int queries = Br / pack_gqa;  // of each head in a tile of Q
 constexpr int d_boxes = cdiv(d, box_columns);
 constexpr int O_boxes = cdiv(cdiv(dv, 2), box_columns);  // boxes of V for half of the columns of O
 constexpr int Wv = O_boxes * box_columns;
@@ -261,7 +263,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_latent(
   if (threadIdx.x == 0) init_barriers(shared);
   __syncthreads();
   const KeySplits splits(O_splits, max_splits, sum_splits, num_splits);
-  const Task task = task_at(blockIdx.x, sizes, mods, heads, splits);
+  const Task task = task_at<queries, Bc, pack_gqa>(blockIdx.x, sizes, mods, heads, splits);
   if (!task.exists) return;
   const int kv_head = task.head / group;
   const bool is_apart = !holds(K, V);

@@ -35,6 +35,7 @@
 
 constexpr int consumers = Br / warpgroup_rows;  // consumer warpgroups, besides one that loads
 static_assert(Br % warpgroup_rows == 0 && Wr == step, "a warpgroup owns 64 rows");
+static_assert(Br % pack_gqa == 0, "a box of Q has equally many queries of each head");
 static_assert(Bc % step == 0, "tiles are multiples of the MMA depth");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
 
@@ -42,6 +43,7 @@ using Registers = RegisterBudget<consumers, 24>;
 using PackedP = unsigned[Bc / step][4];  // P of a tile of keys as operands of O += P V
 using OwnRows = Rows<step, pack_gqa>;
 
+constexpr int queries = Br / pack_gqa;          // of each head in a tile of Q
 constexpr int d_slices = cdiv(d, box_columns);  // slices of Q and K along d
 constexpr int output_tiles = cdiv(dv, 256);     // number of tiles of O, of equal width
 constexpr int Wv = step * cdiv(dv, step* output_tiles);
@@ -307,7 +309,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_slices(
   if (threadIdx.x == 0) init_pipeline(shared);
   __syncthreads();
   const KeySplits splits(O_splits, max_splits, sum_splits, num_splits);
-  const auto task_of = [&](int index) { return task_at(index, sizes, mods, heads, splits); };
+  const auto task_of = [&](int index) {
+    return task_at<queries, Bc, pack_gqa>(index, sizes, mods, heads, splits);
+  };
   const int count = cdiv(sizes.M, queries) * splits.count() * (heads / pack_gqa) * batch;
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   if (warpgroup < 0) {

@@ -1,13 +1,10 @@
 #pragma once
 // Tasks of kernels that pack the rows of several heads into a tile of Q, and that may split its
-// keys among several blocks. Declare Br, Bc and pack_gqa before.
+// keys among several blocks.
 
 #include <attention/row_tile.cuh>
 #include <forward/parts/key_split.cuh>
 #include <tile/tensor.cuh>
-
-static_assert(Br % pack_gqa == 0, "a box of Q has equally many queries of each head");
-constexpr int queries = Br / pack_gqa;  // of each head in a tile of Q
 
 // A tile of Q, from query `row` on, of pack_gqa heads from `head` on, and a split of its keys.
 struct Task : RowTile {
@@ -15,7 +12,9 @@ struct Task : RowTile {
   bool exists;  // false past the end of a batch element
 };
 
-// Returns the task with this index; under a causal mask a head's longest tiles come first.
+// Returns the task with this index, a tile of `queries` rows of each of `pack_gqa` heads. Under a
+// causal mask a head's longest tiles come first.
+template <int queries, int Bc, int pack_gqa>
 __device__ __forceinline__ Task task_at(int index, const Sizes& sizes, const Mods& mods, int heads,
                                         const KeySplits& splits) {
   const int tiles = cdiv(sizes.M, queries);
