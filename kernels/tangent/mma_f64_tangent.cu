@@ -13,6 +13,7 @@
 //   moves_v, threads, shared_bytes and options (extent.cuh)
 #include <attention/exp2_f64.cuh>
 #include <attention/row_tile.cuh>
+#include <attention/store_rows.cuh>
 #include <attention/tile_index.cuh>
 #include <attention/tile_mask.cuh>
 #include <forward/parts/f64_tiles.cuh>
@@ -150,6 +151,14 @@ __device__ __forceinline__ void multiply_output(Shared& shared, Fragments<step, 
   rows.add(sum);
 }
 
+// Stores the warp's 16 rows of O, as store_output() of epilogue.cuh does for float.
+template <int cols, int blocks>
+__device__ __forceinline__ void store_output(const double (&O)[1][blocks][4],
+                                             const Rows<step>& rows, Tensor<result> out, int batch,
+                                             int head, int lane, int first_col) {
+  store_rows<cols>(O, rows, out, batch, head, lane, first_col);
+}
+
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64_tangent(
     Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V,
     Tensor<const operand> Q_dot, Tensor<const operand> K_dot, Tensor<const operand> V_dot,
@@ -208,6 +217,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64_tangent(
     rescale<true>(S, sums, sums_dot, rows, first_key, own.lane);  // also masks S
     multiply_output(shared, S, S_dot, sums, sums_dot, rows, scale, first_key, own);
   }
-  const Tangents all = {Q, K, V, Q_dot, K_dot, V_dot, O, lse, O_dot, lse_dot};
-  finish<d, dv>(all, sums, sums_dot, rows, batch, its, head, kv_head, scorer, own.rank * own_width);
+  const int first_col = own.rank * own_width;
+  const Tangents all = {Q, K, V, Q_dot, K_dot, V_dot, O, lse, O_dot, lse_dot, first_col};
+  finish<d, dv>(all, sums, sums_dot, rows, batch, its, head, kv_head, scorer);
 }

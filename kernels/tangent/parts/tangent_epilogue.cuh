@@ -5,7 +5,6 @@
 //   O_dot = (sum((P S_dot) V) + sum(P V_dot)) / sum(P) - n * O
 
 #include <attention/nonfinite.cuh>
-#include <attention/store_rows.cuh>
 #include <forward/parts/epilogue.cuh>
 #include <tangent/parts/tangent_rows.cuh>
 
@@ -17,16 +16,16 @@ struct Tangents {
   Tensor<real> lse;
   Tensor<result> O_dot;
   Tensor<real> lse_dot;
+  int first_col = 0;  // of O and O_dot in this warp; the warp with column 0 stores lse and lse_dot
 };
 
-// Recomputes a query's results with one warp, unrounded, as repair_row() of nonfinite.cuh does: its
-// `width` columns from first_col on, and with column 0 those without columns.
+// Recomputes a query's results, and of O `width` columns, with one warp, unrounded, as repair_row()
+// of nonfinite.cuh does.
 template <int d, int dv, int width>
 __device__ void repair_tangent(const Tangents& of, const Extent& extent, int query, int batch,
-                               int its, int head, int kv_head, const Scorer<real>& scorer,
-                               int first_col) {
+                               int its, int head, int kv_head, const Scorer<real>& scorer) {
   constexpr int count = cdiv(width, warp_size);
-  const int lane = threadIdx.x % warp_size;
+  const int lane = threadIdx.x % warp_size, end = min(of.first_col + width, dv);
   const auto q = of.Q.row(batch, head, query), q_dot = of.Q_dot.row(its, head, query);
   real maximum = extent.sink(), sum_dot = 0, o[count] = {}, o_dot[count] = {};
   real sum = maximum == -infinity ? real(0) : maximum - maximum + 1;  // NaN for an infinite sink
@@ -52,8 +51,8 @@ __device__ void repair_tangent(const Tangents& of, const Extent& extent, int que
     const real weight = extent.dropped(p, query, key), moves = extent.dropped(p_dot, query, key);
 #pragma unroll
     for (int j = 0; j < count; ++j) {
-      const int col = first_col + lane + j * warp_size;
-      if (col >= min(first_col + width, dv)) continue;
+      const int col = of.first_col + lane + j * warp_size;
+      if (col >= end) continue;
       o[j] = o[j] * factor + weight * real(v[col]);
       o_dot[j] = o_dot[j] * factor + moves * real(v[col]);
       if (moves_v) o_dot[j] += weight * real(v_dot[col]);
@@ -62,44 +61,25 @@ __device__ void repair_tangent(const Tangents& of, const Extent& extent, int que
   const real inverse = sum == 0 ? real(0) : 1 / sum, mean = sum_dot * inverse;
 #pragma unroll
   for (int j = 0; j < count; ++j) {
-    const int col = first_col + lane + j * warp_size;
-    if (col >= min(first_col + width, dv)) continue;
+    const int col = of.first_col + lane + j * warp_size;
+    if (col >= end) continue;
     const real out = o[j] * inverse;
     if (its == batch) of.O.row(batch, head, query)[col] = result(out);
     // Where O or lse_dot is infinite, there is no derivative: infinity - infinity is NaN.
     of.O_dot.row(its, head, query)[col] =
         result(o_dot[j] * inverse - mean * out + (out - out) + (mean - mean));
   }
-  if (lane > 0 || first_col > 0) return;
+  if (of.first_col + lane > 0) return;
   if (its == batch) *of.lse.row(batch, head, query) = maximum + log(sum);
   *of.lse_dot.row(its, head, query) = mean;
 }
 
-// Calls repair_tangent() out of line, as doubles leave no registers to inline it.
-template <int d, int dv, int width, class... Args>
-__device__ __noinline__ void call_repair_tangent(const Args&... args) {
-  repair_tangent<d, dv, width>(args...);
-}
-
-// Stores a warp's columns of O or O_dot.
-template <int dv, int n>
-__device__ __forceinline__ void store(const real (&O)[1][n][4], const TangentRows& rows,
-                                      Tensor<result> out, int batch, int head, int lane,
-                                      int first_col) {
-  if constexpr (sizeof(real) == 8)
-    store_rows<dv>(O, rows, out, batch, head, lane, first_col);
-  else
-    store_output<dv>(O, rows, out, batch, head, lane, first_col);
-}
-
-// Finishes a warp's rows, of whose O it holds the columns from first_col on. They are recomputed if
-// scores are too large (nonfinite.cuh) or a sum is not finite: 0 * NaN of a masked key is NaN, and
-// P S_dot may exceed 16 bits.
+// Finishes a warp's rows. They are recomputed if scores are too large (nonfinite.cuh) or a sum is
+// not finite: 0 * NaN of a masked key is NaN, and P S_dot may exceed 16 bits.
 template <int d, int dv, int n>
 __device__ __forceinline__ void finish(const Tangents& of, real (&O)[1][n][4],
                                        real (&O_dot)[1][n][4], const TangentRows& rows, int batch,
-                                       int its, int head, int kv_head, const Scorer<real>& scorer,
-                                       int first_col = 0) {
+                                       int its, int head, int kv_head, const Scorer<real>& scorer) {
   const timeline::Phase phase(timeline::epilogue);
   const int lane = threadIdx.x % warp_size;
   bool wrong = overflows(rows);
@@ -108,18 +88,12 @@ __device__ __forceinline__ void finish(const Tangents& of, real (&O)[1][n][4],
   for (int i = 0; i < n * 4; ++i)
     wrong |= !(fabs(O[0][i / 4][i % 4]) < infinity && fabs(O_dot[0][i / 4][i % 4]) < infinity);
   if (__any_sync(full_warp, wrong)) {
-    const Extent extent = rows.extent;
     const int first = __shfl_sync(full_warp, rows.first, 0);
-    for (int row = first; row < min(first + step, rows.extent.M); ++row) {
-      if constexpr (sizeof(real) == 8)
-        call_repair_tangent<d, dv, n * 8>(of, extent, row, batch, its, head, kv_head, scorer,
-                                          first_col);
-      else
-        repair_tangent<d, dv, n * 8>(of, extent, row, batch, its, head, kv_head, scorer, first_col);
-    }
+    for (int row = first; row < min(first + step, rows.extent.M); ++row)
+      repair_tangent<d, dv, n * 8>(of, rows.extent, row, batch, its, head, kv_head, scorer);
     return;
   }
-  finish_rows(O, rows, of.lse, batch, head, lane, its == batch && first_col == 0);
+  finish_rows(O, rows, of.lse, batch, head, lane, its == batch && of.first_col == 0);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     real sum = rows.sum[0][half], sum_dot = rows.sum_dot[0][half];
@@ -136,9 +110,8 @@ __device__ __forceinline__ void finish(const Tangents& of, real (&O)[1][n][4],
       x = x * kept - mean * O[0][j / 2][half * 2 + j % 2];
     }
     const int row = rows.row(0, half);
-    if (first_col == 0 && lane % 4 == 0 && row < rows.extent.M)
-      *of.lse_dot.row(its, head, row) = mean;
+    if (of.first_col + lane % 4 == 0 && row < rows.extent.M) *of.lse_dot.row(its, head, row) = mean;
   }
-  if (its == batch) store<dv>(O, rows, of.O, batch, head, lane, first_col);
-  store<dv>(O_dot, rows, of.O_dot, its, head, lane, first_col);
+  if (its == batch) store_output<dv>(O, rows, of.O, batch, head, lane, of.first_col);
+  store_output<dv>(O_dot, rows, of.O_dot, its, head, lane, of.first_col);
 }
