@@ -218,6 +218,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64_tangent(
     multiply_output(shared, S, S_dot, sums, sums_dot, rows, scale, first_key, own);
   }
   const int first_col = own.rank * own_width;
+  const int same = team > 1 ? opaque(head) : head;  // dividing again saves a register in the loop
   const Tangents all = {Q, K, V, Q_dot, K_dot, V_dot, O, lse, O_dot, lse_dot, first_col};
-  finish<d, dv>(all, sums, sums_dot, rows, batch, its, head, kv_head, scorer);
+  finish<d, dv>(all, sums, sums_dot, rows, batch, its, head, same / group, scorer);
 }
