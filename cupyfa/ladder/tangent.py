@@ -147,6 +147,7 @@ WGMMA_TANGENT = Kernel(
     tflops={"float16": {64: 416, 128: 548}, "bfloat16": {64: 654, 128: 737}},
 )
 
+
 def f64_team(sizes: Problem | SimpleNamespace) -> int:
     """Returns how many warps share 16 rows: each holds 64 columns of O and of its tangent."""
     return -(-sizes.dv // 64)
@@ -193,4 +194,6 @@ REST = (
     clear_rest("O_dot", "M", "heads", "dv"),
     clear_rest("lse_dot", "M", "heads"),
 )
-KERNELS = tuple(with_cleared_rest(x, *REST) for x in (FA2_TANGENT, MMA_TANGENT, WGMMA_TANGENT, MMA_F64_TANGENT))
+KERNELS = tuple(
+    with_cleared_rest(x, *REST) for x in (FA2_TANGENT, MMA_TANGENT, WGMMA_TANGENT, MMA_F64_TANGENT)
+)
