@@ -406,7 +406,7 @@ def jvp(
 
     tangents: (dq, dk, dv), the direction in which q, k and v move: arrays with the shapes and dtype
         of q, k and v, or None where an array does not move, which saves its products. For several
-        directions at once, which share the scores and weights, all three have a leading axis
+        directions at once, in one launch, all three have a leading axis
         [directions, …], of at most 64.
     out: the dtype of out and d_out, "float32" for float16 and bfloat16 inputs.
 

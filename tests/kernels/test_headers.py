@@ -37,6 +37,8 @@ MAY_READ = {
     },
     "dropout.cuh": {"unit_slope"},
     "transposed_softmax.cuh": {"reads_places", "unit_slope", "caps_tiles", "has_dropout"},
+    "tangent_rows.cuh": {"moves_q", "moves_k", "unit_slope", "caps_tiles"},
+    "tangent_epilogue.cuh": {"moves_q", "moves_k", "moves_v"},
     "gradient_of_lse.cuh": {"has_dlse"},
     "extent.cuh": {"causal", "windowed", "has_mask_mod", "ragged"},
     "batch.cuh": {"ragged", "packed", "windowed", "page_size"},

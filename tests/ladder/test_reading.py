@@ -14,10 +14,11 @@ from cupyfa.planner.source import INCLUDE, KERNELS
 # Lines that a reader of a step can skip: phase marks for `cupyfa timeline`, and include lines (the
 # included headers are counted separately).
 UNREAD = re.compile(r"^ *(?:const )?timeline::.*;\n|^#include <.*\n", re.MULTILINE)
-# Maximum number of lines to read for a kernel, its file and its headers: (forward, backward), by
+# Maximum number of lines to read for a kernel, its file and its headers: (forward, derivatives), by
 # the instructions of its products. HELPER_LIMIT is for launches without products.
 LIMITS = {"wgmma": (1752, 1738), "mma": (1354, 1709), "threads": (668, 750)}
 HELPER_LIMIT = 781
+DERIVATIVES = "backward", "tangent"
 PLAIN_LINES = 274  # lines of the headers that every kernel includes
 
 
@@ -95,6 +96,8 @@ FAMILIES = {
     "mma_columns": "the first gradients with mma.sync: warps share out each of five products",
     "wgmma_columns": "the first gradients with wgmma and TMA: transposed scores stay in registers",
     "mma_f64_columns": "the first gradients with products of doubles, whose scores warps share",
+    "mma_tangent": "the first tangents with mma.sync: the product rule for fragments of a warp",
+    "wgmma_tangent": "the first tangents with wgmma: three products in place of each of two",
     "mma_slices_backward": "gradients of any head dimension, in three launches through memory",
 }
 # Kernel families above these limits: number of lines, which may only decrease, and the reason.
@@ -137,7 +140,7 @@ def limit(name):
         return HELPER_LIMIT
     else:
         kind = "threads"
-    return LIMITS[kind][name.startswith("backward")]
+    return LIMITS[kind][name.startswith(DERIVATIVES)]
 
 
 FILES = (path.relative_to(KERNELS) for path in KERNELS.rglob("*.cu"))

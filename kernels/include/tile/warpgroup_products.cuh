@@ -1,23 +1,23 @@
 #pragma once
-// Products of warpgroups (warpgroup.cuh). They are asynchronous: each function commits a group, and
-// callers run wgmma_wait_group() before they read a result or overwrite an operand.
+// Products of warpgroups. Each function commits a group, for which callers wait (ptx/wgmma.cuh).
 
 #include <ptx/wgmma.cuh>
 #include <tile/pipeline.cuh>
 #include <tile/warpgroup.cuh>
 
-// Starts S = A B^T for 64 rows of A from `first_row` on, and rows of B from `first` on.
+// Starts S = A B^T, or S += A B^T if `added`, for 64 rows of A from a row and B from `first` on.
 template <class T, int A_rows, int B_rows, int columns, int count>
 __device__ __forceinline__ void begin_scores(const TmaTile<T, A_rows, columns>& A,
                                              const TmaTile<T, B_rows, columns>& B,
-                                             float (&S)[count], int first_row = 0, int first = 0) {
-  const Matrix a = by_rows(A.box[0][first_row]), b = by_rows(B.box[0][first]);
+                                             float (&S)[count], int row = 0, int first = 0,
+                                             bool added = false) {
+  const Matrix a = by_rows(A.box[0][row]), b = by_rows(B.box[0][first]);
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < cdiv(columns * int(sizeof(T)), wgmma_bytes); ++k) {
     const int box = k / 4, col = k % 4 * wgmma_bytes;
     multiply<T>(S, a + (box * int(sizeof A.box[0]) + col), b + (box * int(sizeof B.box[0]) + col),
-                k > 0);
+                added || k > 0);
   }
   wgmma_commit_group();
 }
