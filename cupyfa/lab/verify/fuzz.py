@@ -21,6 +21,7 @@ from cupyfa.errors import Unsupported
 from cupyfa.lab.verify import transforms
 from cupyfa.lab.verify.case import FINITE, LAYOUTS, TOKENS, VALUES, Case
 from cupyfa.lab.verify.option_pairs import (
+    TEXTS_IN_TURN,
     Combination,
     Combiner,
     Pair,
@@ -410,7 +411,9 @@ class Fuzz:
         if self._is_narrow(turns):
             d, dv = min(d, _NARROW), min(dv, _NARROW)
         if combination:
-            return combination.problem(turns.random("combination itself"), M=M, N=N, d=d, dv=dv)
+            texts = turns.choose("texts of combinations", TEXTS_IN_TURN)
+            pick = turns.random("combination itself")
+            return combination.problem(pick, texts, M=M, N=N, d=d, dv=dv)
         sizes: dict[str, Any] = {"M": M, "N": N, "heads": 2 if few else 16, "dtype": dtype}
         given = self._modified(turns) | self._options(turns)
         if given.keys() & {*TEXTS, *shape_language.NAMES}:

@@ -56,7 +56,6 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {
     **{name: ("score_mod" if x == _CAPTURED else x,) for name, x in _GRADIENTS.items()},
 }
 _SEEDS = ("i64[1]", "u64[1]", "i32[1]", "u32[1]")
-_FUNCTIONS = 4  # number of functions in a sum of few
 _SIDES = ((1, 1), (1, None))
 _TYPICAL = {"M": 64, "N": 64, "d": 16}  # sizes for which combinations are tried
 
@@ -129,22 +128,17 @@ class Combination:
         """The kind of groups of samples that stores rows in this way."""
         return next((kind for name, kind in _KINDS.items() if name in self.names), "combination")
 
-    def problem(
-        self, pick: random.Random, *, texts: DrawText | None = None, **sizes: int
-    ) -> Problem:
+    def problem(self, pick: random.Random, texts: DrawText, **sizes: int) -> Problem:
         """Draws a problem that has the options, except an offset and how rows are stored.
 
-        A ragged batch gets lengths that drawn ones have to replace. texts: draws expressions, by
-        default those of models, random ones or sums of few functions. Raises ValueError or
-        Unsupported for options that exclude each other.
+        A ragged batch gets lengths that drawn ones have to replace. texts: draws expressions, one
+        of TEXTS_IN_TURN. Raises ValueError or Unsupported for options that exclude each other.
         """
         given: dict[str, Any] = {"batch": 2, "heads": 16, **sizes, "dtype": self.dtype}
         for name, draw in _DRAWN.items():
             if name in self.names:
                 given |= draw(pick)
-        given |= self._texts(
-            pick, texts or pick.choice((_usual_text, _random_text, _text_of_functions))
-        )
+        given |= self._texts(pick, texts)
         if "offset" in self.names and "causal" in given:
             given["causal"] = "bottom-right"  # the other mask has an offset of its own
         p = Problem.of_sizes(**given)
@@ -157,7 +151,7 @@ class Combination:
 
     def typical(self) -> Problem:
         """Returns a problem of small sizes with all options, for which kernels can be asked."""
-        p = self.problem(random.Random(0), texts=_text_of_places, **_TYPICAL)
+        p = self.problem(random.Random(0), _text_of_places, **_TYPICAL)
         if "offset" in self.names:
             p = p.with_options(offset=1)
         if self.names & {"pages", "new tokens"}:
@@ -191,10 +185,14 @@ def _random_text(pick: random.Random, name: str) -> tuple[str, Mapping[str, Any]
 
 
 def _text_of_functions(pick: random.Random, name: str) -> tuple[str, Mapping[str, Any]]:
-    """Draws a sum of few functions: the errors of many would hide a wrong derivative of one."""
+    """Draws a sum of all functions, moderate so that no weight is near 1 and no gradient near 0."""
     if name != "score_mod":
         return _usual_text(pick, name)
-    return f"score + {sum_of_functions(pick, _FUNCTIONS)}", {}
+    return f"score + {sum_of_functions(pick)}", {}
+
+
+# Successive combinations have expressions as in models, of the whole grammar, of all functions.
+TEXTS_IN_TURN = (_usual_text, _random_text, _text_of_functions)
 
 
 def _dropout(pick: random.Random) -> dict[str, Any]:

@@ -74,21 +74,21 @@ def some_expressions(pick: random.Random) -> dict[str, Any]:
     return {"score_mod": score, "mask_mod": mask, "captured": {**read, **more}}
 
 
-def sum_of_functions(pick: random.Random, count: int) -> str:
-    """Draws a weighted sum of ``count`` differentiable functions of the score."""
-    return " + ".join(map(_weighted(pick), pick.sample(_FUNCTIONS, count)))
+def sum_of_functions(pick: random.Random) -> str:
+    """Draws a weighted sum of all differentiable functions of the score."""
+    return " + ".join(_functions(pick))
 
 
 def _of_functions(pick: random.Random) -> str:
-    every = [*map(_weighted(pick), _FUNCTIONS)]
+    every = _functions(pick)
     for x in _NAN_WINS:
         either = x.format(pick.choice(_ARGUMENTS))
         every.append(f"where({either} == {either}, 1, 0.1 * score)")
     return " + ".join(every)
 
 
-def _weighted(pick: random.Random) -> Callable[[str], str]:
-    return lambda x: f"{_FEW_ARGUMENTS} * {x.format(pick.choice(_ARGUMENTS))}"
+def _functions(pick: random.Random) -> list[str]:
+    return [f"{_FEW_ARGUMENTS} * {x.format(pick.choice(_ARGUMENTS))}" for x in _FUNCTIONS]
 
 
 def some_arrays(

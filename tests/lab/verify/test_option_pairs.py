@@ -11,6 +11,7 @@ from cupyfa.lab.verify.fuzz import _COMBINED, SAMPLES, TOGETHER, Fuzz
 from cupyfa.lab.verify.option_pairs import (
     _ARRAYS,
     _OF_BOTH,
+    TEXTS_IN_TURN,
     Combination,
     Combiner,
     options_of,
@@ -67,7 +68,9 @@ def test_a_combination_is_a_problem_with_its_options():
     drawing = combiner("two_pass")
     for seed in range(8):
         combination = drawing.draw(set(), random.Random(seed))
-        problem = combination.problem(random.Random(seed), M=40, N=50, d=16)
+        problem = combination.problem(
+            random.Random(seed), TEXTS_IN_TURN[seed % 3], M=40, N=50, d=16
+        )
         found = {name for name, has in options_of(problem).items() if has}
         later = {"offset", "lengths"}  # are added when sizes are known
         of_gradients = {x for x in combination.names if x.startswith("gradient of ")}
