@@ -630,12 +630,9 @@ class Fuzz:
         if not p.is_masked or p.causal == "top-left" or p.is_ragged:
             return p
         combination = self._combination(turns)
-        shares = (
-            (True, False)
-            if combination and "offset" in combination.names
-            else (False,) * 7 + (True,)
-        )
-        if not each.choose("offset", shares):
+        is_asked = combination is not None and "offset" in combination.names
+        others = 1 if is_asked else 7
+        if not each.choose("offset", (False,) * others + (True,)):
             return p
         return p.with_options(offset=each.random("offset itself").randint(-p.M, p.N + 1))
 

@@ -39,10 +39,13 @@ Pair = tuple[str, str]  # in alphabetical order
 DrawText = Callable[[random.Random, str], tuple[str, Mapping[str, Any]]]
 
 _MOST = 12  # largest number of options in a combination
-_OF_STORED = 3  # weight of a pair with an option that excludes several others
+_OF_STORED = 3  # weight of a pair with a way of storing rows, as it excludes the other ways
 _STARTS = 40  # number of combinations of which the one with most unmet pairs is taken
-_STORED = {"pages": "pages", "new tokens": "new tokens", "lengths": "padded"}
-_KINDS = {**_STORED, "sequences": "sequences of texts"}
+# Ways of storing rows, which exclude each other, and the kinds of groups of samples that have them.
+_KINDS = {
+    **{"pages": "pages", "new tokens": "new tokens"},
+    **{"lengths": "padded", "sequences": "sequences of texts"},
+}
 _ARRAYS = {"ALiBi": ALIBI, "bias": BIAS, "mask array": MASK, "sink": SINK}
 _GRADIENT = "gradient of "
 _CAPTURED = "captured arrays"
