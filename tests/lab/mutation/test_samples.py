@@ -21,7 +21,7 @@ def trials_of(kernel, backend):
 
 @pytest.mark.slow
 def test_nearly_all_mutants_of_a_sample_are_found(monkeypatch):
-    """Takes about four minutes on two cores."""
+    """Takes about five minutes on two cores."""
     monkeypatch.setenv("CUPYFA_COMPILER_FLAGS", "")
     backend = Simulator()
     tried = [x for kernel in _KERNELS for x in trials_of(kernel, backend)]
