@@ -26,6 +26,8 @@ os.environ.setdefault("CUPYFA_COMPILER_FLAGS", "-O0 -fno-sanitize=alignment,boun
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # pytest-xdist starts a process per core, so one BLAS thread per process is enough.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# The processes share a GPU, of which JAX would take three quarters for itself.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def devices_in_turn(process, count):

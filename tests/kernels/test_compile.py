@@ -280,6 +280,17 @@ def test_texts_compile_in_every_kernel(kernel, text):
         assert made.warnings == ()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["curved", "dropout"])
+def test_texts_compile_for_the_oldest_tensor_cores(text):
+    """For sm_75, which has fewer instructions than the architectures of the other test."""
+    options, operands = TEXTS[text]
+    plain = Problem.of_sizes(batch=1, heads=H, M=M, d=64, dtype="float16")
+    problem = replace(plain, options=AttentionOptions(**options), operands=operands)
+    (launch,) = planning.plan(record_named("mma_split_q"), problem, limits_of("75")).launches
+    assert compile_launch(launch, "75").warnings == ()
+
+
 def test_every_launch_of_every_record_is_compiled():
     names = {param.values[1].entry for param in cases()}
     for name, *sizes, others in without_spills():
