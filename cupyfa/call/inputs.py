@@ -190,7 +190,7 @@ def describe_inputs(call: Call, inputs: Mapping[str, Any]) -> tuple[Operand, ...
         if caller_name in (optional_inputs.BIAS, optional_inputs.MASK):
             array = optional_inputs.with_four_axes(caller_name, array, lead)
         if caller_name == optional_inputs.DLSE:
-            array = array.reshape(prod(lead), *array.shape[-2:])
+            array = array.reshape(prod(lead), *(1, *array.shape)[-2:])
         # In wrt, "q", "k" and "v" are the inputs and not captured arrays of these names.
         asked = caller_name in call.wrt and caller_name not in QKV
         found.append(

@@ -196,6 +196,8 @@ def _pair_errors(work: _Work, kernel: Arithmetic) -> _PairErrors:
         lost = lost | np.isinf(modified.shift) | np.isinf(of_slope)
         lost |= modified.overflows & (made.P > 0)
         lost |= S_dot > float(kernel.accumulator.max)
+        # If x' may round to 0, a kernel may leave out s', which is infinite or NaN.
+        lost |= (modified.slope <= of_slope) & ~np.isfinite(made.raw)
         of_S_dot = modified.slope * of_raw + (eps * modified.slope + of_slope) * (raw + of_raw)
     else:
         given, by_design = tolerance.score_errors(size, tile, kernel)

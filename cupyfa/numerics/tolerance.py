@@ -83,7 +83,8 @@ signs of products:
     top = max(max|q| * max|k|, |sum before|, |sum after|)
 
 Sums of O are truncated in the same way: n values of one sign lose a fraction n * 2**-15, which adds
-n / 4 to `total` in the bound of O.
+n / 4 to `total` in the bound of O. With a sink all weights of a row may be small, and those below
+_FLUSHED become 0: min(P, _FLUSHED) @ |V| is added to the bound of O.
 
 Infinity and NaN must match the reference; fully masked rows are exactly 0 and -inf, or 0 and about
 the sink. If a partial sum of q * k may overflow the accumulation format, with the scale or without,
@@ -148,6 +149,7 @@ _FLOAT8_SUMS = 2.0**-13
 _DEPTH = 32  # number of e4m3 products that tensor cores add at a time
 _SPREAD = 10.0  # six standard deviations of the error of truncating 32 products and a sum
 _LARGEST_E4M3 = 448.0
+_FLUSHED = 2.0**-16  # half the smallest subnormal number of e4m3, where P is multiplied by 2**6
 _FEWEST_BETWEEN = 16  # minimum number of elements for require_unrounded
 _SMALL = 0.01  # up to this score error, the error of exp(score) is about proportional to it
 _ANY_WEIGHT = 600.0  # a score error that may turn even a vanishing weight into the largest
@@ -711,6 +713,8 @@ def _bounds(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
     of_sums = 1.2 * eps * total_of_values + kernel.operand_unit
     relative = of_weights + of_sums * (1 + of_weights)
     floor = tiny * (n + 2 + work.values.sum(-2, keepdims=True)) + of_out * (1 + of_sums)
+    if kernel.operands == _FLOAT8 and tile.sink is not None:
+        floor = floor + tile.dropped(np.minimum(P, _FLUSHED)) @ work.values
     magnitude = work.magnitude(kernel.accumulator.dtype)
     out_bound = np.where(np.isinf(relative), np.inf, relative * magnitude)
     largest = work.largest_difference() * (1 + of_sums / 2)

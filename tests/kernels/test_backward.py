@@ -395,6 +395,17 @@ def test_deterministic_kernels():
         planning.select("columns", "backward", of_array, limits_of("90"), deterministic=True)
 
 
+@pytest.mark.parametrize("lead", [(), (1,), (1, 1, 1)], ids=str)
+def test_a_gradient_of_lse_has_the_axes_of_lse(lead):
+    q, k, v, dout = np.random.default_rng(0).standard_normal((4, 1, 1, 9, 8))
+    how = {"return_lse": True, "backend": "simulator"}
+    (_, lse), pullback = cupyfa.vjp(q, k, v, **how)
+    wanted = pullback(dout, lse)
+    (_, lse), pullback = cupyfa.vjp(*(x.reshape(*lead, 9, 8) for x in (q, k, v)), **how)
+    for found, x in zip(pullback(dout.reshape(*lead, 9, 8), lse), wanted):
+        np.testing.assert_array_equal(found, x.reshape(*lead, 9, 8))
+
+
 def joined_to(library):
     """Returns the function that docs/howto/frameworks.md defines for a library.
 

@@ -177,6 +177,16 @@ def test_a_derivative_that_does_not_exist_is_nan():
     assert np.isfinite(d_out[0, 2:]).all() and np.isfinite(d_out[1]).all()
 
 
+@KERNELS
+def test_nan_may_be_lost_where_a_derivative_rounds_to_0(kernel):
+    """The softcap saturates: its derivative, 1e-16, is 0 in a kernel's arithmetic."""
+    dtype = kernel.dtypes[0]
+    (q, k, v), (dq, dk, dv) = arrays(dtype=dtype)
+    q[:], k[:], dq[0, 0, 3] = 1, 1, np.nan
+    how = {"kernel": kernel, "backend": "simulator", "check": True}
+    cupyfa.jvp(q, k, v, tangents=(dq, dk, dv), softcap=0.5, scale=0.75, **how)
+
+
 Q, T = np.zeros((5, 8), np.float32), (np.zeros((5, 8), np.float32),) * 3
 
 

@@ -18,7 +18,7 @@ from cupyfa.lab.mutation import machine_code
 from cupyfa.lab.mutation.mutants import Mutant
 from cupyfa.lab.verify import checker, failures
 from cupyfa.lab.verify.failures import Outcome
-from cupyfa.lab.verify.tasks import KernelOrName, Task, backend_of
+from cupyfa.lab.verify.tasks import KernelOrName, Task, backend_of, name_of
 from cupyfa.lab.verify.workers import Process, in_parallel
 from cupyfa.ladder.lookup import record_named
 from cupyfa.numerics.shown import ShownRow
@@ -183,7 +183,7 @@ class _Trier:
         self._cases = _cases(kernel, samples, backend)
         self._trap = "__builtin_trap" if backend.name == "simulator" else "__trap"
         self._arch = _arch(backend)
-        self._known = known_equivalents()
+        self._known = known_equivalents(name_of(kernel))
 
     def require_right(self, workers: Sequence[Process]) -> None:
         """Raises ValueError if the kernel itself fails a case."""
@@ -306,10 +306,14 @@ def _reason(outcome: Outcome) -> str:
     return f"{outcome.kind}: {first}" if first else outcome.kind
 
 
-def known_equivalents() -> dict[tuple[str, str, str], str]:
-    """Reads equivalents.csv: maps file, code before and code after to the reason."""
+def known_equivalents(kernel: str | None = None) -> dict[tuple[str, str, str], str]:
+    """Reads equivalents.csv: maps file, code before and code after to the reason.
+
+    kernel: leaves out mutants that are equivalent in other kernels only.
+    """
     with _EQUIVALENTS.open(encoding="utf-8", newline="") as file:
-        return {(x["file"], x["before"], x["after"]): x["reason"] for x in csv.DictReader(file)}
+        rows = [x for x in csv.DictReader(file) if kernel is None or x["kernel"] in ("", kernel)]
+    return {(x["file"], x["before"], x["after"]): x["reason"] for x in rows}
 
 
 def _key(mutant: Mutant) -> tuple[str, str, str]:

@@ -158,7 +158,7 @@ def check(
 
     kernels: records, or names, including ``script.py:name`` and "auto".
     grid: one of ``grids.GRIDS``. Failures on ``fuzz`` are shrunk.
-    samples: number of cases to draw. The default is all cases; for ``fuzz``, 40 per kernel in the
+    samples: number of cases to draw. The default is all cases; for ``fuzz``, 64 per kernel in the
         simulator and 160 on a GPU.
     seed: seed of the drawn cases and of their inputs.
     dtypes: dtypes to use instead of the grid's.

@@ -6,7 +6,8 @@ that the kernel is compiled with. Every option cycles through its values, so tha
 cover all of them. The first sample is plain: contiguous arrays of normal values, several tiles, a
 common head dimension, no mask and no other option. Successive samples form groups that share one
 compilation. A group is plain, or tests expressions, ragged batches, several arrays at once, the
-whole grammar of expressions, pages, new tokens of a cache, or gradients of arrays.
+whole grammar of expressions, pages, new tokens of a cache, or gradients of arrays. The last groups
+of each cycle combine options such that every pair of them is met.
 """
 
 import math
@@ -19,6 +20,15 @@ from typing import Any, TypeVar
 from cupyfa.errors import Unsupported
 from cupyfa.lab.verify import transforms
 from cupyfa.lab.verify.case import FINITE, LAYOUTS, TOKENS, VALUES, Case
+from cupyfa.lab.verify.option_pairs import (
+    TEXTS_IN_TURN,
+    Combination,
+    Combiner,
+    Pair,
+    options_of,
+    other_options,
+    pairs_met,
+)
 from cupyfa.lab.verify.random_modifiers import MODIFIED, OF_SEQUENCES, some_arrays, some_expressions
 from cupyfa.lab.verify.sizes import (
     Crowd,
@@ -31,7 +41,9 @@ from cupyfa.lab.verify.sizes import (
     some_lengths,
     splits_of,
     window_near,
+    with_long_rest,
     with_long_rows,
+    without_rows,
     work_of,
 )
 from cupyfa.lab.verify.tasks import refuse_long
@@ -43,17 +55,11 @@ from cupyfa.problem import shape_language
 from cupyfa.problem.dtypes import DTYPES, E4M3_INPUTS, INPUTS
 from cupyfa.problem.lengths import Packed, lengths_of, pairs_of
 from cupyfa.problem.optional_inputs import (
-    ALIBI,
     BIAS,
-    DESCALES,
     DLSE,
-    MAPS,
-    MASK,
     OF_PAIRS,
-    PADDED,
     ROW_MAX,
     SEEDS,
-    SINK,
 )
 from cupyfa.problem.options import OPTIONS
 from cupyfa.problem.problem import TEXTS, Problem, can_give
@@ -67,16 +73,19 @@ Value = TypeVar("Value")
 _GROUPS = (
     *(*("plain",) * 4, "arrays", "texts", "expressions", "sequences of texts"),
     *("pages", "new tokens"),
+    *("combination",) * 6,
 )
+_COMBINED = _GROUPS.index("combination")  # the first group of a cycle that combines options
 # Replacements for groups that the kernel does not support, and for groups of gradient kernels.
 _INSTEAD = {"pages": "padded", "new tokens": "arrays"}
 _OF_GRADIENTS = {"pages": "padded", "new tokens": "gradient of a bias"}
 _MODIFIED = {"texts", "sequences of texts", "arrays", "expressions", "gradient of a bias"}
 
-SAMPLES = {"simulator": 40, "cuda": 160}  # default number of samples per kernel
+SAMPLES = {"simulator": 64, "cuda": 160}  # default number of samples per kernel
 _ONE_IS_LOWEST = 7  # one in this many samples has scores near the limits of float32
 TOGETHER = 4  # number of successive samples that share one compilation
 _MOST_WORK = {"simulator": 3 * 2**24, "cuda": 2**29}  # maximum multiply-adds per case
+_MOST_COMBINED = 2**14  # maximum scores per case of a combination, whose sizes matter less
 _MOST_REPAIRED = 512  # maximum rows and keys per case to repair; each occupies a whole block
 _ATTEMPTS = 8  # number of attempts to draw a sample that kernel and backend support
 # Kinds of (query, key) lengths; "many" exceeds what the kernel processes at once.
@@ -159,6 +168,8 @@ class Fuzz:
     def _kind(self, turns: "_Turns") -> str:
         if self._lengths:
             return "sequences of texts" if turns.i % 8 >= 6 or turns.i % 2 else "sequences"
+        if combination := self._combination(turns):
+            return combination.kind
         kind, has = _GROUPS[turns.i % len(_GROUPS)], self._has
         if self._operation == "backward":
             kind = _OF_GRADIENTS.get(kind, kind)
@@ -170,9 +181,52 @@ class Fuzz:
         }
         refused = {*OF_PAIRS, shape_language.BLOCK_MASK, WRT, shape_language.PAGE_SIZE}
         is_able = self._operation != "softmax" and has(needed.get(kind, "places"))
+        if kind == "combination":  # no pair of options is left
+            return "plain"
         if kind in needed and refused & {*(self.arrays or {})}:
             return "plain"
         return kind if is_able else "plain"
+
+    def _combination(self, turns: "_Turns") -> Combination | None:
+        """Returns the options that the group combines, or None if it combines none.
+
+        A group meets pairs of options that the groups before it, in the same cycle, do not meet.
+        """
+        if turns.i % len(_GROUPS) < _COMBINED or self._operation == "softmax":
+            return None
+        if self.options or self.arrays:
+            return None
+        if turns.i not in self._combinations:
+            met = {
+                x
+                for group in range(turns.i // len(_GROUPS) * len(_GROUPS), turns.i)
+                for x in self._pairs(group)
+            }
+            pick = random.Random(f"{self.seed} {turns.i} combination")
+            self._combinations[turns.i] = self._combiner.draw(met, pick)
+        return self._combinations[turns.i]
+
+    @cached_property
+    def _combinations(self) -> dict[int, Combination | None]:
+        return {}
+
+    @cached_property
+    def _met(self) -> dict[int, set[Pair]]:
+        return {}
+
+    def _pairs(self, group: int) -> set[Pair]:
+        """Returns the pairs of options that the samples of a group meet."""
+        if group not in self._met:
+            samples = range(group * TOGETHER, (group + 1) * TOGETHER)
+            self._met[group] = {pair for i in samples for pair in pairs_met(self.sample(i).case)}
+        return self._met[group]
+
+    @cached_property
+    def _combiner(self) -> Combiner:
+        def supports(p: Problem) -> bool:
+            return choose_kernel.can(self._record(p), p, self.backend.limits)
+
+        return Combiner(self._operation, self._dtypes, supports)
 
     @cached_property
     def _planned(self) -> dict[Any, Plan]:
@@ -340,7 +394,8 @@ class Fuzz:
 
     def _problem(self, turns: "_Turns", is_plain: bool = False) -> Problem:
         """Returns a problem of typical size with the group's dtype, head dimensions and options."""
-        dtype = turns.choose("dtype", self._dtypes)
+        combination = self._combination(turns)
+        dtype = combination.dtype if combination else turns.choose("dtype", self._dtypes)
         few = turns.choose("tiles", ("many", "many", "few")) == "few" and not is_plain
         M, N = (5, 1100) if few else (1024, 1024)
         if self._operation == "softmax":
@@ -355,6 +410,10 @@ class Fuzz:
         dv = self._dim(turns, "dv") if other else d
         if self._is_narrow(turns):
             d, dv = min(d, _NARROW), min(dv, _NARROW)
+        if combination:
+            texts = turns.choose("texts of combinations", TEXTS_IN_TURN)
+            pick = turns.random("combination itself")
+            return combination.problem(pick, texts, M=M, N=N, d=d, dv=dv)
         sizes: dict[str, Any] = {"M": M, "N": N, "heads": 2 if few else 16, "dtype": dtype}
         given = self._modified(turns) | self._options(turns)
         if given.keys() & {*TEXTS, *shape_language.NAMES}:
@@ -519,10 +578,12 @@ class Fuzz:
         heads: dict[str, Any] = {"heads": kv_heads * group, "kv_heads": kv_heads}
         if p.lengths:
             drawn = lengths_near(tile, p.lengths, pick, is_full=each.i % 2 == 0)
+            if self._combination(turns) and each.i % 2:
+                drawn = each.choose("rare lengths", (without_rows, with_long_rest))(drawn, pick)
             p = transforms.make_ragged(p, p.lengths if self._lengths else drawn, **heads)
         else:
             p = transforms.resize(p, batch=batch, M=M, N=N, **heads)
-        p = self._smaller(p, values)
+        p = self._smaller(p, values, scores=_MOST_COMBINED if self._combination(turns) else None)
         if crowd is None and of_rows == "many" and is_on_few_blocks(plan, self.backend.limits):
             p = self._crowded(p, plan)
         p = self._in_form(p)
@@ -536,7 +597,7 @@ class Fuzz:
         is_split = tile.has_splits and (crowd or of_rows == "many") and not p.lengths
         if is_split and not given & {"causal", "window", "offset"}:
             return with_long_rows(p)
-        return p if "offset" in given else self._moved(p, each)
+        return p if "offset" in given else self._moved(p, turns, each)
 
     def _heads(
         self,
@@ -564,24 +625,30 @@ class Fuzz:
         group = group if self._has("gqa") else 1
         return batch, max(kv_heads, 2) if shares and group == 1 else kv_heads, group
 
-    def _moved(self, p: Problem, each: "_Turns") -> Problem:
-        """Shifts the mask by a random offset in one of eight samples."""
+    def _moved(self, p: Problem, turns: "_Turns", each: "_Turns") -> Problem:
+        """Shifts the mask by a random offset in one of eight samples, or as a combination asks."""
         if not p.is_masked or p.causal == "top-left" or p.is_ragged:
             return p
-        if not each.choose("offset", (False,) * 7 + (True,)):
+        combination = self._combination(turns)
+        is_asked = combination is not None and "offset" in combination.names
+        others = 1 if is_asked else 7
+        if not each.choose("offset", (False,) * others + (True,)):
             return p
         return p.with_options(offset=each.random("offset itself").randint(-p.M, p.N + 1))
 
-    def _smaller(self, p: Problem, values: str) -> Problem:
+    def _smaller(self, p: Problem, values: str, scores: int | None = None) -> Problem:
         """Drops heads, then rows, then keys, until the problem is quick to check.
 
-        In the simulator, rows and keys that need repair take the most time.
+        In the simulator, rows and keys that need repair take the most time. scores: the maximum
+        number of scores; None for no maximum.
         """
         most = _MOST_WORK[self.backend.name] // (1 if values in FINITE else 4)
         least = 2 if p.operands else 1  # minimum batch size and number of heads
         is_repaired = values in _REPAIRED and repairs_rows(self._record(p))
-        while work_of(p, self._operation) > most or (
-            is_repaired and repaired_of(p, self._operation) > _MOST_REPAIRED
+        while (
+            work_of(p, self._operation) > most
+            or (is_repaired and repaired_of(p, self._operation) > _MOST_REPAIRED)
+            or (scores and p.heads * p.pairs > scores)
         ):
             if p.batch > least:
                 p = transforms.resize(p, batch=least)
@@ -640,7 +707,6 @@ class Fuzz:
 def covers(plan: Plan, limits: Limits) -> dict[str, bool]:
     """Returns which options, and which sizes relative to the plan's constants, a problem covers."""
     p, tile = plan.problem, Tile(plan)
-    arrays = {x.name for x in p.operands}
     sizes = list(pairs_of(*p.lengths)) if p.lengths else [(p.M, p.N)]
     lengths = [(M, tile.rows) for M, _ in sizes if tile.rows > 1]
     lengths += [(N, tile.keys) for _, N in sizes if tile.keys > 1]
@@ -657,34 +723,10 @@ def covers(plan: Plan, limits: Limits) -> dict[str, bool]:
         "several rounds": any(plan.rounds_of(x) > 1 for x in plan.programs if x.launch.in_rounds),
         "slices of d": p.d > tile.slice,
         "no rows or keys": any(0 in x for x in sizes),
-        "sequences": p.lengths is not None,
-        "mask": p.right is not None,
-        "window": p.left is not None,
-        "offset": p.offset is not None,
-        "float32 results": p.out_dtype != p.dtype,
-        "GQA": p.group > 1,
         "packed heads": any(x.constants.get("pack_gqa", 1) > 1 for x in plan.launches),
-        **{name: name in p.options.changed for name in (*other_options(), *TEXTS)},
-        "ALiBi": ALIBI in arrays,
-        "bias": BIAS in arrays,
-        "descales": bool(arrays & {*DESCALES}),
-        "pages": p.pages > 0,
-        "lengths": not p.pages and bool(arrays & {*PADDED}),
-        "mask array": MASK in arrays,
-        "block mask": bool(arrays & {*MAPS}),
-        "sink": SINK in arrays,
-        "dropout": p.options.dropout > 0,
-        "seed in memory": bool(arrays & {*SEEDS}),
-        "gradient of lse": DLSE in arrays,
-        "largest scores": ROW_MAX in arrays,
+        **options_of(p),
         "gradients of arrays": bool(p.wrt),
     }
-
-
-def other_options() -> list[str]:
-    """Returns the names of options that define values to try, except options drawn separately."""
-    own = ("causal", "window", "scale", "out_dtype")
-    return [name for name, option in OPTIONS.items() if option.tried and name not in own]
 
 
 @dataclass(frozen=True)

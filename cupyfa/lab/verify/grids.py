@@ -8,7 +8,7 @@ from typing import Any
 
 from cupyfa.lab.verify import transforms
 from cupyfa.lab.verify.case import LAYOUTS, VALUES, Case
-from cupyfa.lab.verify.fuzz import other_options
+from cupyfa.lab.verify.option_pairs import other_options
 from cupyfa.lab.verify.problem_records import record_of_problem
 from cupyfa.lab.verify.random_modifiers import MODIFIED, OF_SEQUENCES
 from cupyfa.problem import shape_language

@@ -202,8 +202,10 @@ class _Drawer:
     def _index(self, axis: str) -> str:
         if axis in _PLACES:
             return self._pick(_PLACES[axis])
-        size = int(axis)
-        return self._pick((f"min({self._pick(_OF_PLACES)}, {size - 1})", f"abs(position) % {size}"))
+        size, place = int(axis), self._pick(_OF_PLACES)
+        if place == "position":  # may be negative where there are fewer keys than queries
+            place = "abs(position)"
+        return self._pick((f"min({place}, {size - 1})", f"abs(position) % {size}"))
 
     def _any(self, *draw: Callable[[], str]) -> str:
         return self.rng.choice(draw)()

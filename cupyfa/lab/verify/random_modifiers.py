@@ -74,12 +74,21 @@ def some_expressions(pick: random.Random) -> dict[str, Any]:
     return {"score_mod": score, "mask_mod": mask, "captured": {**read, **more}}
 
 
+def sum_of_functions(pick: random.Random) -> str:
+    """Draws a weighted sum of all differentiable functions of the score."""
+    return " + ".join(_functions(pick))
+
+
 def _of_functions(pick: random.Random) -> str:
-    every = [f"{_FEW_ARGUMENTS} * {x.format(pick.choice(_ARGUMENTS))}" for x in _FUNCTIONS]
+    every = _functions(pick)
     for x in _NAN_WINS:
         either = x.format(pick.choice(_ARGUMENTS))
         every.append(f"where({either} == {either}, 1, 0.1 * score)")
     return " + ".join(every)
+
+
+def _functions(pick: random.Random) -> list[str]:
+    return [f"{_FEW_ARGUMENTS} * {x.format(pick.choice(_ARGUMENTS))}" for x in _FUNCTIONS]
 
 
 def some_arrays(
@@ -98,11 +107,11 @@ def some_arrays(
         else:
             is_drawn = (name == MASK and in_blocks) or pick.random() < _SHARES[name in OF_PAIRS]
         if is_drawn:
-            found[name] = _formed(pick, name, in_blocks=in_blocks)
+            found[name] = draw_form(pick, name, in_blocks=in_blocks)
     return found or {OWN_ARRAYS[0]: OPTIONAL_INPUTS[OWN_ARRAYS[0]].usual_axes}
 
 
-def _formed(pick: random.Random, name: str, *, in_blocks: bool) -> str:
+def draw_form(pick: random.Random, name: str, *, in_blocks: bool) -> str:
     """Draws a form of an array: its axes, with a random dtype or the default one."""
     if name == MASK:
         return pick.choice(_MASKS[:2] if in_blocks else _MASKS)

@@ -18,6 +18,7 @@ _STAGES = ("stages", "Qs")  # names of constants that hold a number of stages
 _MANY_BLOCKS, _ODD_BLOCKS = 44, 33  # numbers of multiprocessors to simulate
 _COUNTED = 64  # largest d for which many short heads are processed by persistent blocks
 _BOX = 64  # columns per slice of d that TMA copies
+_REST = 257, 600  # range of the number of rows to add that belong to no sequence
 _EMPTY = 0.03  # probability of a length of 0
 _ROWS_OF_SEQUENCES = (  # kinds of (query, key) lengths; the first pair is always drawn
     *(("edge", "beyond"), ("beyond", "edge"), ("below", "edge"), ("none", "below")),
@@ -169,6 +170,24 @@ def lengths_near(tile: "Tile", like: Packed, pick: random.Random, *, is_full: bo
 
     sizes, used = (tile.rows, tile.keys), (x.used is not None for x in like)
     q, k = (drawn(*x) for x in zip(zip(*kinds), sizes, used))
+    return q, k
+
+
+def without_rows(packed: Packed, pick: random.Random) -> Packed:
+    """Returns the lengths with sequences of no rows, and none between them, on one side or both."""
+    empty = pick.choice(((True, False), (False, True), (True, True)))
+    q, k = (_emptied(x) if is_empty else x for x, is_empty in zip(packed, empty))
+    return q, k
+
+
+def _emptied(x: Lengths) -> Lengths:
+    zeros = (0,) * len(x.rows)
+    return Lengths(zeros, x.used and zeros)
+
+
+def with_long_rest(packed: Packed, pick: random.Random) -> Packed:
+    """Adds, on both sides, more rows that belong to no sequence than a block of threads has."""
+    q, k = (replace(x, after=x.after + pick.randrange(*_REST)) for x in packed)
     return q, k
 
 

@@ -41,6 +41,10 @@ _OTHER_STREAM = (
     "legacy stream, which cannot be captured: call inside "
     "`with cupy.cuda.Stream.from_external(torch.cuda.current_stream()):`"
 )
+_LOST_RESULTS = (
+    "torch is capturing a CUDA graph, whose memory pool does not hold results of cupyfa.torch_op; "
+    "capture cupyfa.attention, and keep its results as long as the graph"
+)
 # Cycles for which a spin kernel delays the device, so that the host can queue the timed call before
 # it starts. If the host is slower, the call is timed again with more cycles (0.3 ms, then 3 ms).
 _HEAD_STARTS = (600_000, 6_000_000)
@@ -366,6 +370,15 @@ class Cuda(Backend):
 
     def synchronize(self) -> None:
         cupy.cuda.Device().synchronize()
+
+    @contextmanager
+    def in_stream_of(self, tensor: Any) -> Iterator[None]:
+        torch: Any = sys.modules["torch"]
+        theirs = torch.cuda.current_stream(tensor.device)
+        with self.on(tensor.get_device()), cupy.cuda.Stream.from_external(theirs):
+            if self.stream and self.is_capturing:
+                raise Unsupported(_LOST_RESULTS, "results would not belong to the CUDA graph")
+            yield
 
     def _refuse_capture(self) -> None:
         """Raises Unsupported for copies between host and GPU during a capture."""

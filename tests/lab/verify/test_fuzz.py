@@ -10,7 +10,7 @@ import pytest
 import cupyfa
 from cupyfa import Problem, Simulator
 from cupyfa.lab.verify.case import LAYOUTS, VALUES, Case
-from cupyfa.lab.verify.fuzz import SAMPLES, TOGETHER, Fuzz, covers
+from cupyfa.lab.verify.fuzz import _COMBINED, SAMPLES, TOGETHER, Fuzz, covers
 from cupyfa.lab.verify.random_modifiers import _FUNCTIONS, MODIFIED, some_arrays
 from cupyfa.lab.verify.shrink import shrunk
 from cupyfa.lab.verify.sizes import splits_of
@@ -19,6 +19,7 @@ from cupyfa.planner import choose_kernel, source
 from cupyfa.problem.optional_inputs import OWN_ARRAYS, SEEDS
 
 SIMULATOR = Simulator()
+SINGLY = _COMBINED * TOGETHER  # number of samples before those that combine options
 # Coverage that the default number of samples must reach for kernels of different families.
 SIZES = ("below a tile", "a tile's edge", "several tiles", "GQA", "mask", "softcap")
 COVERED = {
@@ -157,7 +158,7 @@ def has_text(p):
 @pytest.mark.parametrize("kernel", ["fa2", "two_pass", "v3", "auto"])
 def test_more_than_a_third_of_the_samples_have_texts_or_arrays(kernel):
     record = None if kernel == "auto" else record_named(kernel)
-    drawn = [Fuzz(record, SIMULATOR).sample(i).case.problem for i in range(SAMPLES["simulator"])]
+    drawn = [Fuzz(record, SIMULATOR).sample(i).case.problem for i in range(SINGLY)]
     modified = [p for p in drawn if p.modifiers.arrays or p.options.dropout or has_text(p)]
     assert not drawn[0].operands
     if kernel == "v3":
@@ -317,7 +318,9 @@ def test_scores_that_are_stored_in_float16_do_not_overflow(name):
 @pytest.mark.parametrize("name, most", [("fa2", 16), ("wgmma_persistent", 16), ("two_pass", 60)])
 def test_the_default_samples_take_few_compilations(name, most):
     plans = [planned(drawn) for drawn in samples(name, SAMPLES["simulator"])]
-    assert len({source.text(x) for plan in plans for x in plan.launches}) <= most
+    texts = [{source.text(x) for x in plan.launches} for plan in plans]
+    assert len(set().union(*texts[:SINGLY])) <= most
+    assert len(set().union(*texts)) <= 2 * most
 
 
 def test_lengths_replace_those_of_every_sample():
