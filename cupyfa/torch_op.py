@@ -20,7 +20,7 @@ _RESULTS = "Tensor out, Tensor lse, Tensor dout, Tensor? dlse"
 _FORWARD = f"({_TENSORS}, *, {_GIVEN}) -> (Tensor, Tensor)"
 _BACKWARD = f"({_TENSORS}, {_RESULTS}, *, str wrt, {_GIVEN}) -> Tensor[]"
 # Results lie in CuPy's memory pool, which torch's CUDA graphs do not keep.
-_HOW: Any = {"mutates_args": (), "tags": torch.Tag.cudagraph_unsafe}
+_HOW: Any = {"mutates_args": (), "tags": (torch.Tag.cudagraph_unsafe,)}
 
 
 def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Any) -> Any:

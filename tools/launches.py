@@ -24,7 +24,7 @@ from cupyfa.runtime.launcher import run
 from cupyfa.runtime.workspace import allocate
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from helpers.problems import DTYPES, FORWARD, RAGGED, WINDOWED, claimed, inputs_of
+from helpers.problems import DTYPES, RAGGED, WINDOWED, claimed, inputs_of
 
 # SEVERAL is a problem of a few tiles. LONG has enough tiles for the pipeline stages to be reused.
 SEVERAL = {"heads": 2, "kv_heads": 1, "M": 130, "N": 150, "causal": True}
@@ -37,7 +37,7 @@ CAPPED = SEVERAL | {"d": 64, "softcap": 5.0}
 def main(names):
     cupy.cuda.set_allocator(None)
     backend = backend_named("cuda")
-    kernels = {**FORWARD, **LADDER["softmax"], **LADDER["backward"]}
+    kernels = {name: x for group in LADDER.values() for name, x in group.items()}
     chosen = {name: kernels[name] for name in names or kernels}
     for kernel, dtype in claimed(chosen, DTYPES):
         for sizes in RAGGED:
@@ -79,6 +79,7 @@ def launch_modified(kernel):
 
     Some rows see no key, and some keys are visible to no row. A backward kernel also computes the
     gradients of these arrays, and of the bias alone, for which some kernels have a separate launch.
+    The kernels of Hessian-vector products are launched with those of tangents.
     """
     rng, of = np.random.default_rng(0), dtype_named(usual_dtype(kernel))
     M, N = SEVERAL["M"], SEVERAL["N"]
@@ -88,6 +89,10 @@ def launch_modified(kernel):
     mask = cupyfa.block_mask(mask_mod="key <= position and query >= 64 and key >= 40", M=M, N=N)
     how = {"mask": mask, "bias": bias, "sink": sink, "dropout": cupyfa.Dropout(0.2, 1)}
     how |= {"score_mod": "score * slope[head]", "captured": {"slope": slope}}
+    if kernel.operation == "tangent":
+        cupyfa.jvp(q, k, v, tangents=(q, k, v), kernel=kernel, **how)
+        cupyfa.hvp(q, k, v, cupy.ones_like(q), tangents=(q, k, v), sink=sink)
+        return
     forward = kernel.name if kernel.operation == "forward" else "fa2"
     out, lse = cupyfa.attention(q, k, v, return_lse=True, kernel=forward, **how)
     if kernel.operation == "backward":

@@ -65,7 +65,7 @@ struct Shared {
   TmaTile<operand, Br, d> Q;
   KeyBox ring[stages][boxes];
   Handover handover;
-  Barrier Q_full, V_full[stages];
+  Barrier Q_full, V_full[stages], handed_over[consumers];
   Pipeline<stages, d_boxes> pipeline;
   bool is_wrong[consumers][warpgroup_size / warp_size];
 };
@@ -74,6 +74,7 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 __device__ __forceinline__ void init_barriers(Shared& shared) {
   init_barrier(shared.Q_full, 1);
   for (Barrier& full : shared.V_full) init_barrier(full, 1);
+  for (Barrier& handed_over : shared.handed_over) init_barrier(handed_over, warpgroup_size);
   shared.pipeline.init(consumers);
   fence_barrier_init();
 }
@@ -139,7 +140,7 @@ struct Consumer {
   bool is_apart;  // V, from K
   OwnRows rows;
   Fragments<step, Wv> O = {};
-  int phase = 0;  // of the barriers of K and V
+  int phase = 0;  // of the barriers
   int lane = threadIdx.x % warp_size, thread = threadIdx.x % warpgroup_size;
 
   // S = Q K^T of the own tile. The other warpgroup does not read K if V is apart.
@@ -177,14 +178,14 @@ struct Consumer {
     for (int i = 0; i < Bc / step; ++i) to.P[i][thread] = {P[i][0], P[i][1], P[i][2], P[i][3]};
     const auto &maximum = rows.maximum[0], &sum = rows.sum[0];
     to.rows[thread] = {maximum[0], maximum[1], sum[0], sum[1]};
-    barrier_arrive(1 + warpgroup, consumers * warpgroup_size);
+    arrive(shared.handed_over[warpgroup]);
     return weights;
   }
 
   // Takes over the weights of the other warpgroup's tile. A thread writes its place in the handover
   // only after it has read what the other thread wrote there.
   __device__ __forceinline__ Weights take_weights() {
-    barrier_sync(2 - warpgroup, consumers * warpgroup_size);
+    wait(shared.handed_over[1 - warpgroup], phase);
     Weights weights;
     const Handover& from = shared.handover;
 #pragma unroll
@@ -295,7 +296,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_latent(
                        first_col))
     return;
   shared.is_wrong[warpgroup][warp] = needs_repair(sums, rows);
-  barrier_sync(3, consumers * warpgroup_size);  // before a warpgroup reads the other one's flags
+  barrier_sync(1, consumers * warpgroup_size);  // before a warpgroup reads the other one's flags
   if (!shared.is_wrong[0][warp] && !shared.is_wrong[1][warp]) {
     finish_rows(sums, rows, lse, task.batch, head, lane, warpgroup == 0);
     store_output<dv>(sums, rows, O, task.batch, head, lane, first_col);

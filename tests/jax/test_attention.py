@@ -368,9 +368,7 @@ def test_errors_are_raised_while_tracing(arguments, error, message):
 def test_attention_of_traced_arrays_names_the_function_for_jax():
     q = jnp.ones((5, 8))
     for transformed in (jax.jit(cupyfa.attention), jax.vmap(cupyfa.attention)):
-        with pytest.raises(
-            TypeError, match=r"Tracer; inside of jax\.jit .*jax\.attention"
-        ):
+        with pytest.raises(TypeError, match=r"Tracer; inside of jax\.jit .*jax\.attention"):
             transformed(q, q, q)
 
 
