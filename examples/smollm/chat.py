@@ -1,4 +1,4 @@
-"""Answers questions with SmolLM2-135M-Instruct, without torch; docs/model.md tells how."""
+"""Answers questions with SmolLM2-135M-Instruct, without torch; docs/model.md explains how."""
 
 import argparse
 import sys
@@ -9,6 +9,7 @@ from numpy_layers import DTYPES
 from tokenizer import Tokenizer
 from weights import find, read
 
+from cupyfa import Unsupported
 from cupyfa.runtime.cuda import device
 
 
@@ -35,14 +36,20 @@ def main() -> None:
     add("questions", nargs="+", metavar="QUESTION")
     add("--weights", metavar="FOLDER", help="where the GGUF file is  [$SMOLLM_WEIGHTS]")
     add("--new", type=int, default=200, help="most new tokens of an answer  [200]")
-    add("--temperature", type=float, default=0.0, help="of drawn tokens; 0 is greedy  [0]")
-    add("--seed", type=int, default=0, help="of drawn tokens  [0]")
+    add("--temperature", type=float, default=0.0, help="of sampling; 0 is greedy  [0]")
+    add("--seed", type=int, default=0, help="of sampling  [0]")
     add("--kernel", default="auto", help="of attention: a rung, or script.py:name  [auto]")
     add("--backend", choices=BACKENDS, help="[cuda, or numpy without a GPU]")
     add("--dtype", choices=DTYPES, help="[bfloat16, or float32 without a GPU]")
     add("--capacity", type=int, default=2048, help="most tokens of question and answer  [2048]")
     options = parser.parse_args()
-    backend = options.backend or ("cuda" if device.unavailable() is None else "numpy")
+    missing = device.unavailable()
+    backend = options.backend or ("numpy" if missing else "cuda")
+    if backend == "cuda" and missing:
+        parser.error(f"--backend is cuda, but there is {missing}; use numpy or simulator")
+    if options.temperature < 0 or not 0 <= options.seed < 1 << 31:
+        given = f"--temperature is {options.temperature}, --seed {options.seed}"
+        parser.error(f"{given}; pass a temperature of at least 0, and a seed from 0 to 2³¹ - 1")
     dtype = options.dtype or ("bfloat16" if backend == "cuda" else "float32")
     try:
         sizes, weights, fields = read(find(options.weights))
@@ -53,9 +60,11 @@ def main() -> None:
         requests = [Request(x, options.new, options.seed + i) for i, x in enumerate(prompts)]
         for request in requests:
             generator.submit(request)
-    except (OSError, ValueError) as error:
+        stream(generator, tokenizer, requests)
+    except ImportError as error:
+        sys.exit(f"{error}; install the packages of the example: pip install -e '.[model]'")
+    except (OSError, ValueError, Unsupported) as error:
         sys.exit(str(error))
-    stream(generator, tokenizer, requests)
 
 
 if __name__ == "__main__":
