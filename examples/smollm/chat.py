@@ -9,7 +9,6 @@ from numpy_layers import DTYPES
 from tokenizer import Tokenizer
 from weights import find, read
 
-from cupyfa import Unsupported
 from cupyfa.runtime.cuda import device
 
 
@@ -43,13 +42,7 @@ def main() -> None:
     add("--dtype", choices=DTYPES, help="[bfloat16, or float32 without a GPU]")
     add("--capacity", type=int, default=2048, help="most tokens of question and answer  [2048]")
     options = parser.parse_args()
-    missing = device.unavailable()
-    backend = options.backend or ("numpy" if missing else "cuda")
-    if backend == "cuda" and missing:
-        parser.error(f"--backend is cuda, but there is {missing}; use numpy or simulator")
-    if options.temperature < 0 or not 0 <= options.seed < 1 << 31:
-        given = f"--temperature is {options.temperature}, --seed {options.seed}"
-        parser.error(f"{given}; pass a temperature of at least 0, and a seed from 0 to 2³¹ - 1")
+    backend = options.backend or ("cuda" if device.unavailable() is None else "numpy")
     dtype = options.dtype or ("bfloat16" if backend == "cuda" else "float32")
     try:
         sizes, weights, fields = read(find(options.weights))
@@ -61,9 +54,7 @@ def main() -> None:
         for request in requests:
             generator.submit(request)
         stream(generator, tokenizer, requests)
-    except ImportError as error:
-        sys.exit(f"{error}; install the packages of the example: pip install -e '.[model]'")
-    except (OSError, ValueError, Unsupported) as error:
+    except (ArithmeticError, ImportError, OSError, RuntimeError, ValueError) as error:
         sys.exit(str(error))
 
 

@@ -20,14 +20,12 @@ class Request:
 class Generator:
     """Generates tokens for requests, `slots` at a time, each of at most `capacity` tokens.
 
-    temperature: 0 takes the most likely token. end: the token after which a request ends. Raises
-    ValueError if the capacity exceeds the positions of the model.
+    temperature: 0 takes the most likely token. end: the token after which a request ends.
     """
 
     def __init__(self, model: Model, slots: int, capacity: int, temperature=0.0, end=-1) -> None:
-        if capacity > (most := model.sizes.context):
-            raise ValueError(f"capacity is {capacity}; the model has at most {most} positions")
-        self.model, self.temperature, self.end, self.capacity = model, temperature, end, capacity
+        self.model, self.temperature, self.end = model, temperature, end
+        capacity = self.capacity = min(capacity, model.sizes.context)
         xp = self.xp = model.layers.xp
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Request] = {}  # by slot

@@ -63,9 +63,6 @@ def read(file: Path, blocks: int | None = None) -> tuple[SimpleNamespace, Arrays
     """
     import gguf
 
-    with file.open("rb") as opened:
-        if (magic := opened.read(4)) != b"GGUF":
-            raise ValueError(f"{file} begins with {magic!r}, not with b'GGUF'; pass a GGUF file")
     reader = gguf.GGUFReader(file)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     values = [reader.fields[f"llama.{name}"].contents() for name in NAMES]
