@@ -30,7 +30,7 @@ from cupyfa.call.keywords import (
     unknown_argument,
 )
 from cupyfa.call.prepare import compile_call
-from cupyfa.call.tangents import bound_hvp, read_tangents
+from cupyfa.call.tangents import bound_hvp, read_tangents, refuse_other_scores
 from cupyfa.errors import Unsupported, described
 from cupyfa.ladder.kernel import BoundKernel, Kernel
 from cupyfa.planner import choose_kernel as planning
@@ -405,21 +405,21 @@ def jvp(
     """Computes attention and its directional derivative in one launch, as ``jax.jvp`` does.
 
     tangents: (dq, dk, dv), the direction in which q, k and v move: arrays with the shapes and dtype
-        of q, k and v, or None where an array does not move, which saves its products. For several
-        directions at once, in one launch, all three have a leading axis
-        [directions, …], of at most 64.
+        of q, k and v, or None where an array does not move, which saves its products. For up to
+        64 directions in one launch, all tangents have a leading axis [directions, …].
     out: the dtype of out and d_out, "float32" for float16 and bfloat16 inputs.
 
     q, k and v are arrays, ``Packed`` or ``Padded``; a sink, captured arrays and numbers do not
     move. ``attention`` describes all further arguments.
 
     Returns (out, lse) as ``attention`` with ``return_lse``, and (d_out, d_lse), their derivatives
-    along the direction, with the same shapes and dtypes; for several directions with their leading
-    axis. A row that sees no key has d_out = 0 and
-    d_lse = 0. d_out is NaN where out or d_lse is infinite or NaN. Memory is proportional to the
-    arrays: no matrix of M x N numbers is stored.
+    along the direction, with the same shapes and dtypes, and with the axis of the directions if
+    there are several. A row that sees no key has d_out = 0 and d_lse = 0. d_out is NaN where out or
+    d_lse is infinite or NaN. Memory is proportional to the arrays: no matrix of M x N numbers is
+    stored.
 
-    Raises the errors of ``attention``.
+    Raises the errors of ``attention``, and TypeError or ValueError for tangents of other shapes or
+    dtypes.
 
     Griewank and Walther, Evaluating Derivatives, 2008, chapter 3.
     """
@@ -456,16 +456,16 @@ def hvp(
     check: bool = False,
     **scores: Unpack[ScoreKeywords],
 ) -> tuple[Any, Any, Any]:
-    """Computes the product of a Hessian of attention with a direction, in memory O(M d + N d).
+    """Computes the product of the Hessian of attention with a direction, in memory O(M d + N d).
 
     The function is f(q, k, v) = sum(dout * attention(q, k, v)), with the gradient that ``backward``
     returns for ``dout``. Returns the derivatives of its dq, dk and dv along the direction
     ``tangents``, (dq, dk, dv) or None for zeros, as for ``jvp`` with one direction: arrays with the
     shapes and dtype of q, k and v.
 
-    causal, window, offset, scale and sink may be passed; expressions, biases, masks, dropout,
-    ``Packed`` and ``Padded`` arrays are not supported. ``attention`` describes these and all
-    further arguments.
+    Of the arguments of scores, it takes causal, window, offset, scale, precision and sink;
+    expressions, biases, masks, dropout, ``Packed`` and ``Padded`` arrays are not supported.
+    ``attention`` describes these and all further arguments.
 
     Raises the errors of ``attention``.
 
@@ -475,6 +475,7 @@ def hvp(
         raise Unsupported("hvp takes only dense arrays; call it for each sequence")
     if not scores.keys() <= {*OF_SCORES}:
         raise unknown_argument(hvp, scores, OF_SCORES)
+    refuse_other_scores(scores)
     how: Any = {"backend": backend, "layout": layout, "check": check, **scores}
     (out, lse), (d_out, d_lse) = jvp(q, k, v, tangents=tangents, **how)
     record = bound_hvp((q, k, v), tangents, d_out, d_lse, layout)

@@ -6,12 +6,14 @@ from typing import Any
 import torch
 
 from cupyfa import api
+from cupyfa.errors import nearest
 from cupyfa.problem.problem import rows_of
 from cupyfa.runtime.choose_backend import backend_named
 
 _ARRAYS = ("q", "k", "v", "bias", "alibi_slopes", "sink")
 _OPTIONS = dict.fromkeys(("causal", "score_mod", "mask", "layout", "backend"), "str")
 _OPTIONS |= {"left": "int", "right": "int", "offset": "int", "scale": "float", "softcap": "float"}
+_KNOWN = (*_ARRAYS, *_OPTIONS, "window")
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? sink"
 _GIVEN = ", ".join(f"{kind}? {name}=None" for name, kind in _OPTIONS.items())
 _RESULTS = "Tensor out, Tensor lse, Tensor dout, Tensor? dlse"
@@ -42,7 +44,11 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: An
         fits = torch.Tensor if name in _ARRAYS else str | int | float if name in _OPTIONS else ()
         if x is not None and not isinstance(x, fits):
             found = f"{name} is of type {type(x).__name__}, which torch_op.attention does not take"
-            raise TypeError(f"{found}; call cupyfa.attention, outside of torch.compile")
+            guess = "" if name in _KNOWN else nearest(name, _KNOWN)
+            remedy = "call cupyfa.attention, outside of torch.compile"
+            if name == "window":
+                remedy = "pass (left, right)"
+            raise TypeError(f"{found}{guess}; {remedy}")
     arrays = [given.pop(name, None) for name in _ARRAYS]
     out, lse = _attention(*arrays, **given)
     return (out, lse) if return_lse else out

@@ -1,4 +1,4 @@
-"""The tangents of q, k and v in calls of ``jvp``."""
+"""The tangents of q, k and v in calls of ``jvp`` and ``hvp``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa.errors import described
+from cupyfa.errors import Unsupported, described
 from cupyfa.ladder.kernel import BoundKernel
 from cupyfa.problem.problem import four_axes
+
+_OF_HVP = ("causal", "window", "offset", "scale", "precision", "sink")
+
+
+def refuse_other_scores(scores: Mapping[str, Any]) -> None:
+    """Raises Unsupported for keywords of scores that ``hvp`` cannot differentiate twice."""
+    for name, value in scores.items():
+        if name not in _OF_HVP and value is not None:
+            raise Unsupported(f"hvp does not support {name}; it takes {', '.join(_OF_HVP)}")
 
 
 def read_tangents(tangents: Sequence[Any], q: Any) -> tuple[list[Any], str, int]:

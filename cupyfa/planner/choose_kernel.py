@@ -78,6 +78,8 @@ def _given(kernel: str | Kernel, operation: str) -> Kernel:
         names = f"; the {operation} kernels are {', '.join(known)}, or 'auto'"
         if other == "backward":
             names += f"; for gradients, vjp has backward_kernel={kernel!r}"
+        if other == "tangent":
+            names += f"; for directional derivatives, jvp has kernel={kernel!r}"
         unknown = f"is unknown{nearest(kernel, known) or names}"
         raise ValueError(f"kernel {kernel!r} {f'computes {other}{names}' if other else unknown}")
     return known[kernel]

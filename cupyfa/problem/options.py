@@ -271,9 +271,12 @@ def _read_tangents(value: Any) -> str:
 
 
 def _read_directions(value: Any) -> int:
-    count = 1 if value is None else read_size("directions", value, MOST_DIRECTIONS)
-    if not count:
-        raise ValueError("directions is 0; pass at least one direction")
+    count = 1 if value is None else read_size("directions", value, 2**31 - 1)
+    if not 1 <= count <= MOST_DIRECTIONS:
+        raise ValueError(
+            f"directions is {count}; a call takes from 1 to {MOST_DIRECTIONS}: divide them among "
+            "several calls"
+        )
     return count
 
 

@@ -203,10 +203,10 @@ def _on_host(name: str, array: Any) -> bool:
             return False
     elif hasattr(array, "__cuda_array_interface__"):
         return False
-    raise TypeError(
-        f"{name} is {described(array)}; pass a NumPy or CuPy array, or an object with "
-        "__dlpack__ or __cuda_array_interface__"
-    )
+    remedy = "pass a NumPy or CuPy array, or an object with __dlpack__ or __cuda_array_interface__"
+    if type(array).__module__.startswith("jax.") and type(array).__name__.endswith("Tracer"):
+        remedy = "inside of jax.jit and other transformations of JAX, call cupyfa.jax.attention"
+    raise TypeError(f"{name} is {described(array)}; {remedy}")
 
 
 def _foreign(name: str, array: Any, view: Callable[[Any], Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Answers questions with SmolLM2-135M-Instruct, without torch; docs/model.md tells how."""
+"""Answers questions with SmolLM2-135M-Instruct, without torch; docs/model.md explains how."""
 
 import argparse
 import sys
@@ -35,8 +35,8 @@ def main() -> None:
     add("questions", nargs="+", metavar="QUESTION")
     add("--weights", metavar="FOLDER", help="where the GGUF file is  [$SMOLLM_WEIGHTS]")
     add("--new", type=int, default=200, help="most new tokens of an answer  [200]")
-    add("--temperature", type=float, default=0.0, help="of drawn tokens; 0 is greedy  [0]")
-    add("--seed", type=int, default=0, help="of drawn tokens  [0]")
+    add("--temperature", type=float, default=0.0, help="of sampling; 0 is greedy  [0]")
+    add("--seed", type=int, default=0, help="of sampling  [0]")
     add("--kernel", default="auto", help="of attention: a rung, or script.py:name  [auto]")
     add("--backend", choices=BACKENDS, help="[cuda, or numpy without a GPU]")
     add("--dtype", choices=DTYPES, help="[bfloat16, or float32 without a GPU]")
@@ -53,9 +53,9 @@ def main() -> None:
         requests = [Request(x, options.new, options.seed + i) for i, x in enumerate(prompts)]
         for request in requests:
             generator.submit(request)
-    except (OSError, ValueError) as error:
+        stream(generator, tokenizer, requests)
+    except (ArithmeticError, ImportError, OSError, RuntimeError, ValueError) as error:
         sys.exit(str(error))
-    stream(generator, tokenizer, requests)
 
 
 if __name__ == "__main__":

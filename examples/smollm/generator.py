@@ -24,7 +24,8 @@ class Generator:
     """
 
     def __init__(self, model: Model, slots: int, capacity: int, temperature=0.0, end=-1) -> None:
-        self.model, self.temperature, self.end, self.capacity = model, temperature, end, capacity
+        self.model, self.temperature, self.end = model, temperature, end
+        capacity = self.capacity = min(capacity, model.sizes.context)
         xp = self.xp = model.layers.xp
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Request] = {}  # by slot

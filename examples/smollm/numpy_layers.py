@@ -1,7 +1,6 @@
 """The layers beside attention in NumPy.
 
-The residual stream x, logits and sums are float64 if the model is, otherwise float32. All other
-results are of the model's dtype.
+The residual stream, logits and sums are of float32 at least, other results of the model's dtype.
 """
 
 from typing import Any

@@ -365,6 +365,13 @@ def test_errors_are_raised_while_tracing(arguments, error, message):
         jax.make_jaxpr(lambda: attention(**given))()
 
 
+def test_attention_of_traced_arrays_names_the_function_for_jax():
+    q = jnp.ones((5, 8))
+    for transformed in (jax.jit(cupyfa.attention), jax.vmap(cupyfa.attention)):
+        with pytest.raises(TypeError, match=r"Tracer; inside of jax\.jit .*jax\.attention"):
+            transformed(q, q, q)
+
+
 def test_a_traced_number_is_refused():
     def f(x):
         return attention(Q, K, V, score_mod="score * x", captured={"x": x})

@@ -280,7 +280,7 @@ def test_directions_that_fit_no_call_are_refused():
         cupyfa.jvp(*wrap(*qkv, {"lengths_k": [3, 4]}), tangents=two, **how)
     with pytest.raises(ValueError, match="all tangents are None; pass an array"):
         cupyfa.jvp(*qkv, tangents=(None, None, None), **how)
-    with pytest.raises(ValueError, match=r"directions is 65; sizes must be from 0 to 64"):
+    with pytest.raises(ValueError, match=r"directions is 65; a call takes from 1 to 64"):
         cupyfa.jvp(*qkv, tangents=(np.zeros((65, *qkv[0].shape), "f4"), None, None), **how)
 
 

