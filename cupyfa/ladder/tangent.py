@@ -147,10 +147,53 @@ WGMMA_TANGENT = Kernel(
     tflops={"float16": {64: 416, 128: 548}, "bfloat16": {64: 654, 128: 737}},
 )
 
+
+def f64_team(sizes: Problem | SimpleNamespace) -> int:
+    """Returns how many warps share 16 rows: each holds 64 columns of O and of its tangent."""
+    return -(-sizes.dv // 64)
+
+
+def mma_f64_shared(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the bytes of shared memory for float64 tiles of Q, K and V and of their tangents, and
+    for the scores that the warps of a team exchange.
+    """
+    team = f64_team(p)
+    depth, width = round_up(p.d, 16), round_up(p.dv, 16 * team)
+    exchange = team * c.Br * c.Bc if team > 1 else 0
+    return 16 * (c.Br * depth + c.Bc * (depth + width) + exchange)
+
+
+MMA_F64_TANGENT = Kernel(
+    "mma_f64_tangent",
+    "float64 on tensor cores (mma.sync): above dv = 64 two warps share 16 rows",
+    (
+        Launch(
+            "mma_f64_tangent",
+            args=f"{_ARRAYS} sizes heads batch group scale mods",
+            grid=lambda p, c: row_tiles(p, c) * p.directions,
+            threads=lambda p, c: WARP * f64_team(p) * c.Br // 16,
+            shared=mma_f64_shared,
+            constants=_DIRECTIONS,
+            walks=ALONG_KEYS,
+        ),
+    ),
+    operation="tangent",
+    # Up to 64 columns two blocks of the first tile fit on a multiprocessor.
+    tiles=TileChoice.of("Br Bc", [(64, 16), (32, 16), (16, 16)]),
+    candidates={"Br": (16, 32, 64, 128), "Bc": (16, 32)},
+    rules={"Br and Bc are multiples of 16": lambda c: c.Br % 16 == c.Bc % 16 == 0},
+    dtypes=("float64",),
+    arch="80",
+    largest_d=128,
+    features=FEATURES,
+)
+
 REST = (
     clear_rest("O", "M", "heads", "dv"),
     clear_rest("lse", "M", "heads"),
     clear_rest("O_dot", "M", "heads", "dv"),
     clear_rest("lse_dot", "M", "heads"),
 )
-KERNELS = tuple(with_cleared_rest(x, *REST) for x in (FA2_TANGENT, MMA_TANGENT, WGMMA_TANGENT))
+KERNELS = tuple(
+    with_cleared_rest(x, *REST) for x in (FA2_TANGENT, MMA_TANGENT, WGMMA_TANGENT, MMA_F64_TANGENT)
+)

@@ -98,6 +98,7 @@ FAMILIES = {
     "mma_f64_columns": "the first gradients with products of doubles, whose scores warps share",
     "mma_tangent": "the first tangents with mma.sync: the product rule for fragments of a warp",
     "wgmma_tangent": "the first tangents with wgmma: three products in place of each of two",
+    "mma_f64_tangent": "the first tangents with products of doubles: two warps share their rows",
     "mma_slices_backward": "gradients of any head dimension, in three launches through memory",
 }
 # Kernel families above these limits: number of lines, which may only decrease, and the reason.

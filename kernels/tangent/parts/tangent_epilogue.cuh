@@ -16,14 +16,16 @@ struct Tangents {
   Tensor<real> lse;
   Tensor<result> O_dot;
   Tensor<real> lse_dot;
+  int first_col = 0;  // of O and O_dot in this warp; the warp with column 0 stores lse and lse_dot
 };
 
-// Recomputes a query's results with one warp, unrounded, as repair_row() of nonfinite.cuh does.
-template <int d, int dv>
+// Recomputes a query's results, and of O `width` columns, with one warp, unrounded, as repair_row()
+// of nonfinite.cuh does.
+template <int d, int dv, int width>
 __device__ void repair_tangent(const Tangents& of, const Extent& extent, int query, int batch,
                                int its, int head, int kv_head, const Scorer<real>& scorer) {
-  constexpr int count = cdiv(dv, warp_size);
-  const int lane = threadIdx.x % warp_size;
+  constexpr int count = cdiv(width, warp_size);
+  const int lane = threadIdx.x % warp_size, end = min(of.first_col + width, dv);
   const auto q = of.Q.row(batch, head, query), q_dot = of.Q_dot.row(its, head, query);
   real maximum = extent.sink(), sum_dot = 0, o[count] = {}, o_dot[count] = {};
   real sum = maximum == -infinity ? real(0) : maximum - maximum + 1;  // NaN for an infinite sink
@@ -49,8 +51,8 @@ __device__ void repair_tangent(const Tangents& of, const Extent& extent, int que
     const real weight = extent.dropped(p, query, key), moves = extent.dropped(p_dot, query, key);
 #pragma unroll
     for (int j = 0; j < count; ++j) {
-      const int col = lane + j * warp_size;
-      if (col >= dv) continue;
+      const int col = of.first_col + lane + j * warp_size;
+      if (col >= end) continue;
       o[j] = o[j] * factor + weight * real(v[col]);
       o_dot[j] = o_dot[j] * factor + moves * real(v[col]);
       if (moves_v) o_dot[j] += weight * real(v_dot[col]);
@@ -59,15 +61,15 @@ __device__ void repair_tangent(const Tangents& of, const Extent& extent, int que
   const real inverse = sum == 0 ? real(0) : 1 / sum, mean = sum_dot * inverse;
 #pragma unroll
   for (int j = 0; j < count; ++j) {
-    const int col = lane + j * warp_size;
-    if (col >= dv) continue;
+    const int col = of.first_col + lane + j * warp_size;
+    if (col >= end) continue;
     const real out = o[j] * inverse;
     if (its == batch) of.O.row(batch, head, query)[col] = result(out);
     // Where O or lse_dot is infinite, there is no derivative: infinity - infinity is NaN.
     of.O_dot.row(its, head, query)[col] =
         result(o_dot[j] * inverse - mean * out + (out - out) + (mean - mean));
   }
-  if (lane > 0) return;
+  if (of.first_col + lane > 0) return;
   if (its == batch) *of.lse.row(batch, head, query) = maximum + log(sum);
   *of.lse_dot.row(its, head, query) = mean;
 }
@@ -88,10 +90,10 @@ __device__ __forceinline__ void finish(const Tangents& of, real (&O)[1][n][4],
   if (__any_sync(full_warp, wrong)) {
     const int first = __shfl_sync(full_warp, rows.first, 0);
     for (int row = first; row < min(first + step, rows.extent.M); ++row)
-      repair_tangent<d, dv>(of, rows.extent, row, batch, its, head, kv_head, scorer);
+      repair_tangent<d, dv, n * 8>(of, rows.extent, row, batch, its, head, kv_head, scorer);
     return;
   }
-  finish_rows(O, rows, of.lse, batch, head, lane, its == batch);
+  finish_rows(O, rows, of.lse, batch, head, lane, its == batch && of.first_col == 0);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     real sum = rows.sum[0][half], sum_dot = rows.sum_dot[0][half];
@@ -108,8 +110,8 @@ __device__ __forceinline__ void finish(const Tangents& of, real (&O)[1][n][4],
       x = x * kept - mean * O[0][j / 2][half * 2 + j % 2];
     }
     const int row = rows.row(0, half);
-    if (lane % 4 == 0 && row < rows.extent.M) *of.lse_dot.row(its, head, row) = mean;
+    if (of.first_col + lane % 4 == 0 && row < rows.extent.M) *of.lse_dot.row(its, head, row) = mean;
   }
-  if (its == batch) store_output<dv>(O, rows, of.O, batch, head, lane);
-  store_output<dv>(O_dot, rows, of.O_dot, its, head, lane);
+  if (its == batch) store_output<dv>(O, rows, of.O, batch, head, lane, of.first_col);
+  store_output<dv>(O_dot, rows, of.O_dot, its, head, lane, of.first_col);
 }

@@ -26,10 +26,7 @@ template <int n>
 __device__ __forceinline__ void apply_with_slopes(const Scorer<real>& scorer, real (&S)[1][n][4],
                                                   real (&S_dot)[1][n][4], const TangentRows& rows,
                                                   int first_key, bool is_full) {
-  if constexpr (unit_slope) {
-    scorer.apply(S, rows, first_key, is_full);
-    return;
-  }
+  if constexpr (unit_slope) return scorer.apply(S, rows, first_key, is_full);
   const int own_key = first_key + 2 * (threadIdx.x % warp_size % 4);
   rows.extent.cap(reinterpret_cast<real(&)[n * 4]>(S), scorer.scale);
 #pragma unroll
