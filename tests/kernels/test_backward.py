@@ -98,11 +98,11 @@ def test_blocks_go_from_one_tile_of_keys_to_the_next(backend, monkeypatch, sizes
 
 
 @pytest.mark.each_choice
-@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize(
     "fewest_persistent, sizes",
     [
-        (1, {"M": 200, "N": 300, "d": 64}),
+        (1, {"M": 130, "N": 200, "d": 64}),
         (1000, {"M": 200, "N": 130, "d": 96, "dv": 128}),
         (1000, {"M": 150, "N": 140, "d": 40, "dv": 60, "dropout": 0.2, "dropout_seed": 1}),
         (1000, {"M": 20, "N": 300, "d": 16, "dv": 128}),
@@ -114,7 +114,7 @@ def test_blocks_share_the_query_heads_of_a_group(
     monkeypatch.setattr(backward, "FEWEST_PERSISTENT", fewest_persistent)
     monkeypatch.setattr(backward, "FEWEST_FINISHING", 1000)
     monkeypatch.setattr(backward, "block_heads", lambda *_, **__: heads)
-    sizes = {"batch": 2, "heads": 16, "kv_heads": 2, "causal": True, **sizes}
+    sizes = {"batch": 2, "heads": 8, "kv_heads": 2, "causal": True, **sizes}
     plan = planned(BACKWARD["wgmma_columns"], backend, sizes)
     launch = plan.launches[1]
     assert launch.constants["shares_groups"]
