@@ -61,7 +61,7 @@ def axes_of(kernel, fewer):
     """Returns the indices of the AXES values that a kernel supports."""
     found = {name: range(len(values)) for name, values in AXES.items()}
     found["dtype"] = tuple(i for i in found["dtype"] if kernel.takes(AXES["dtype"][i]))
-    if kernel.operation == "forward":
+    if kernel.operation != "backward":
         found |= dict.fromkeys(("dlse", "wrt"), range(1))
     return tuple((found | dict(fewer)).items())
 

@@ -75,6 +75,10 @@ def test_the_results_are_those_of_the_mask(backend, kernel, mask, how):
     if kernel.operation == "forward":
         cupyfa.attention(q, k, v, mask=mask, kernel=kernel.name, check=True, **how)
         return
+    if kernel.operation == "tangent":
+        how |= {"tangents": (q, v, k), "kernel": kernel.name}
+        cupyfa.jvp(q, k, v, mask=mask, check=True, **how)
+        return
     out, lse = cupyfa.attention(q, k, v, mask=mask, kernel="auto", return_lse=True, **how)
     dout, how = RNG.standard_normal(out.shape).astype(q.dtype), {**how, "kernel": kernel.name}
     cupyfa.backward(dout, q, k, v, out, lse, mask=mask, check=True, **how)
@@ -106,6 +110,10 @@ def test_empty_tiles_are_not_visited(backend, kernel, monkeypatch):
         out, lse = prepared(q, k, v)
         results = (out,)
         assert kernel.name in PERSISTENT or np.isneginf(lse).all()
+    elif kernel.operation == "tangent":
+        (out, lse), (d_out, _) = cupyfa.jvp(q, k, v, tangents=(q, k, v), **how)
+        assert np.isneginf(lse).all() and not out.any() and not d_out.any()
+        return
     else:
         lse = np.zeros(q.shape[:-1], np.promote_types(q.dtype, np.float32))
         prepared = cupyfa.compile(q, q, k, v, q, lse, **how)
