@@ -50,7 +50,8 @@ TOP = {name.split(".")[0] for name in LEVEL}
 # Templates of scripts that commands write for users; these rules do not apply to them.
 HANDED_OUT = {PACKAGE / "lab" / x for x in ("commands/templates", "exercises/tasks")}
 MODULES = sorted(x for x in PACKAGE.rglob("*.py") if HANDED_OUT.isdisjoint(x.parents))
-OTHER_TESTS = {"helpers", "kernels", "package", "pages", "tools"}  # not named after a package
+# Folders of tests that are not named after a package. One named jax would stand for a missing JAX.
+OTHER_TESTS = {"helpers", "jax_arrays", "kernels", "package", "pages", "tools"}
 
 
 def module_name(path: Path) -> str:
