@@ -38,7 +38,7 @@ def devices_in_turn(process, count):
 
 # Most tests use the first visible device, so processes of pytest-xdist order the devices
 # differently. Each process has to set the variable itself, before CUDA is initialized.
-devices = len([*Path("/proc/driver/nvidia/gpus").glob("*")])
+devices = len([*Path("/dev").glob("nvidia[0-9]*")])
 if devices > 1 and (process := os.environ.get("PYTEST_XDIST_WORKER")):
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", devices_in_turn(process, devices))
 
