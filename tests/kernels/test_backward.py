@@ -158,8 +158,8 @@ def test_the_last_block_of_a_group_adds_in_the_order_of_shares(
 )
 def test_blocks_share_the_groups_of_sequences(backend, monkeypatch, name):
     monkeypatch.setattr(backward, "block_heads", lambda *_, **__: 1)
-    checked = cupyfa.check(name, lengths="150,70,0,300", causal=True, samples=4, backend=backend)
-    assert checked.right == checked.runs == 4
+    checked = cupyfa.check(name, lengths="150,0,70,130", causal=True, samples=2, backend=backend)
+    assert checked.right == checked.runs == 2
 
 
 @pytest.mark.parametrize(

@@ -756,6 +756,7 @@ def test_every_kernel_of_the_ladder():
     assert [row["kernel"] for row in rows] == [name for group in LADDER.values() for name in group]
     of_other_dtypes = ["mma_tf32", "mma_fp16x2", "mma_f64", "wgmma_fp16x2"]
     of_other_dtypes += ["mma_fp16x2_two_pass", "mma_f64_columns", "wgmma_fp16x2_two_pass"]
+    of_other_dtypes += ["mma_f64_tangent"]
     assert [row["kernel"] for row in rows if not row["ms"]] == of_other_dtypes
 
 
