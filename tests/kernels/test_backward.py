@@ -102,8 +102,8 @@ def test_blocks_go_from_one_tile_of_keys_to_the_next(backend, monkeypatch, sizes
 @pytest.mark.parametrize(
     "fewest_persistent, sizes",
     [
-        (1, {"M": 130, "N": 200, "d": 64}),
-        (1000, {"M": 200, "N": 130, "d": 96, "dv": 128}),
+        (1, {"M": 130, "N": 140, "d": 64}),
+        (1000, {"M": 130, "N": 130, "d": 96, "dv": 128}),
         (1000, {"M": 150, "N": 140, "d": 40, "dv": 60, "dropout": 0.2, "dropout_seed": 1}),
         (1000, {"M": 20, "N": 300, "d": 16, "dv": 128}),
     ],
@@ -133,7 +133,7 @@ IN_ORDER = ("mma_columns", "mma_two_pass", "mma_f64_columns", "wgmma_two_pass")
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"M": 90, "N": 150, "d": 64, "causal": True},
+        {"M": 70, "N": 90, "d": 32, "causal": True},
         {"M": 40, "N": 30, "d": 40, "dv": 60, "dropout": 0.2, "dropout_seed": 1},
     ],
 )
