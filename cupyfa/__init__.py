@@ -96,7 +96,7 @@ _LATER = {
     "merge_vjp": "runtime.merging",
 }
 _MODULES = {"lab": "cupyfa.lab", "transfer": "cupyfa.runtime.transfer"}
-_SUBPACKAGES = {"dask", "distributed", "jax", "torch_op"}  # imported explicitly by users
+_SUBPACKAGES = {"dask", "distributed", "jax"}  # imported explicitly by users
 _RAGGED = "Packed(q, cu_seqlens_q), Packed(k, cu_seqlens_k), Packed(v, cu_seqlens_k)"
 # Replacements for removed names, for error messages.
 _FORMER = {

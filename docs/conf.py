@@ -70,7 +70,6 @@ html_math_renderer = "mathml"
 copybutton_selector = ".highlight-sh pre, .highlight-python pre, .highlight-cuda pre"
 
 autodoc_member_order = "bysource"
-autodoc_mock_imports = ["torch"]
 autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 80
 

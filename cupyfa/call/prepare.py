@@ -216,7 +216,7 @@ def prepare_call(
 
 
 def make_problem(call: Call, inputs: Mapping[str, Any]) -> Problem:
-    """Describes what a call computes. inputs: its arrays by name, of which only forms are read."""
+    """Describes what a call computes. inputs: its arrays, or their forms, by name."""
     if call.operation == "softmax":
         return Problem.of_rows(inputs["x"])
     qkv, options = (inputs[x] for x in "qkv"), AttentionOptions.of(call.options, call.asked)

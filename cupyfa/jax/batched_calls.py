@@ -110,15 +110,15 @@ def _with_joined_batch(
     arrays_read = [x.removeprefix("mods.") for x in captured]
     found = function_of(_rewritten(call, batch, arrays_read))(tuple(joined))
     if call.operation == "forward":
-        return tuple(_parted(x, size, batch) for x in found)
+        return tuple(_split(x, size, batch) for x in found)
     of = (x if x in QKV else f"mods.{x}" for x in call.wrt)
     return tuple(
-        x if name in captured else _parted(x, size, batch, own[name]) for name, x in zip(of, found)
+        x if name in captured else _split(x, size, batch, own[name]) for name, x in zip(of, found)
     )
 
 
 def _rewritten(call: Call, batch: int, captured: Sequence[str]) -> Call:
-    """Rewrites a call's expressions for a batch of which each ``batch`` elements were one call.
+    """Rewrites a call's expressions for the joined batch of calls of ``batch`` elements each.
 
     captured: the arrays to which a first axis was added, of these calls.
     """
@@ -155,13 +155,13 @@ def _parse(text: str) -> ast.expr:
     return ast.parse(text, mode="eval").body
 
 
-def _parted(array: Any, size: int, batch: int, shape: tuple[int, ...] | None = None) -> Any:
+def _split(array: Any, size: int, batch: int, shape: tuple[int, ...] | None = None) -> Any:
     """Undoes the join of a result. shape: that of the array whose gradient this is.
 
     Where all batch elements read the same array, its gradient is summed over them.
     """
-    parted = array.reshape(size, batch, *array.shape[1:])
-    if shape is None or prod(parted.shape[1:]) == prod(shape):
-        return parted if shape is None else parted.reshape(size, *shape)
-    sums = parted.astype(jnp.promote_types(array.dtype, jnp.float32)).sum(1)
+    split = array.reshape(size, batch, *array.shape[1:])
+    if shape is None or prod(split.shape[1:]) == prod(shape):
+        return split if shape is None else split.reshape(size, *shape)
+    sums = split.astype(jnp.promote_types(array.dtype, jnp.float32)).sum(1)
     return sums.astype(array.dtype).reshape(size, *shape)

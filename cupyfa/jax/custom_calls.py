@@ -240,8 +240,10 @@ def _add(
     backend: Backend, number: int, launcher: Launcher, places: Sequence[tuple[int, int]]
 ) -> None:
     """Makes a plan known to the handler, on the current device."""
+    from cupyfa.runtime.cuda.device import driver_library
+
     context = ctypes.c_void_p()
-    _driver().cuCtxGetCurrent(ctypes.byref(context))
+    driver_library().cuCtxGetCurrent(ctypes.byref(context))
     launches = launcher.launches
     words = encode(backend, launches, places, context.value or 0, lambda x: x.kernel.kernel.ptr)
     with _adding:
@@ -267,11 +269,6 @@ def _prepare(number: int, device: int, message: int, size: int) -> bool:
     return True
 
 
-@cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
 def _handler() -> ctypes.CDLL:
     """Returns the handler, which is compiled and registered with XLA once."""
     with _registering:
@@ -280,8 +277,10 @@ def _handler() -> ctypes.CDLL:
 
 @cache
 def _registered_handler() -> ctypes.CDLL:
+    from cupyfa.runtime.cuda.device import driver_library
+
     library = load_handler()
-    names = (ctypes.cast(getattr(_driver(), x), ctypes.c_void_p).value for x in _DRIVER)
+    names = (ctypes.cast(getattr(driver_library(), x), ctypes.c_void_p).value for x in _DRIVER)
     functions, prepare = (ctypes.c_void_p * len(_DRIVER))(*names), _Prepare(_prepare)
     library.cupyfa_begin(functions, prepare)
     _kept.append(prepare)

@@ -22,8 +22,8 @@ _SEEDS = tuple(f"mods.{x}" for x in SEEDS)
 def call_on_host(shaped: ShapedCall, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
     """Computes a call in the simulator, or by the reference if its backend is not "simulator".
 
-    The reference computes in float64 and rounds the results. The simulator plans here, too, since
-    errors of a callback would not be those of this library.
+    The reference computes in float64 and rounds the results. The plan of the simulator is
+    made here, too, so that its errors reach the caller: JAX replaces those of a callback.
     """
     in_simulator = shaped.call.backend == "simulator" and not shaped.is_empty
     if in_simulator:

@@ -561,6 +561,11 @@ def _expected_softmax(
     return dict.fromkeys(roundings, tolerance.expected_softmax(scores, dtype=p.dtype.name))
 
 
+_QKV = {
+    "Q": Input("batch heads M d"),
+    "K": Input("batch kv_heads N d"),
+    "V": Input("batch kv_heads N dv"),
+}
 OPERATIONS = {
     operation.name: operation
     for operation in (
@@ -573,11 +578,7 @@ OPERATIONS = {
         ),
         Operation(
             name="forward",
-            inputs={
-                "Q": Input("batch heads M d"),
-                "K": Input("batch kv_heads N d"),
-                "V": Input("batch kv_heads N dv"),
-            },
+            inputs=_QKV,
             outputs={"O": ("batch heads M dv", "result"), "lse": ("batch heads M", "real")},
             reference=_expected_attention,
             flops=lambda p: 2 * p.heads * _scores(p) * (p.d + p.dv),
@@ -585,9 +586,7 @@ OPERATIONS = {
         Operation(
             name="backward",
             inputs={
-                "Q": Input("batch heads M d"),
-                "K": Input("batch kv_heads N d"),
-                "V": Input("batch kv_heads N dv"),
+                **_QKV,
                 "O": Input("batch heads M dv", "result"),
                 "lse": Input("batch heads M", "real"),
                 "dO": Input("batch heads M dv"),
@@ -603,9 +602,7 @@ OPERATIONS = {
         Operation(
             name="tangent",
             inputs={
-                "Q": Input("batch heads M d"),
-                "K": Input("batch kv_heads N d"),
-                "V": Input("batch kv_heads N dv"),
+                **_QKV,
                 "Q_dot": Input("tangent_batch heads M d", when=lambda p: "q" in p.tangents),
                 "K_dot": Input("tangent_batch kv_heads N d", when=lambda p: "k" in p.tangents),
                 "V_dot": Input("tangent_batch kv_heads N dv", when=lambda p: "v" in p.tangents),

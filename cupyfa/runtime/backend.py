@@ -246,10 +246,6 @@ class Backend(ABC):
         """Waits until all work is done."""
         return
 
-    def in_stream_of(self, tensor: Any) -> AbstractContextManager[None]:
-        """Returns a context for calls in torch's current stream of a tensor's device."""
-        raise NotImplementedError
-
     # The following methods are for backends whose memory is separate from host memory.
 
     def lanes(self) -> AbstractContextManager[tuple[Lane, Lane, Lane]]:

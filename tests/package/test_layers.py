@@ -35,7 +35,7 @@ LAYERS = [
     {"call"},
     {"api"},
     {"partition"},
-    {"dask", "distributed", "jax", "torch_op"},
+    {"dask", "distributed", "jax"},
     {"__init__", "__main__"},
     {"lab.verify"},
     {"lab.bench"},

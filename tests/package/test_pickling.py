@@ -27,7 +27,6 @@ SIZES = {"M": 6, "N": 6, "d": 8, "heads": 2}
 Q, K, V = np.random.default_rng(0).standard_normal((3, 1, 2, 6, 8)).astype(np.float32)
 NOT_IMPORTED = ["cuda", "__main__", "templates", "nccl", ".mpi"]
 NOT_IMPORTED += [f".{x}" for x in ("dask", "jax") if not find_spec(x)]
-NOT_IMPORTED += [] if find_spec("torch") else [".torch_op"]
 FAULT = errors.SimulatorFault("v1", (0, 1, 2), (3, 4, 5), "a race", "v1.cu:7")
 
 

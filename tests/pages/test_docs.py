@@ -179,7 +179,7 @@ def follow(text, folder, environment, *, gpu):
         if block.file is not None:
             (folder / block.file).write_text(block.text)
         elif block.kind == "python":
-            for library in re.findall(r"^import (dask|jax|torch)\b", block.text, re.M):  # optional
+            for library in re.findall(r"^import (dask|jax)\b", block.text, re.M):  # optional
                 pytest.importorskip(library)
             script = script + block.text if "continued" in block.marks else block.text
             (folder / "example.py").write_text(script)

@@ -716,7 +716,7 @@ def driver(monkeypatch):
         launch_early.functions.append(function)
 
     launch_early.functions = []
-    monkeypatch.setattr(cuda, "launch_kernel_ex", lambda: launch_early)
+    monkeypatch.setattr(cuda, "_launch_kernel_ex", lambda: launch_early)
     runtime = SimpleNamespace(getDevice=lambda: 0, setDevice=lambda device: None)
     monkeypatch.setattr(cuda, "runtime", runtime)
     monkeypatch.setattr(cuda, "driver", SimpleNamespace(launchKernel=launch))
@@ -810,13 +810,13 @@ def test_only_launches_that_follow_another_begin_early(driver):
     plan = planned(kernel, Simulator(), {"heads": 2, "M": 1, "N": 300, "d": 32}, "float16")
     arrays = arrays_of(plan)
     for steps in (plan.steps, plan.steps[1:]):
-        cuda.launch_kernel_ex().functions.clear()
+        cuda._launch_kernel_ex().functions.clear()
         driver.clear()
         addresses = tuple(x.data.ptr for x in arrays.values())
         Launcher(Driven(), replace(plan, steps=steps), arrays)(addresses, 42)
         functions = [function for function, *_ in driver]
         assert len(functions) == len(steps)
-        assert cuda.launch_kernel_ex().functions == functions[1:]
+        assert cuda._launch_kernel_ex().functions == functions[1:]
         assert {stream for *_, stream, _ in driver} == {42}
     before_hopper = replace(Simulator().limits, arch="89")
     assert not any(

@@ -41,10 +41,6 @@ _OTHER_STREAM = (
     "legacy stream, which cannot be captured: call inside "
     "`with cupy.cuda.Stream.from_external(torch.cuda.current_stream()):`"
 )
-_LOST_RESULTS = (
-    "torch is capturing a CUDA graph, whose memory pool does not hold results of cupyfa.torch_op; "
-    "capture cupyfa.attention, and keep its results as long as the graph"
-)
 # Cycles for which a spin kernel delays the device, so that the host can queue the timed call before
 # it starts. If the host is slower, the call is timed again with more cycles (0.3 ms, then 3 ms).
 _HEAD_STARTS = (600_000, 6_000_000)
@@ -315,7 +311,7 @@ class Cuda(Backend):
         self, kernel: Any, launch: PlannedLaunch, sizes: Sequence[int], regions: Sequence[Region]
     ) -> Start:
         function, block = kernel.kernel.ptr, (launch.threads, 1, 1)
-        if launch.begins_early and (launch_kernel := launch_kernel_ex()) is not None:
+        if launch.begins_early and (launch_kernel := _launch_kernel_ex()) is not None:
             return _early_starter(launch_kernel, function, launch)
         return partial(driver.launchKernel, function, *launch.grid, *block, launch.shared_bytes)
 
@@ -370,15 +366,6 @@ class Cuda(Backend):
 
     def synchronize(self) -> None:
         cupy.cuda.Device().synchronize()
-
-    @contextmanager
-    def in_stream_of(self, tensor: Any) -> Iterator[None]:
-        torch: Any = sys.modules["torch"]
-        theirs = torch.cuda.current_stream(tensor.device)
-        with self.on(tensor.get_device()), cupy.cuda.Stream.from_external(theirs):
-            if self.stream and self.is_capturing:
-                raise Unsupported(_LOST_RESULTS, "results would not belong to the CUDA graph")
-            yield
 
     def _refuse_capture(self) -> None:
         """Raises Unsupported for copies between host and GPU during a capture."""
@@ -592,7 +579,7 @@ def _early_starter(
 
 
 @cache
-def launch_kernel_ex() -> Any:
+def _launch_kernel_ex() -> Any:
     """Returns the driver's cuLaunchKernelEx, which CuPy does not wrap.
 
     Returns None if the driver lacks it or cannot capture its launches in graphs.
