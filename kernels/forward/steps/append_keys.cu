@@ -22,6 +22,7 @@
 //   angles_of_sums, has_prefix, page_size, has_e4m3, k_scale_by_page, v_scale_by_page
 #include <attention/kv_dtype.cuh>
 #include <attention/pages.cuh>
+#include <ptx/dependent_launch.cuh>
 #include <ptx/e4m3.cuh>
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
@@ -84,6 +85,8 @@ extern "C" __global__ __launch_bounds__(threads) void append_keys(
     long long number_stride, int most, int page_count, int capacity, int shift, int tokens,
     int heads, int kv_heads, int batches, const int* prefix_keys, Tensor<const float> k_scale,
     Tensor<const float> v_scale) {
+  launch_dependents();
+  wait_for_launch_before();
   const int own_heads = (appends ? 2 * kv_heads : 0) + (rotates ? heads : 0);
   const long long index = blockIdx.x * (long long)(threads / warp_size) + threadIdx.x / warp_size;
   const int token = int(index % tokens), unit = int(index / tokens % own_heads);

@@ -39,6 +39,7 @@ extern "C" __global__ __launch_bounds__(threads) void merge_splits(
     const float* O_splits, const float* max_splits, const float* sum_splits, Tensor<result> O,
     Tensor<real> lse, int num_splits, Tensor<const operand> Q, StoredKeys K, StoredValues V,
     Sizes sizes, int heads, int group, real scale, Mods mods) {
+  launch_dependents();
   wait_for_launch_before();
   if (num_splits == 1) return;  // the only split has written O and lse itself
   Shared& shared = shared_memory<Shared>();
