@@ -147,7 +147,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
     int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
   const int tiles = cdiv(sizes.M * pack_gqa, Br);
-  if (1LL * gridDim.x / (tiles * num_splits) * sizes.M * pack_gqa <= few_rows) launch_dependents();
+  if (gridDim.x / (tiles * num_splits) * 1LL * sizes.M * pack_gqa <= few_rows) launch_dependents();
   wait_for_launch_before();
   const auto [index, head, batch] = place(blockIdx.x, tiles * num_splits, heads / pack_gqa);
   // Reversed order: the longest tiles first. Blocks that read the same keys are adjacent.
