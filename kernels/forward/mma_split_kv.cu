@@ -148,12 +148,12 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
   Shared& shared = shared_memory<Shared>();
   const int tiles = cdiv(sizes.M * pack_gqa, Br);
   if (gridDim.x / (tiles * num_splits) * 1LL * sizes.M * pack_gqa <= few_rows) launch_dependents();
-  wait_for_launch_before();
   const auto [index, head, batch] = place(blockIdx.x, tiles * num_splits, heads / pack_gqa);
   // Reversed order: the longest tiles first. Blocks that read the same keys are adjacent.
   const int first_row = (tiles - 1 - index % tiles) * Br;
   const int lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size;
   const int own_row = warp / key_warps * Wr, key_warp = warp % key_warps;
+  wait_for_launch_before();
   const Extent extent = extent_of(sizes, mods, batch, head * pack_gqa);
   if (!extent.has_tile_of_rows(first_row / pack_gqa)) return;
   const Scorer<real> scorer = {scale, mods};
