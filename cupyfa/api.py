@@ -16,7 +16,7 @@ from cupyfa.call import pullback
 from cupyfa.call.call import ANYWHERE, BackendName, Call, Devices, Layout, Tiles
 from cupyfa.call.dispatch import find_function
 from cupyfa.call.execution import run_call
-from cupyfa.call.inputs import split_block_mask
+from cupyfa.call.inputs import TANGENTS, split_block_mask
 from cupyfa.call.keywords import (
     DTYPES,
     OF_BOTH_PASSES,
@@ -393,7 +393,7 @@ def jvp(
     k: Any,
     v: Any,
     *,
-    tangents: Sequence[Any],
+    tangents: Sequence[Any] | Mapping[str, Any],
     out: OutDtype | None = None,
     kernel: str | Kernel | BoundKernel = "auto",
     backend: BackendName | Backend | Devices = "auto",
@@ -405,12 +405,14 @@ def jvp(
     """Computes attention and its directional derivative in one launch, as ``jax.jvp`` does.
 
     tangents: (dq, dk, dv), the direction in which q, k and v move: arrays with the shapes and dtype
-        of q, k and v, or None where an array does not move, which saves its products. For up to
-        64 directions in one launch, all tangents have a leading axis [directions, …].
+        of q, k and v, or None where an array does not move, which saves its products. Or a mapping
+        from the names that ``wrt`` of ``backward`` may contain, as {"q": dq, "bias": d_bias}, to
+        arrays with the shapes and dtypes of the named ones. For up to 64 directions in one launch,
+        all tangents have a leading axis [directions, …].
     out: the dtype of out and d_out, "float32" for float16 and bfloat16 inputs.
 
-    q, k and v are arrays, ``Packed`` or ``Padded``; a sink, captured arrays and numbers do not
-    move. ``attention`` describes all further arguments.
+    q, k and v are arrays, ``Packed`` or ``Padded``, with which other arrays cannot move.
+    ``attention`` describes all further arguments.
 
     Returns (out, lse) as ``attention`` with ``return_lse``, and (d_out, d_lse), their derivatives
     along the direction, with the same shapes and dtypes, and with the axis of the directions if
@@ -419,7 +421,7 @@ def jvp(
     stored.
 
     Raises the errors of ``attention``, and TypeError or ValueError for tangents of other shapes or
-    dtypes.
+    dtypes and for names of arrays that are not given.
 
     Griewank and Walther, Evaluating Derivatives, 2008, chapter 3.
     """
@@ -433,14 +435,15 @@ def jvp(
             f"out is {described(out)}, but jvp allocates its results; pass a dtype as out"
         )
     pullback.refuse_gradients(INPUTS.get(str(getattr(q, "dtype", "")).removeprefix("torch.")))
-    moving, given, directions = read_tangents(tangents, q)
     where, devices = read_devices(backend)
     inputs, asked = split_keywords(jvp, scores) if scores else ({}, {})
+    along = read_tangents(tangents, q, scores)
     _, asked = read_out(out, q, asked)
-    asked = {**asked, "tangents": given, "directions": directions}
-    call = Call("tangent", kernel, where, None, asked, layout, tiles)
+    asked = {**asked, "tangents": along.letters, "directions": along.directions}
+    call = Call("tangent", kernel, where, None, asked, layout, tiles, wrt=(*QKV, *along.others))
     how: Any = {"check": check, "devices": devices}
-    out, lse, d_out, d_lse = run_call(call, (q, k, v, *moving), {**inputs, **structure}, **how)
+    given = {**inputs, **structure, **({TANGENTS: along.others} if along.others else {})}
+    out, lse, d_out, d_lse = run_call(call, (q, k, v, *along.moving), given, **how)
     return (out, lse), (d_out, d_lse)
 
 

@@ -238,7 +238,7 @@ def list_results(call: Call, problem: Problem, inputs: Mapping[str, Any]) -> lis
         results = [Result("O", out, "out"), Result("lse", lse, None), Result(ROW_MAX, lse, None)]
         return [*results[: 1 + call.return_lse], *results[2:] * call.return_max]
     if call.operation == "tangent":
-        lead = check_tangents(inputs, problem.dtype.numpy)
+        lead = check_tangents(inputs, call.wrt)
         shapes = {"O": out, "lse": lse, "O_dot": (*lead, *out), "lse_dot": (*lead, *lse)}
         return [Result(name, shape, None) for name, shape in shapes.items()]
     refuse_gradients(problem.dtype)

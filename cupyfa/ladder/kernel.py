@@ -219,7 +219,8 @@ class Kernel(_Record):
         "lengths" (lengths of batch elements in padded arrays), "paged" (keys and values in pages),
         "e4m3" (8-bit keys and values, with scales), "out_dtype" (float32 results of 16-bit inputs;
         its files use the type ``result`` for O, dQ, dK and dV), "zero_tangents" (tangents of
-        None), "directions" (several directions), and the options that modify scores.
+        None), "directions" (several directions), "wrt" (gradients or tangents of arrays that change
+        scores), and the options that modify scores.
     scratch: temporary arrays, as ``{name: (axes, kind)}``, of kind "real", "scalar", "operand",
         "byte" or "int". Only arrays that a problem's launches use are allocated. ``d8`` and ``dv8``
         are d and dv rounded up to a multiple of 8, ``d16`` and ``dv16`` to a multiple of 16, and

@@ -435,7 +435,7 @@ _MEANING = {
     "row_max": "row_max (the largest score of each row)",
     "zero_tangents": "tangents of None (pass arrays of zeros)",
     "directions": "several directions (call jvp for each)",
-    "wrt": "wrt (gradients of arrays that change scores)",
+    "wrt": "wrt (derivatives with respect to arrays that change scores)",
 }
 
 

@@ -33,6 +33,7 @@ from cupyfa.problem.optional_inputs import (
     STARTS,
     USED,
     Operand,
+    gradient_of,
 )
 from cupyfa.problem.problem import Problem, whole
 from cupyfa.problem.resizing import indices_of
@@ -147,7 +148,8 @@ class Case:
             self._pad(arrays)
         if "lse" in inputs:
             arrays |= _forward(p, arrays, backend)
-        read = {name: x for name, x in arrays.items() if name.startswith("mods.")}
+        of_scores = "mods.", gradient_of("")  # arrays that expressions read, and their tangents
+        read = {name: x for name, x in arrays.items() if name.startswith(of_scores)}
         made = arranged({name: arrays[name] for name in inputs if name not in read}, self.layout)
         made |= {
             name: _arranged(x, "bshd" if self.layout == "packed" else self.layout)
@@ -459,10 +461,10 @@ def _arranged(x: np.ndarray, layout: str) -> np.ndarray:
     if layout == "reversed":
         return np.ascontiguousarray(x[::-1, ::-1, ::-1])[::-1, ::-1, ::-1]
     if layout == "gaps":
-        batch, heads, rows, columns = x.shape
-        wide = np.full((batch, heads + 1, 2 * rows, columns + 3), np.nan, x.dtype)
-        wide[:, :heads, ::2, :columns] = x
-        return wide[:, :heads, ::2, :columns]
+        *lead, heads, rows, columns = x.shape
+        wide = np.full((*lead, heads + 1, 2 * rows, columns + 3), np.nan, x.dtype)
+        wide[..., :heads, ::2, :columns] = x
+        return wide[..., :heads, ::2, :columns]
     if layout == "unaligned":
         longer = np.empty(x.size + 1, x.dtype)
         longer[1:] = x.ravel()

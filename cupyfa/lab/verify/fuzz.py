@@ -433,15 +433,17 @@ class Fuzz:
         return self._differentiated(p, turns)
 
     def _differentiated(self, p: Problem, turns: "_Turns") -> Problem:
-        """Requests gradients of some of the problem's arrays, if the kernel computes them."""
+        """Requests gradients of some of the problem's arrays, or moves them, if the kernel can."""
         able = [x.name for x in p.operands if x.is_differentiable]
-        if self._operation != "backward" or not self._has("wrt") or not able:
+        if self._operation == "forward" or not self._has("wrt") or not able:
             return p
         if self._kind(turns) == "gradient of a bias":
             return transforms.differentiate(p, [BIAS])
         pick = turns.random("wrt itself")
         every = pick.random() < 0.4
         names = able if every else pick.sample(able, pick.randint(1, len(able)))
+        if self._operation == "tangent" and pick.random() < 0.3:
+            p = p.with_options(tangents="none")  # of q, k and v
         return transforms.differentiate(p, names)
 
     def _has_dlse(self, turns: "_Turns") -> bool:
