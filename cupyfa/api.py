@@ -30,7 +30,7 @@ from cupyfa.call.keywords import (
     unknown_argument,
 )
 from cupyfa.call.prepare import compile_call
-from cupyfa.call.tangents import bound_hvp, read_tangents, refuse_other_scores
+from cupyfa.call.tangents import bound_hvp, read_tangents
 from cupyfa.errors import Unsupported, described
 from cupyfa.ladder.kernel import BoundKernel, Kernel
 from cupyfa.planner import choose_kernel as planning
@@ -454,10 +454,16 @@ def hvp(
     dout: Any,
     *,
     tangents: Sequence[Any],
+    causal: Causal | bool = False,
+    window: Window | None = None,
+    offset: int | None = None,
+    scale: float | None = None,
+    sink: Any = None,
+    precision: Precision | None = None,
     backend: BackendName | Backend = "auto",
     layout: Layout = "bhsd",
     check: bool = False,
-    **scores: Unpack[ScoreKeywords],
+    **unknown: Unpack[NoKeywords],
 ) -> tuple[Any, Any, Any]:
     """Computes the product of the Hessian of attention with a direction, in memory O(M d + N d).
 
@@ -466,20 +472,22 @@ def hvp(
     ``tangents``, (dq, dk, dv) or None for zeros, as for ``jvp`` with one direction: arrays with the
     shapes and dtype of q, k and v.
 
-    Of the arguments of scores, it takes causal, window, offset, scale, precision and sink;
-    expressions, biases, masks, dropout, ``Packed`` and ``Padded`` arrays are not supported.
-    ``attention`` describes these and all further arguments.
+    q, k and v are arrays, not ``Packed`` or ``Padded``. ``attention`` describes all further
+    arguments; expressions, biases, masks and dropout are not supported.
 
     Raises the errors of ``attention``.
 
     Pearlmutter, Fast exact multiplication by the Hessian, 1994.
     """
+    if unknown:
+        raise unknown_argument(hvp, unknown)
     if type(q) in KINDS or type(k) in KINDS or type(v) in KINDS:
         raise Unsupported("hvp takes only dense arrays; call it for each sequence")
-    if not scores.keys() <= {*OF_SCORES}:
-        raise unknown_argument(hvp, scores, OF_SCORES)
-    refuse_other_scores(scores)
-    how: Any = {"backend": backend, "layout": layout, "check": check, **scores}
+    if isinstance(tangents, Mapping):
+        raise TypeError("tangents is a mapping, but hvp moves q, k and v; pass (dq, dk, dv)")
+    scores = {"causal": causal, "window": window, "offset": offset, "scale": scale, "sink": sink}
+    how: Any = {"precision": precision, "backend": backend, "layout": layout, "check": check}
+    how |= scores
     (out, lse), (d_out, d_lse) = jvp(q, k, v, tangents=tangents, **how)
     record = bound_hvp((q, k, v), tangents, d_out, d_lse, layout)
     return backward(dout, q, k, v, out, lse, kernel=record, **how)  # type: ignore[return-value]

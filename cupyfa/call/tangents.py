@@ -8,20 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyfa.call.pullback import find_dtypes
-from cupyfa.errors import Unsupported, described
+from cupyfa.errors import described
 from cupyfa.ladder.kernel import BoundKernel
 from cupyfa.problem.optional_inputs import gradient_of
 from cupyfa.problem.problem import four_axes
 from cupyfa.problem.wrt import QKV, refuse_without_gradients
-
-_OF_HVP = ("causal", "window", "offset", "scale", "precision", "sink")
-
-
-def refuse_other_scores(scores: Mapping[str, Any]) -> None:
-    """Raises Unsupported for keywords of scores that ``hvp`` cannot differentiate twice."""
-    for name, value in scores.items():
-        if name not in _OF_HVP and value is not None:
-            raise Unsupported(f"hvp does not support {name}; it takes {', '.join(_OF_HVP)}")
 
 
 class Direction(NamedTuple):
