@@ -496,25 +496,27 @@ def hvp(
 def compile(
     *arrays: Any, dtype: DTypeLike | None = None, **keywords: Unpack[CallKeywords]
 ) -> Prepared:
-    """Plans a call of ``attention`` or ``backward`` and compiles its kernels.
+    """Plans a call of ``attention``, ``backward`` or ``jvp`` and compiles its kernels.
 
-    ``compile(q, k, v, …)`` prepares ``attention``, and ``compile(dout, q, k, v, out, lse, …)``
-    prepares ``backward``.
+    ``compile(q, k, v, …)`` prepares ``attention``, ``compile(dout, q, k, v, out, lse, …)`` prepares
+    ``backward``, and ``compile(q, k, v, tangents=(dq, dk, dv), …)`` prepares ``jvp``.
 
     arrays: arrays with the shapes, strides and dtypes of later calls, or only the shapes of
         contiguous arrays of ``dtype``, a name or a NumPy dtype (CuPy arrays; NumPy arrays in the
         simulator). Fields of structured arrays such as ``Packed(q, offsets)`` are arrays or shapes
         in the same way. With shapes, lse is float32, or float64 for float64.
-    keywords: further arguments of ``attention`` or ``backward``. bias, mask, sink and other
-        optional arrays are given as arrays or, with shapes, in the notation of ``plan``; dlse is an
-        array or shape like lse. With shapes, ``out=`` is the dtype of the output, also for
+    keywords: further arguments of the prepared function. bias, mask, sink and other optional
+        arrays are given as arrays or, with shapes, in the notation of ``plan``; dlse is an array or
+        shape like lse. With shapes, ``out=`` is the dtype of the output, also for
         ``backward``, and a kernel must not be bound to arrays, since the problem determines their
-        shapes.
+        shapes. tangents are arrays or, with shapes, the shapes of those of q, k and v.
 
     Returns a Prepared. ``prepared(q, k, v, out=None)`` or ``prepared(dout, q, k, v, out, lse,
     grads=None)`` takes a few microseconds for CuPy arrays, and raises for arrays of other shapes,
     strides, dtypes or devices. Optional arrays and dlse are passed by name in each call:
-    ``prepared(q, k, v, bias=bias, captured={"slope": slope})``. Numbers such as scale are fixed at
+    ``prepared(q, k, v, bias=bias, captured={"slope": slope})``. That of ``jvp`` takes the tangents
+    that move, ``prepared(q, k, v, dq, dk, dv)`` or d_bias=… by name, and returns (out, lse, d_out,
+    d_lse). Numbers such as scale are fixed at
     compile time. Offsets and lengths are int32; in GPU memory they are not checked.
     """
     if len(arrays) not in (3, 6):

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cupyfa.call.keywords import read_shape
 from cupyfa.call.pullback import find_dtypes
 from cupyfa.errors import described
 from cupyfa.ladder.kernel import BoundKernel
@@ -64,6 +65,29 @@ def read_tangents(
         {name: x for name, x in given.items() if name not in QKV},
         given[first].shape[0] if has_directions else 1,
     )
+
+
+def read_tangent_shapes(
+    tangents: Sequence[Any] | Mapping[str, Any], q: Sequence[int], scores: Mapping[str, Any]
+) -> Direction:
+    """Like ``read_tangents``, for the shapes of q, k, v and their tangents."""
+    if isinstance(tangents, Mapping):
+        tangents = [tangents.get(x) for x in QKV] if tangents.keys() <= {*QKV} else tangents
+    if isinstance(tangents, Mapping):
+        raise TypeError(
+            f"tangents contains {', '.join(x for x in tangents if x not in QKV)}, but with shapes "
+            "only q, k and v can move; pass arrays to compile"
+        )
+    if isinstance(tangents, tuple | list):  # arrays of these shapes, without memory
+        tangents = [_form("a tangent", x) for x in tangents]
+    along = read_tangents(tangents, _form("q", q), scores)
+    return along._replace(moving=[x.shape for x in along.moving])
+
+
+def _form(name: str, shape: Any) -> np.ndarray | None:
+    if shape is None:
+        return None
+    return np.broadcast_to(0.0, read_shape(f"the shape of {name}", shape))
 
 
 def check_tangents(inputs: Mapping[str, Any], names: Sequence[str]) -> tuple[int, ...]:

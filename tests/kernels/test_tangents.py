@@ -459,6 +459,45 @@ def test_arrays_of_ragged_batches_do_not_move():
         cupyfa.jvp(*padded, **how)
 
 
+def require_equal(results, expected):
+    for mine, other in zip(results, (*expected[0], *expected[1]), strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
+def test_prepared_calls_are_those_of_jvp(backend):
+    (q, k, v), (dq, _, dv) = arrays(dtype="float32")
+    values, tangents = scored("float32")
+    how = {"causal": True, "backend": backend}
+    prepared = cupyfa.compile(q, k, v, tangents=(dq, None, dv), **how)
+    expected = cupyfa.jvp(q, k, v, tangents=(dq, None, dv), **how)
+    out = np.empty((*q.shape[:-1], v.shape[-1]), np.float32)
+    require_equal(prepared(q, k, v, dq, dv, out=out), expected)
+    np.testing.assert_array_equal(out, expected[0][0])
+    how["sink"] = values["sink"]
+    given = {"k": k, "sink": tangents["sink"]}
+    prepared = cupyfa.compile(q, k, v, tangents=given, **how)
+    found = prepared(q, k, v, k, sink=values["sink"], d_sink=tangents["sink"])
+    require_equal(found, cupyfa.jvp(q, k, v, tangents=given, **how))
+
+
+def test_prepared_calls_of_jvp_take_shapes():
+    (q, k, v), _ = arrays(dtype="float32")
+    (dq,) = drawn((3, *q.shape), dtype="float32")
+    shapes = [x.shape for x in (q, k, v)]
+    how = {"dtype": "float32", "backend": "simulator"}
+    prepared = cupyfa.compile(*shapes, tangents={"q": dq.shape}, **how)
+    expected = cupyfa.jvp(q, k, v, tangents=(dq, None, None), backend="simulator")
+    require_equal(prepared(q, k, v, dq), expected)
+    for tangents, error, message in (
+        ({"bias": (4, 21, 35)}, TypeError, "with shapes only q, k and v can move; pass arrays"),
+        ((dq.shape, None), ValueError, "tangents has 2 elements"),
+        ((3, None, None), TypeError, "the shape of a tangent is 3"),
+        ((shapes[1], None, None), ValueError, "dq has shape .*; it must be"),
+    ):
+        with pytest.raises(error, match=message):
+            cupyfa.compile(*shapes, tangents=tangents, **how)
+
+
 @pytest.mark.parametrize("arch", ["80", "90"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("how", [{"directions": 2}, {"tangents": "v"}, {}], ids=str)
