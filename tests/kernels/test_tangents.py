@@ -285,28 +285,6 @@ def test_directions_that_fit_no_call_are_refused():
         cupyfa.jvp(*qkv, tangents=(np.zeros((65, *qkv[0].shape), "f4"), None, None), **how)
 
 
-@pytest.mark.slow
-def test_a_laplacian_by_differences_of_tangents_is_that_of_jax():
-    """The recipe of docs/howto/tangents.md: the Laplacian of each row of out by its own query."""
-    jax = pytest.importorskip("jax")
-    q, k, v = drawn((2, 5, 4), (2, 9, 4), (2, 9, 4), dtype="float64")
-    basis = np.eye(4)[:, None, None] * np.ones((2, 5, 1))
-    step, how = 1e-5, {"tangents": (basis, None, None), "backend": "simulator"}
-    second = []
-    for i, x in enumerate(basis):
-        ends = [cupyfa.jvp(q + y * x, k, v, **how)[1][0][i] for y in (step, -step)]
-        second.append((ends[0] - ends[1]) / (2 * step))
-
-    def row(query, keys, values):
-        return jax.nn.softmax(keys @ query / 2.0) @ values
-
-    with jax.enable_x64(True):
-        hessians = jax.vmap(jax.vmap(jax.hessian(row), (0, None, None)))(q, k, v)
-    # The truncation error is step² / 6 times the fourth derivative, that of rounding eps / step.
-    expected = np.trace(np.asarray(hessians), axis1=-2, axis2=-1)
-    np.testing.assert_allclose(sum(second), expected, atol=1e-8)
-
-
 # Arrays that change scores, and for each of them a tangent.
 SCORED = {"bias": (4, 21, 35), "alibi_slopes": (4,), "sink": (2, 4), "w": (35,)}
 TEXT = "tanh(score * w[key]) + w[key] * w[0]"
