@@ -436,6 +436,7 @@ def jvp(
         )
     pullback.refuse_gradients(INPUTS.get(str(getattr(q, "dtype", "")).removeprefix("torch.")))
     where, devices = read_devices(backend)
+    scores = convert_lists(scores) if scores else scores  # type: ignore[assignment]
     inputs, asked = split_keywords(jvp, scores) if scores else ({}, {})
     along = read_tangents(tangents, q, scores)
     _, asked = read_out(out, q, asked)

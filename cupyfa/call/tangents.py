@@ -63,7 +63,7 @@ def read_tangents(
         [given[x] for x in letters],
         letters or "none",
         {name: x for name, x in given.items() if name not in QKV},
-        given[first].shape[0] if has_directions else 1,
+        np.shape(given[first])[0] if has_directions else 1,
     )
 
 
