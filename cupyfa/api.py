@@ -459,7 +459,13 @@ def hvp(
     window: Window | None = None,
     offset: int | None = None,
     scale: float | None = None,
+    score_mod: Text = None,
+    alibi_slopes: Any = None,
+    bias: Any = None,
+    mask: Any = None,
+    captured: Mapping[str, Any] | None = None,
     sink: Any = None,
+    dropout: Dropout | None = None,
     precision: Precision | None = None,
     backend: BackendName | Backend = "auto",
     layout: Layout = "bhsd",
@@ -473,10 +479,11 @@ def hvp(
     ``tangents``, (dq, dk, dv) or None for zeros, as for ``jvp`` with one direction: arrays with the
     shapes and dtype of q, k and v.
 
-    q, k and v are arrays, not ``Packed`` or ``Padded``. ``attention`` describes all further
-    arguments; expressions, biases, masks and dropout are not supported.
+    q, k and v are arrays, not ``Packed`` or ``Padded``. score_mod must add to the score something
+    that does not depend on it, as in "score + table[head, key]". ``attention`` describes all
+    further arguments.
 
-    Raises the errors of ``attention``.
+    Raises the errors of ``attention``, and Unsupported for other expressions.
 
     Pearlmutter, Fast exact multiplication by the Hessian, 1994.
     """
@@ -486,9 +493,10 @@ def hvp(
         raise Unsupported("hvp takes only dense arrays; call it for each sequence")
     if isinstance(tangents, Mapping):
         raise TypeError("tangents is a mapping, but hvp moves q, k and v; pass (dq, dk, dv)")
-    scores = {"causal": causal, "window": window, "offset": offset, "scale": scale, "sink": sink}
-    how: Any = {"precision": precision, "backend": backend, "layout": layout, "check": check}
-    how |= scores
+    scores = causal, window, offset, scale, None, score_mod, precision  # in the order of OF_SCORES
+    own = alibi_slopes, bias, mask, sink, captured, dropout
+    how: Any = dict(zip(OF_SCORES, (*scores, *own), strict=True))
+    how |= {"backend": backend, "layout": layout, "check": check}
     (out, lse), (d_out, d_lse) = jvp(q, k, v, tangents=tangents, **how)
     record = bound_hvp((q, k, v), tangents, d_out, d_lse, layout)
     return backward(dout, q, k, v, out, lse, kernel=record, **how)  # type: ignore[return-value]

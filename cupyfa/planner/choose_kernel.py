@@ -448,6 +448,10 @@ def _lack(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
         *(["dv"] if problem.d != problem.dv else []),
     ]
     lacking = [name for name in needed if name not in kernel.features]
+    if "additive" in kernel.features and "score" in lacking:
+        is_able = all(x.is_additive for x in problem.modifiers.score)
+        instead = [] if is_able else ["expressions that do more than add to the score"]
+        lacking = [*(name for name in lacking if name != "score"), *instead]
     own = problem.dtype.name
     can_do = kernel.precisions_of(own)
     if not kernel.takes(own):

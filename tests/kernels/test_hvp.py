@@ -9,18 +9,23 @@ import pytest
 from helpers.problems import drawn
 
 import cupyfa
-from cupyfa import Packed
+from cupyfa import Dropout, Packed
 from cupyfa.lab.verify.case import Case
 from cupyfa.ladder.hvp import HVP
 from cupyfa.planner.source import KERNELS, ROOT
 from cupyfa.problem.problem import Problem
 
+PAIRS = np.random.default_rng(6).random((2, 1, 21, 35)) < 0.7
 SHAPES = (2, 4, 21, 12), (2, 2, 35, 12), (2, 2, 35, 7)
 OPTIONS = (
     {},
     {"causal": True, "scale": -0.4},
     {"window": (3, 5), "offset": 4},
     {"causal": "top-left", "sink": np.array([1.0, -np.inf, 0.5, -2.0])},
+    {"bias": drawn((4, 21, 35), dtype="float64", seed=5)[0], "mask": "(query + key) % 3 > 0"},
+    {"alibi_slopes": np.array([0.5, 0.25, 0.0, 1.0]), "scale": -0.3, "causal": True},
+    {"score_mod": "score + w[key] * head", "captured": {"w": np.arange(35) / 35}},
+    {"mask": PAIRS, "dropout": Dropout(0.3, 7)},
 )
 
 
@@ -200,7 +205,16 @@ def test_a_check_of_random_problems_passes():
     "how, error, message",
     [
         ({"softcap": 2.0}, TypeError, r"hvp\(\) has no argument 'softcap'; it accepts .*causal"),
-        ({"bias": np.zeros((1, 4, 21, 35))}, TypeError, r"hvp\(\) has no argument 'bias'"),
+        (
+            {"score_mod": "tanh(score)"},
+            cupyfa.Unsupported,
+            "expressions that do more than add to the",
+        ),
+        (
+            {"score_mod": "2 * score"},
+            cupyfa.Unsupported,
+            "expressions that do more than add to the",
+        ),
         ({"tangents": {"q": np.zeros(SHAPES[0])}}, TypeError, r"pass \(dq, dk, dv\)"),
         ({"kernel": "fa2"}, TypeError, r"hvp\(\) has no argument 'kernel'"),
     ],
