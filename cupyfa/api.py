@@ -411,8 +411,8 @@ def jvp(
         all tangents have a leading axis [directions, …].
     out: the dtype of out and d_out, "float32" for float16 and bfloat16 inputs.
 
-    q, k and v are arrays, ``Packed`` or ``Padded``, with which other arrays cannot move.
-    ``attention`` describes all further arguments.
+    q, k and v are arrays, or ``Packed`` or ``Padded`` arrays in one direction. ``attention``
+    describes all further arguments.
 
     Returns (out, lse) as ``attention`` with ``return_lse``, and (d_out, d_lse), their derivatives
     along the direction, with the same shapes and dtypes, and with the axis of the directions if

@@ -71,8 +71,9 @@ def add_inputs(
         found |= ragged.padded_lengths(lengths, batch, rows, download)
     by_key = sorted(captured.items(), key=lambda item: str(item[0]))
     captured = {name: as_array(backend, f"captured {name}", x) for name, x in by_key}
+    has_no_sequence = False
     if optional_inputs.STARTS[0] in found:
-        if ragged.has_no_sequence(found):
+        if has_no_sequence := ragged.has_no_sequence(found):
             captured = {name: ragged.with_elements(x) for name, x in captured.items()}
         found = ragged.with_a_sequence(found)
     operands = [optional_inputs.of_value(name, x) for name, x in found.items()]
@@ -83,7 +84,9 @@ def add_inputs(
     operands += [optional_inputs.operand(name, x) for name, x in captured.items()]
     every = {**found, **captured}
     beside_q = [backend.move_beside(q, every[x.name]) for x in operands if x.is_array]
-    call, moving = _name_inputs(call, operands, blocks), given.get(TANGENTS) or {}
+    call, moving = _name_inputs(call, operands, blocks), dict(given.get(TANGENTS) or {})
+    if has_no_sequence:
+        moving |= {x: ragged.with_elements(y) for x, y in moving.items() if x in captured}
     call = call._replace(inputs=(*call.inputs, *map(optional_inputs.gradient_of, moving)))
     tangents = (as_array(backend, f"the tangent of {name}", x) for name, x in moving.items())
     return call, (*arrays, *beside_q, *(backend.move_beside(q, x) for x in tangents))

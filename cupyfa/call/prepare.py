@@ -28,6 +28,7 @@ from cupyfa.call.pullback import (
     refuse_gradients,
 )
 from cupyfa.call.tangents import check_tangents, read_tangent_shapes, read_tangents
+from cupyfa.errors import Unsupported
 from cupyfa.ladder.kernel import BoundKernel
 from cupyfa.planner import choose_kernel as planning
 from cupyfa.problem.dtypes import DTYPES, E4M3, DType, DTypeLike, dtype_named, name_of
@@ -263,4 +264,9 @@ def list_results(call: Call, problem: Problem, inputs: Mapping[str, Any]) -> lis
     check_like_result("out", inputs["out"], out, problem.out_dtype.numpy)
     check_like_result("lse", inputs["lse"], lse, problem.dtype.sums)
     check_wrt(call.wrt, inputs)
+    if problem.wrt and problem.is_ragged:
+        raise Unsupported(
+            f"wrt={', '.join(problem.wrt)} cannot be used with {problem.ragged_by}; request only "
+            "the gradients of q, k and v"
+        )
     return [describe_gradient(name, inputs) for name in call.wrt]

@@ -35,7 +35,7 @@ FA2_TANGENT = Kernel(
             grid=row_tiles,
             threads=lambda p, c: c.Br,
             shared=lambda p, c: p.bytes(
-                reals=c.Br * ((1 + p.directions) * p.dv + (3 + bool(p.wrt)) * c.Bc),
+                reals=c.Br * ((1 + p.directions) * p.dv + (3 + bool(p.modifiers.moving)) * c.Bc),
                 scalars=c.Br * (1 + p.directions) * p.d + 2 * c.Bc * (p.d + p.dv),
             ),
             constants=_DIRECTIONS,

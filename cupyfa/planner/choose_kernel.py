@@ -460,6 +460,8 @@ def _lack(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
         return f"it computes {own} in {' or '.join(can_do or (own,))}"
     if problem.pages and own not in kernel.dtypes:  # rounding launches do not read pages
         return f"it does not support {own} in a paged cache"
+    if problem.wrt and problem.is_ragged and kernel.operation != "tangent":
+        return f"wrt={', '.join(problem.wrt)} cannot be used with {problem.ragged_by}"
     if lacking:
         return f"it does not support {', '.join(_MEANING.get(x, x) for x in lacking)}"
     if other := _other_device(kernel, own, limits):

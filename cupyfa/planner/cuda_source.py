@@ -81,7 +81,7 @@ def header(p: Problem, *, taped: bool = False, moved: bool = False, copies: bool
             *([_dropout_function(found)] if found.dropout else []),
             *([_held(found.held)] if found.held else []),
             *([_tape(p)] if taped else []),
-            *([_along_tangents(p)] if moved and p.wrt else []),
+            *([_along_tangents(p)] if moved and found.moving else []),
         ]
     )
 
@@ -132,7 +132,7 @@ def gradients(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:
 
 def tangents(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:
     """Returns struct Tangents and the offsets of the arrays' tangents in it; see ``value``."""
-    moving = (x for x in p.modifiers.arrays if x.gradient)
+    moving = p.modifiers.moving
     record, places = _struct({gradient_of(x.name): array_type(len(x.shape) + 1) for x in moving})
     return record, tuple(places.items())
 
@@ -279,7 +279,7 @@ def _tape(p: Problem) -> str:
 
 def _along_tangents(p: Problem) -> str:
     """Prints struct Tangents, and the function that differentiates scores along its arrays."""
-    moving, of = [x for x in p.modifiers.arrays if x.gradient], p.modifiers.differentiated
+    moving, of = p.modifiers.moving, p.modifiers.differentiated
     names = [x.name for x in of]
     members = (
         f" {_member(replace(x, shape=(0, *x.shape)))} {gradient_of(x.name)};" for x in moving

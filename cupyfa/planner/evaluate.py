@@ -352,7 +352,7 @@ class _Planner:
         """Returns the offsets array that replaces a Tensor's batch stride in a packed batch."""
         known = {**self.operation.inputs, **self.operation.outputs_of(self.problem)}
         axes = known[name].axes if name in known else self.kernel.scratch.get(name, ("",))[0]
-        if name == "mods" or not isinstance(axes, str):
+        if name in ("mods", "tangents") or not isinstance(axes, str):
             return self.inside(name)
         found = [start for axis, start in zip("MN", STARTS) if axis in axes.split()]
         return tuple((f"mods.{x}", TENSOR.fields["batch"][1]) for x in found)  # type: ignore[index]

@@ -382,11 +382,6 @@ class Problem:
             (" and ".join(asked), asked, "pass an expression that reads captured arrays"),
             ("a block mask", self.block_mask, "pass its expression as mask="),
             (
-                f"wrt={', '.join(self.wrt)}",
-                self.wrt,
-                "differentiate only with respect to q, k and v",
-            ),
-            (
                 f"offset={self.offset}",
                 self.offset is not None,
                 "each sequence has its own offset: leave offset out",

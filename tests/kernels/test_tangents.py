@@ -429,12 +429,45 @@ def test_wrong_tangents_of_arrays_are_refused(tangents, error, message):
         cupyfa.jvp(Q, Q, Q, tangents=tangents, **how)
 
 
-def test_arrays_of_ragged_batches_do_not_move():
+def test_arrays_of_packed_sequences_move(backend):
+    offsets = [np.array(x, np.int32) for x in ([0, 4, 4, 21], [0, 9, 12, 35], [0, 9, 12, 35])]
+    qkv = drawn((21, 4, 12), (35, 2, 12), (35, 2, 7), dtype="float64")
+    sink, d_sink, w, d_w = drawn((3, 4), (3, 4), (3,), (3,), dtype="float64", seed=1)
+    how = {"score_mod": "score * w[batch] - key * w[0]", "causal": True, "backend": backend}
+
+    def at(step):
+        captured = {"w": w + step * d_w}
+        return {"sink": sink + step * d_sink, "captured": captured, **how}
+
+    packed = [Packed(x, y) for x, y in zip(qkv, offsets)]
+    given = {"sink": d_sink, "w": d_w}
+    _, found = cupyfa.jvp(*packed, tangents=given, check=True, **at(0))
+    ends = [cupyfa.attention(*packed, return_lse=True, **at(x)) for x in (1e-5, -1e-5)]
+    for mine, above, below in zip(found, *ends):
+        assert np.abs(mine).max() > 0.1
+        np.testing.assert_allclose(mine, (above - below) / 2e-5, rtol=1e-7, atol=1e-8)
+
+
+def test_a_bias_of_padded_arrays_moves(backend):
     qkv, (values, tangents) = arrays(dtype="float32")[0], scored("float32")
-    padded = wrap(*qkv, {"lengths_k": [3, 4]})
-    how = {"tangents": {"sink": tangents["sink"]}, "sink": values["sink"], "backend": "simulator"}
-    with pytest.raises(cupyfa.Unsupported, match="differentiate only with respect to q, k and v"):
-        cupyfa.jvp(*padded, **how)
+    how = {"bias": values["bias"], "tangents": {"bias": tangents["bias"]}, "backend": backend}
+    padded = wrap(*qkv, {"lengths_q": [21, 7], "lengths_k": [20, 0]})
+    _, (d_out, d_lse) = cupyfa.jvp(*padded, check=True, **how)
+    assert d_out[0].any() and d_lse[0].any() and not d_out[1].any() and not d_lse[1].any()
+
+
+SIZES = (0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0)  # batch, heads, M and N
+
+
+@pytest.mark.parametrize("batch, heads, M, N", SIZES)
+@pytest.mark.parametrize("names", [["bias"], ["sink"], ["q", "bias", "sink"]], ids=" ".join)
+def test_arrays_of_empty_problems_move(batch, heads, M, N, names):
+    q, k = np.ones((batch, heads, M, 4)), np.ones((batch, heads, N, 4))
+    values = {"q": q, "bias": np.ones((heads, M, N)), "sink": np.ones(heads)}
+    how = {name: values[name] for name in ("bias", "sink") if name in names}
+    given = {name: values[name] for name in names}
+    _, (d_out, d_lse) = cupyfa.jvp(q, k, k, tangents=given, backend="simulator", check=True, **how)
+    assert not d_out.any() and (d_lse == ("sink" in names)).all()
 
 
 def require_equal(results, expected):

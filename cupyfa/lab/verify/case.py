@@ -169,6 +169,8 @@ class Case:
         pick = np.random.default_rng((self.seed, *b"sequence"))
         chosen = int(pick.integers(len(self.problem.lengths[0].rows)))
         for name, array in arrays.items():
+            if name.startswith(gradient_of("")):  # the tangent of an array of scores
+                continue
             of = self.problem.lengths[name in OF_KEYS]
             array[:, :, ~of.is_in_a_sequence()] = math.nan
             if self.values in poison:
@@ -212,7 +214,8 @@ class Case:
         """Fills the unused rows of batch elements with NaN, which must not affect results."""
         for name, array in arrays.items():
             of = f"mods.{PADDED[name in OF_KEYS]}"
-            if of in arrays and array.ndim > 2 and not name.startswith("mods."):
+            is_of_rows = not name.startswith(("mods.", gradient_of("")))
+            if of in arrays and array.ndim > 2 and is_of_rows:
                 for element, length in zip(array, arrays[of]):
                     element[:, length:] = math.nan
 

@@ -425,7 +425,10 @@ class Fuzz:
             # Half of the kernels get lengths with unused rows; the seed decides which.
             name = self.kernel.name if self.kernel else "auto"
             used = random.Random(f"{self.seed} unused rows {name}").random() < 0.5
-            return transforms.make_ragged(p, self._lengths or some_lengths(used=used))
+            p = transforms.make_ragged(p, self._lengths or some_lengths(used=used))
+            return self._differentiated(p, turns) if self._operation == "tangent" else p
+        if self._kind(turns) == "padded" and self._operation == "tangent" and not self.arrays:
+            return self._differentiated(p, turns)
         if self.arrays or self._kind(turns) in ("pages", "padded", "new tokens"):
             return p
         in_blocks = self._is_in_blocks(turns) or turns.choose("block mask", (True, False))
