@@ -28,6 +28,7 @@ struct Shared {
   scalar V[Bc][odd_width<scalar>(dv)], V_dot[Bc][odd_width<scalar>(dv)];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+static_assert(unit_slope, "the second derivative of the expressions is 0");
 
 extern "C" __global__ __launch_bounds__(threads) void hvp_columns(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,

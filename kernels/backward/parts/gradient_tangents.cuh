@@ -9,9 +9,8 @@
 #include <attention/weight.cuh>
 #include <backward/parts/gradients.cuh>
 
-static_assert(unit_slope, "the second derivative of the expressions is 0");
-
-// Computes dS, dS_dot and, after dropout, P_dot; all are 0 for hidden pairs. dO does not move.
+// Computes dS, dS_dot and, after dropout, P_dot; all are 0 for hidden pairs. dO does not move, and
+// expressions only add to scores.
 template <int threads, int d, int dv, int rows, int keys, class Shared>
 __device__ __forceinline__ void compute_tangents(Shared& shared, const TilePair<rows, keys>& pair,
                                                  const Scorer<real>& scorer) {
