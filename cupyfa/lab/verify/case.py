@@ -33,6 +33,7 @@ from cupyfa.problem.optional_inputs import (
     STARTS,
     USED,
     Operand,
+    gradient_of,
 )
 from cupyfa.problem.problem import Problem, whole
 from cupyfa.problem.resizing import indices_of
@@ -147,7 +148,8 @@ class Case:
             self._pad(arrays)
         if "lse" in inputs:
             arrays |= _forward(p, arrays, backend)
-        read = {name: x for name, x in arrays.items() if name.startswith("mods.")}
+        of_scores = "mods.", gradient_of("")  # arrays that expressions read, and their tangents
+        read = {name: x for name, x in arrays.items() if name.startswith(of_scores)}
         made = arranged({name: arrays[name] for name in inputs if name not in read}, self.layout)
         made |= {
             name: _arranged(x, "bshd" if self.layout == "packed" else self.layout)
@@ -167,6 +169,8 @@ class Case:
         pick = np.random.default_rng((self.seed, *b"sequence"))
         chosen = int(pick.integers(len(self.problem.lengths[0].rows)))
         for name, array in arrays.items():
+            if name.startswith(gradient_of("")):  # the tangent of an array of scores
+                continue
             of = self.problem.lengths[name in OF_KEYS]
             array[:, :, ~of.is_in_a_sequence()] = math.nan
             if self.values in poison:
@@ -210,7 +214,8 @@ class Case:
         """Fills the unused rows of batch elements with NaN, which must not affect results."""
         for name, array in arrays.items():
             of = f"mods.{PADDED[name in OF_KEYS]}"
-            if of in arrays and array.ndim > 2 and not name.startswith("mods."):
+            is_of_rows = not name.startswith(("mods.", gradient_of("")))
+            if of in arrays and array.ndim > 2 and is_of_rows:
                 for element, length in zip(array, arrays[of]):
                     element[:, length:] = math.nan
 
@@ -459,10 +464,10 @@ def _arranged(x: np.ndarray, layout: str) -> np.ndarray:
     if layout == "reversed":
         return np.ascontiguousarray(x[::-1, ::-1, ::-1])[::-1, ::-1, ::-1]
     if layout == "gaps":
-        batch, heads, rows, columns = x.shape
-        wide = np.full((batch, heads + 1, 2 * rows, columns + 3), np.nan, x.dtype)
-        wide[:, :heads, ::2, :columns] = x
-        return wide[:, :heads, ::2, :columns]
+        *lead, heads, rows, columns = x.shape
+        wide = np.full((*lead, heads + 1, 2 * rows, columns + 3), np.nan, x.dtype)
+        wide[..., :heads, ::2, :columns] = x
+        return wide[..., :heads, ::2, :columns]
     if layout == "unaligned":
         longer = np.empty(x.size + 1, x.dtype)
         longer[1:] = x.ravel()

@@ -425,7 +425,10 @@ class Fuzz:
             # Half of the kernels get lengths with unused rows; the seed decides which.
             name = self.kernel.name if self.kernel else "auto"
             used = random.Random(f"{self.seed} unused rows {name}").random() < 0.5
-            return transforms.make_ragged(p, self._lengths or some_lengths(used=used))
+            p = transforms.make_ragged(p, self._lengths or some_lengths(used=used))
+            return self._differentiated(p, turns) if self._operation == "tangent" else p
+        if self._kind(turns) == "padded" and self._operation == "tangent" and not self.arrays:
+            return self._differentiated(p, turns)
         if self.arrays or self._kind(turns) in ("pages", "padded", "new tokens"):
             return p
         in_blocks = self._is_in_blocks(turns) or turns.choose("block mask", (True, False))
@@ -433,15 +436,17 @@ class Fuzz:
         return self._differentiated(p, turns)
 
     def _differentiated(self, p: Problem, turns: "_Turns") -> Problem:
-        """Requests gradients of some of the problem's arrays, if the kernel computes them."""
+        """Requests gradients of some of the problem's arrays, or moves them, if the kernel can."""
         able = [x.name for x in p.operands if x.is_differentiable]
-        if self._operation != "backward" or not self._has("wrt") or not able:
+        if self._operation == "forward" or not self._has("wrt") or not able:
             return p
         if self._kind(turns) == "gradient of a bias":
             return transforms.differentiate(p, [BIAS])
         pick = turns.random("wrt itself")
         every = pick.random() < 0.4
         names = able if every else pick.sample(able, pick.randint(1, len(able)))
+        if self._operation == "tangent" and pick.random() < 0.3:
+            p = p.with_options(tangents="none")  # of q, k and v
         return transforms.differentiate(p, names)
 
     def _has_dlse(self, turns: "_Turns") -> bool:
