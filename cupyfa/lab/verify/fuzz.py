@@ -88,6 +88,7 @@ _MOST_WORK = {"simulator": 3 * 2**24, "cuda": 2**29}  # maximum multiply-adds pe
 _MOST_COMBINED = 2**14  # maximum scores per case of a combination, whose sizes matter less
 _MOST_REPAIRED = 512  # maximum rows and keys per case to repair; each occupies a whole block
 _ATTEMPTS = 8  # number of attempts to draw a sample that kernel and backend support
+_WITH_SAME = 4  # number of successive attempts at a combination that compile the same
 # Kinds of (query, key) lengths; "many" exceeds what the kernel processes at once.
 _LENGTHS = (("below", "edge"), ("edge", "beyond"), ("beyond", "below"), ("many", "many"))
 _PLAIN_LENGTHS = ("beyond", "beyond")
@@ -151,9 +152,8 @@ class Fuzz:
     def sample(self, i: int) -> Drawn:
         """Returns sample i, which the kernel supports unless every attempt to draw it failed."""
         for attempt in range(_ATTEMPTS):
-            pick = random.Random(f"{self.seed} {i} {attempt}")
             try:
-                drawn = self._drawn(_Turns(self.seed, i // TOGETHER, attempt), i, pick)
+                drawn = self._drawn(i, attempt)
                 multiprocessors = drawn.multiprocessors or self.backend.limits.multiprocessors
                 limits = replace(self.backend.limits, multiprocessors=multiprocessors)
                 choose_kernel.plan(drawn.kernel, drawn.case.problem, limits, **drawn.constants)
@@ -164,6 +164,14 @@ class Fuzz:
             except ValueError:  # the record is invalid
                 break
         return self._plain(i)
+
+    def _turns(self, i: int, attempt: int) -> "_Turns":
+        """Returns the choices of sample i's group.
+
+        The first attempts at a combination keep what is compiled and draw other sizes.
+        """
+        turns = _Turns(self.seed, i // TOGETHER, attempt)
+        return replace(turns, attempt=attempt // _WITH_SAME) if self._combination(turns) else turns
 
     def _kind(self, turns: "_Turns") -> str:
         if self._lengths:
@@ -301,14 +309,15 @@ class Fuzz:
             self._kind(turns) in ("pages", "padded") and turns.choose("texts", (True, False))
         )
 
-    def _drawn(self, turns: "_Turns", i: int, pick: random.Random) -> Drawn:
+    def _drawn(self, i: int, attempt: int) -> Drawn:
         """Draws sample i; compile-time choices vary by group, all other choices by sample."""
-        is_plain = i == turns.attempt == 0
+        turns, pick = self._turns(i, attempt), random.Random(f"{self.seed} {i} {attempt}")
+        is_plain = i == attempt == 0
         compiled = self._compiled(turns, is_plain)
         record = self._record(compiled)
         constants = self._constants(record, compiled, turns)
         plan = self._plan(record, compiled, constants)
-        each = _Turns(self.seed, i, turns.attempt)
+        each = _Turns(self.seed, i, attempt)
         values = "normal" if is_plain else each.choose("values", self._values(compiled))
         lengths = _PLAIN_LENGTHS if is_plain else each.choose("lengths", _LENGTHS)
         layout, tokens = _NEAR[0] if is_plain else each.choose("layout", _NEAR), "cached"
