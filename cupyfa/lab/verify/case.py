@@ -56,7 +56,8 @@ VALUES = {
     "nan": "NaN in one query, one key and one value, and in one sequence of a ragged batch",
     "inf": "infinity in one query, one key and one value, and in one sequence of a ragged batch",
     "lowest": "the lowest number of a dtype in rows and keys of a bias, a large one in a few "
-    "pairs; without expressions, products of q and k near the ends of float32",
+    "pairs; without expressions, products of q and k near the ends of float32, in some rows near "
+    "the lower end only; such rows of scores, too",
     "outliers": "normal, but about one number in 1000 is about ten times as large",
 }
 # Memory layouts; kernels address every array as [batch, heads, rows, columns] with strides.
@@ -85,6 +86,8 @@ E4M3_MOST = 448.0  # largest finite e4m3 number
 _NEAR_THE_END = 1e38  # magnitude of products q·k that approach the float32 maximum, 3.4e38
 # Normal numbers are clipped to this magnitude before they are scaled: 1.8² · 1e38 < 3.4e38.
 _MOST_OF_LOWEST = 1.8
+_LEAST_OF_LOWEST = 1.5  # magnitude in rows and keys with all products near the lower end
+_ALL_LOWEST = 3  # one in this many rows has them, with the last key head
 _FAR = 2**31 + 64  # stride in elements
 _SEEN = 0.8  # fraction of a mask's elements that are True
 _GROUPS = 4  # number of distinct integers in a captured array
@@ -386,8 +389,9 @@ def _drawn(
         heads_or_rows = (*shape[: 2 if name == "V" else 3], 1, 1)[:4]
         x = np.ldexp(x.astype(np.float64), rng.integers(-most, most + 1, heads_or_rows))
     elif values == "lowest" and name in ("Q", "K") and x.size:
-        x[..., 0].clip(-_MOST_OF_LOWEST, _MOST_OF_LOWEST, out=x[..., 0])
-        x[..., 0] *= min(math.sqrt(_NEAR_THE_END), float(ml_dtypes.finfo(dtype).max) / 8)
+        _spread_products(x[..., 0], name, dtype)
+    elif values == "lowest" and name == "S":
+        x[..., ::_ALL_LOWEST, :] = x[..., ::_ALL_LOWEST] = ml_dtypes.finfo(dtype).min
     elif values == "tiny":
         x *= float(ml_dtypes.finfo(dtype).smallest_normal) / 4
     elif values == "outliers":
@@ -397,6 +401,22 @@ def _drawn(
     if dtype == E4M3:  # numbers beyond the range of e4m3 would become NaN
         x = x.clip(-E4M3_MOST, E4M3_MOST)
     return x.astype(dtype)
+
+
+def _spread_products(x: np.ndarray, name: str, dtype: np.dtype) -> None:
+    """Scales numbers of rows of Q or K so that products come near the ends of float32.
+
+    If the dtype reaches that far, all products of some rows with the last key head come near the
+    lower end, below the number with which the simulator fills variables.
+    """
+    most, size = float(ml_dtypes.finfo(dtype).max) / 8, math.sqrt(_NEAR_THE_END)
+    low = _LEAST_OF_LOWEST + np.abs(x) % (_MOST_OF_LOWEST - _LEAST_OF_LOWEST)
+    x.clip(-_MOST_OF_LOWEST, _MOST_OF_LOWEST, out=x)
+    if size < most and name == "Q":
+        x[..., ::_ALL_LOWEST] = low[..., ::_ALL_LOWEST]
+    elif size < most:
+        x[:, -1:] = -low[:, -1:]
+    x *= min(size, most)
 
 
 def _in_tiles(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:

@@ -85,9 +85,11 @@ SAMPLES = {"simulator": 64, "cuda": 160}  # default number of samples per kernel
 _ONE_IS_LOWEST = 7  # one in this many samples has scores near the limits of float32
 TOGETHER = 4  # number of successive samples that share one compilation
 _MOST_WORK = {"simulator": 3 * 2**24, "cuda": 2**29}  # maximum multiply-adds per case
-_MOST_COMBINED = 2**14  # maximum scores per case of a combination, whose sizes matter less
+_MOST_SCORES = 2**14  # maximum scores per case if sizes matter less than options and expressions
+_FEW_KEYS = 8  # smallest limit of a window in such a case
 _MOST_REPAIRED = 512  # maximum rows and keys per case to repair; each occupies a whole block
 _ATTEMPTS = 8  # number of attempts to draw a sample that kernel and backend support
+_WITH_SAME = 4  # number of successive attempts at a combination that compile the same
 # Kinds of (query, key) lengths; "many" exceeds what the kernel processes at once.
 _LENGTHS = (("below", "edge"), ("edge", "beyond"), ("beyond", "below"), ("many", "many"))
 _PLAIN_LENGTHS = ("beyond", "beyond")
@@ -151,9 +153,8 @@ class Fuzz:
     def sample(self, i: int) -> Drawn:
         """Returns sample i, which the kernel supports unless every attempt to draw it failed."""
         for attempt in range(_ATTEMPTS):
-            pick = random.Random(f"{self.seed} {i} {attempt}")
             try:
-                drawn = self._drawn(_Turns(self.seed, i // TOGETHER, attempt), i, pick)
+                drawn = self._drawn(i, attempt)
                 multiprocessors = drawn.multiprocessors or self.backend.limits.multiprocessors
                 limits = replace(self.backend.limits, multiprocessors=multiprocessors)
                 choose_kernel.plan(drawn.kernel, drawn.case.problem, limits, **drawn.constants)
@@ -164,6 +165,14 @@ class Fuzz:
             except ValueError:  # the record is invalid
                 break
         return self._plain(i)
+
+    def _turns(self, i: int, attempt: int) -> "_Turns":
+        """Returns the choices of sample i's group.
+
+        The first attempts at a combination keep what is compiled and draw other sizes.
+        """
+        turns = _Turns(self.seed, i // TOGETHER, attempt)
+        return replace(turns, attempt=attempt // _WITH_SAME) if self._combination(turns) else turns
 
     def _kind(self, turns: "_Turns") -> str:
         if self._lengths:
@@ -301,14 +310,15 @@ class Fuzz:
             self._kind(turns) in ("pages", "padded") and turns.choose("texts", (True, False))
         )
 
-    def _drawn(self, turns: "_Turns", i: int, pick: random.Random) -> Drawn:
+    def _drawn(self, i: int, attempt: int) -> Drawn:
         """Draws sample i; compile-time choices vary by group, all other choices by sample."""
-        is_plain = i == turns.attempt == 0
+        turns, pick = self._turns(i, attempt), random.Random(f"{self.seed} {i} {attempt}")
+        is_plain = i == attempt == 0
         compiled = self._compiled(turns, is_plain)
         record = self._record(compiled)
         constants = self._constants(record, compiled, turns)
         plan = self._plan(record, compiled, constants)
-        each = _Turns(self.seed, i, turns.attempt)
+        each = _Turns(self.seed, i, attempt)
         values = "normal" if is_plain else each.choose("values", self._values(compiled))
         lengths = _PLAIN_LENGTHS if is_plain else each.choose("lengths", _LENGTHS)
         layout, tokens = _NEAR[0] if is_plain else each.choose("layout", _NEAR), "cached"
@@ -584,11 +594,13 @@ class Fuzz:
         if p.lengths:
             drawn = lengths_near(tile, p.lengths, pick, is_full=each.i % 2 == 0)
             if self._combination(turns) and each.i % 2:
-                drawn = each.choose("rare lengths", (without_rows, with_long_rest))(drawn, pick)
+                rare = without_rows if each.i % TOGETHER == 1 else with_long_rest
+                drawn = rare(drawn, pick)
             p = transforms.make_ragged(p, p.lengths if self._lengths else drawn, **heads)
         else:
             p = transforms.resize(p, batch=batch, M=M, N=N, **heads)
-        p = self._smaller(p, values, scores=_MOST_COMBINED if self._combination(turns) else None)
+        is_small = self._combination(turns) or self._kind(turns) == "expressions"
+        p = self._smaller(p, values, scores=_MOST_SCORES if is_small else None)
         if crowd is None and of_rows == "many" and is_on_few_blocks(plan, self.backend.limits):
             p = self._crowded(p, plan)
         p = self._in_form(p)
@@ -598,6 +610,9 @@ class Fuzz:
             edge = each.choose("edge of the window", (None, -1, 0, 1))
             shift = 0 if p.causal == "top-left" else p.N - p.M
             near = window_near(sides, longest(p), tile.keys, pick, edge=edge, shift=shift)
+            if is_small:  # a row that sees one key has a weight of 1, whatever its score is
+                left, right = (side if side is None else max(side, _FEW_KEYS) for side in near)
+                near = left, right
             p = p.with_options(window=near)
         is_split = tile.has_splits and (crowd or of_rows == "many") and not p.lengths
         if is_split and not given & {"causal", "window", "offset"}:
