@@ -288,7 +288,7 @@ class Case:
             return (1 - rng.random(x.shape)).astype(dtype)
         array = (rng.standard_normal(x.shape) * (1 if x.name == BIAS else 0.5)).astype(dtype)
         if x.name == BIAS and array.size and self.values == "lowest":
-            _spread_ends(array, rng)
+            _spread_ends(array, p.dtype.sums, rng)
         if x.name == BIAS and array.size and self.values in ("nan", "inf"):
             array[tuple(rng.integers(0, x.shape))] = np.nan if self.values == "nan" else -np.inf
         return array
@@ -430,11 +430,14 @@ def _in_tiles(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
     return (whole < 0.35) | ((whole < 0.65) & (rng.random(shape) < _SEEN))
 
 
-def _spread_ends(bias: np.ndarray, rng: np.random.Generator) -> None:
-    """Writes the dtype's lowest number to about a third of a bias's rows and columns, and half of
-    the dtype's largest number to a few elements of the remaining rows.
+def _spread_ends(bias: np.ndarray, scores: np.dtype, rng: np.random.Generator) -> None:
+    """Writes the lowest number to about a third of a bias's rows and columns, and half of the
+    largest number to a few elements of the remaining rows.
+
+    Both are those of the dtype of the bias or of the scores that a kernel computes, whose range is
+    smaller: a kernel of float32 scores reads a float64 bias of -1e308 as -inf.
     """
-    ends = ml_dtypes.finfo(bias.dtype)
+    ends = min(map(ml_dtypes.finfo, (bias.dtype, scores)), key=lambda x: float(x.max))
     rows, keys = (rng.random(n) < 0.3 for n in bias.shape[2:])
     bias[:, :, :, keys] = ends.min
     bias[rng.random(bias.shape) < 0.2 / max(bias.shape[3], 1)] = ends.max / 2
