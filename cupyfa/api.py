@@ -16,7 +16,7 @@ from cupyfa.call import pullback
 from cupyfa.call.call import ANYWHERE, BackendName, Call, Devices, Layout, Tiles
 from cupyfa.call.dispatch import find_function
 from cupyfa.call.execution import run_call
-from cupyfa.call.inputs import split_block_mask
+from cupyfa.call.inputs import TANGENTS, split_block_mask
 from cupyfa.call.keywords import (
     DTYPES,
     OF_BOTH_PASSES,
@@ -30,7 +30,7 @@ from cupyfa.call.keywords import (
     unknown_argument,
 )
 from cupyfa.call.prepare import compile_call
-from cupyfa.call.tangents import bound_hvp, read_tangents, refuse_other_scores
+from cupyfa.call.tangents import bound_hvp, read_tangents
 from cupyfa.errors import Unsupported, described
 from cupyfa.ladder.kernel import BoundKernel, Kernel
 from cupyfa.planner import choose_kernel as planning
@@ -393,7 +393,7 @@ def jvp(
     k: Any,
     v: Any,
     *,
-    tangents: Sequence[Any],
+    tangents: Sequence[Any] | Mapping[str, Any],
     out: OutDtype | None = None,
     kernel: str | Kernel | BoundKernel = "auto",
     backend: BackendName | Backend | Devices = "auto",
@@ -405,12 +405,14 @@ def jvp(
     """Computes attention and its directional derivative in one launch, as ``jax.jvp`` does.
 
     tangents: (dq, dk, dv), the direction in which q, k and v move: arrays with the shapes and dtype
-        of q, k and v, or None where an array does not move, which saves its products. For up to
-        64 directions in one launch, all tangents have a leading axis [directions, …].
+        of q, k and v, or None where an array does not move, which saves its products. Or a mapping
+        from the names that ``wrt`` of ``backward`` may contain, as {"q": dq, "bias": d_bias}, to
+        arrays with the shapes and dtypes of the named ones. For up to 64 directions in one launch,
+        all tangents have a leading axis [directions, …].
     out: the dtype of out and d_out, "float32" for float16 and bfloat16 inputs.
 
-    q, k and v are arrays, ``Packed`` or ``Padded``; a sink, captured arrays and numbers do not
-    move. ``attention`` describes all further arguments.
+    q, k and v are arrays, or ``Packed`` or ``Padded`` arrays in one direction. ``attention``
+    describes all further arguments.
 
     Returns (out, lse) as ``attention`` with ``return_lse``, and (d_out, d_lse), their derivatives
     along the direction, with the same shapes and dtypes, and with the axis of the directions if
@@ -419,7 +421,7 @@ def jvp(
     stored.
 
     Raises the errors of ``attention``, and TypeError or ValueError for tangents of other shapes or
-    dtypes.
+    dtypes and for names of arrays that are not given.
 
     Griewank and Walther, Evaluating Derivatives, 2008, chapter 3.
     """
@@ -433,14 +435,16 @@ def jvp(
             f"out is {described(out)}, but jvp allocates its results; pass a dtype as out"
         )
     pullback.refuse_gradients(INPUTS.get(str(getattr(q, "dtype", "")).removeprefix("torch.")))
-    moving, given, directions = read_tangents(tangents, q)
     where, devices = read_devices(backend)
+    scores = convert_lists(scores) if scores else scores  # type: ignore[assignment]
     inputs, asked = split_keywords(jvp, scores) if scores else ({}, {})
+    along = read_tangents(tangents, q, scores)
     _, asked = read_out(out, q, asked)
-    asked = {**asked, "tangents": given, "directions": directions}
-    call = Call("tangent", kernel, where, None, asked, layout, tiles)
+    asked = {**asked, "tangents": along.letters, "directions": along.directions}
+    call = Call("tangent", kernel, where, None, asked, layout, tiles, wrt=(*QKV, *along.others))
     how: Any = {"check": check, "devices": devices}
-    out, lse, d_out, d_lse = run_call(call, (q, k, v, *moving), {**inputs, **structure}, **how)
+    given = {**inputs, **structure, **({TANGENTS: along.others} if along.others else {})}
+    out, lse, d_out, d_lse = run_call(call, (q, k, v, *along.moving), given, **how)
     return (out, lse), (d_out, d_lse)
 
 
@@ -451,10 +455,22 @@ def hvp(
     dout: Any,
     *,
     tangents: Sequence[Any],
+    causal: Causal | bool = False,
+    window: Window | None = None,
+    offset: int | None = None,
+    scale: float | None = None,
+    score_mod: Text = None,
+    alibi_slopes: Any = None,
+    bias: Any = None,
+    mask: Any = None,
+    captured: Mapping[str, Any] | None = None,
+    sink: Any = None,
+    dropout: Dropout | None = None,
+    precision: Precision | None = None,
     backend: BackendName | Backend = "auto",
     layout: Layout = "bhsd",
     check: bool = False,
-    **scores: Unpack[ScoreKeywords],
+    **unknown: Unpack[NoKeywords],
 ) -> tuple[Any, Any, Any]:
     """Computes the product of the Hessian of attention with a direction, in memory O(M d + N d).
 
@@ -463,20 +479,24 @@ def hvp(
     ``tangents``, (dq, dk, dv) or None for zeros, as for ``jvp`` with one direction: arrays with the
     shapes and dtype of q, k and v.
 
-    Of the arguments of scores, it takes causal, window, offset, scale, precision and sink;
-    expressions, biases, masks, dropout, ``Packed`` and ``Padded`` arrays are not supported.
-    ``attention`` describes these and all further arguments.
+    q, k and v are arrays, not ``Packed`` or ``Padded``. score_mod must add to the score something
+    that does not depend on it, as in "score + table[head, key]". ``attention`` describes all
+    further arguments.
 
-    Raises the errors of ``attention``.
+    Raises the errors of ``attention``, and Unsupported for other expressions.
 
     Pearlmutter, Fast exact multiplication by the Hessian, 1994.
     """
+    if unknown:
+        raise unknown_argument(hvp, unknown)
     if type(q) in KINDS or type(k) in KINDS or type(v) in KINDS:
         raise Unsupported("hvp takes only dense arrays; call it for each sequence")
-    if not scores.keys() <= {*OF_SCORES}:
-        raise unknown_argument(hvp, scores, OF_SCORES)
-    refuse_other_scores(scores)
-    how: Any = {"backend": backend, "layout": layout, "check": check, **scores}
+    if isinstance(tangents, Mapping):
+        raise TypeError("tangents is a mapping, but hvp moves q, k and v; pass (dq, dk, dv)")
+    scores = causal, window, offset, scale, None, score_mod, precision  # in the order of OF_SCORES
+    own = alibi_slopes, bias, mask, sink, captured, dropout
+    how: Any = dict(zip(OF_SCORES, (*scores, *own), strict=True))
+    how |= {"backend": backend, "layout": layout, "check": check}
     (out, lse), (d_out, d_lse) = jvp(q, k, v, tangents=tangents, **how)
     record = bound_hvp((q, k, v), tangents, d_out, d_lse, layout)
     return backward(dout, q, k, v, out, lse, kernel=record, **how)  # type: ignore[return-value]
@@ -485,25 +505,27 @@ def hvp(
 def compile(
     *arrays: Any, dtype: DTypeLike | None = None, **keywords: Unpack[CallKeywords]
 ) -> Prepared:
-    """Plans a call of ``attention`` or ``backward`` and compiles its kernels.
+    """Plans a call of ``attention``, ``backward`` or ``jvp`` and compiles its kernels.
 
-    ``compile(q, k, v, …)`` prepares ``attention``, and ``compile(dout, q, k, v, out, lse, …)``
-    prepares ``backward``.
+    ``compile(q, k, v, …)`` prepares ``attention``, ``compile(dout, q, k, v, out, lse, …)`` prepares
+    ``backward``, and ``compile(q, k, v, tangents=(dq, dk, dv), …)`` prepares ``jvp``.
 
     arrays: arrays with the shapes, strides and dtypes of later calls, or only the shapes of
         contiguous arrays of ``dtype``, a name or a NumPy dtype (CuPy arrays; NumPy arrays in the
         simulator). Fields of structured arrays such as ``Packed(q, offsets)`` are arrays or shapes
         in the same way. With shapes, lse is float32, or float64 for float64.
-    keywords: further arguments of ``attention`` or ``backward``. bias, mask, sink and other
-        optional arrays are given as arrays or, with shapes, in the notation of ``plan``; dlse is an
-        array or shape like lse. With shapes, ``out=`` is the dtype of the output, also for
+    keywords: further arguments of the prepared function. bias, mask, sink and other optional
+        arrays are given as arrays or, with shapes, in the notation of ``plan``; dlse is an array or
+        shape like lse. With shapes, ``out=`` is the dtype of the output, also for
         ``backward``, and a kernel must not be bound to arrays, since the problem determines their
-        shapes.
+        shapes. tangents are arrays or, with shapes, the shapes of those of q, k and v.
 
     Returns a Prepared. ``prepared(q, k, v, out=None)`` or ``prepared(dout, q, k, v, out, lse,
     grads=None)`` takes a few microseconds for CuPy arrays, and raises for arrays of other shapes,
     strides, dtypes or devices. Optional arrays and dlse are passed by name in each call:
-    ``prepared(q, k, v, bias=bias, captured={"slope": slope})``. Numbers such as scale are fixed at
+    ``prepared(q, k, v, bias=bias, captured={"slope": slope})``. That of ``jvp`` takes the tangents
+    that move, ``prepared(q, k, v, dq, dk, dv)`` or d_bias=… by name, and returns (out, lse, d_out,
+    d_lse). Numbers such as scale are fixed at
     compile time. Offsets and lengths are int32; in GPU memory they are not checked.
     """
     if len(arrays) not in (3, 6):

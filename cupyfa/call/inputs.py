@@ -21,6 +21,7 @@ from cupyfa.runtime import ragged
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.choose_backend import as_array
 
+TANGENTS = "tangents"  # the key of the tangents of bias and other arrays of scores, by name
 # Names of optional inputs, in argument order.
 _NAMES = (
     *(
@@ -45,8 +46,8 @@ def add_inputs(
     """Adds optional inputs to a call; returns the call and all of its arrays.
 
     arrays: the operation's required arrays, NumPy or CuPy. given: the optional arrays and captured
-    numbers by name. look: whether to check lengths in GPU memory, too. Raises TypeError or
-    ValueError for wrong inputs.
+    numbers by name, and under TANGENTS the tangents of such arrays. look: whether to check lengths
+    in GPU memory, too. Raises TypeError or ValueError for wrong inputs.
     """
     blocks, given = split_block_mask(given)
     if not given:
@@ -70,8 +71,9 @@ def add_inputs(
         found |= ragged.padded_lengths(lengths, batch, rows, download)
     by_key = sorted(captured.items(), key=lambda item: str(item[0]))
     captured = {name: as_array(backend, f"captured {name}", x) for name, x in by_key}
+    has_no_sequence = False
     if optional_inputs.STARTS[0] in found:
-        if ragged.has_no_sequence(found):
+        if has_no_sequence := ragged.has_no_sequence(found):
             captured = {name: ragged.with_elements(x) for name, x in captured.items()}
         found = ragged.with_a_sequence(found)
     operands = [optional_inputs.of_value(name, x) for name, x in found.items()]
@@ -82,7 +84,12 @@ def add_inputs(
     operands += [optional_inputs.operand(name, x) for name, x in captured.items()]
     every = {**found, **captured}
     beside_q = [backend.move_beside(q, every[x.name]) for x in operands if x.is_array]
-    return _name_inputs(call, operands, blocks), (*arrays, *beside_q)
+    call, moving = _name_inputs(call, operands, blocks), dict(given.get(TANGENTS) or {})
+    if has_no_sequence:
+        moving |= {x: ragged.with_elements(y) for x, y in moving.items() if x in captured}
+    call = call._replace(inputs=(*call.inputs, *map(optional_inputs.gradient_of, moving)))
+    tangents = (as_array(backend, f"the tangent of {name}", x) for name, x in moving.items())
+    return call, (*arrays, *beside_q, *(backend.move_beside(q, x) for x in tangents))
 
 
 def _read_offsets(

@@ -8,7 +8,13 @@ from typing import Any
 import numpy as np
 
 from cupyfa.call.call import ARRAYS, Call, Devices, Operation
-from cupyfa.call.inputs import add_input_forms, add_inputs, check_packed, describe_inputs
+from cupyfa.call.inputs import (
+    TANGENTS,
+    add_input_forms,
+    add_inputs,
+    check_packed,
+    describe_inputs,
+)
 from cupyfa.call.kernel_arrays import add_kernel_arrays, check_kernel_arrays, list_outputs
 from cupyfa.call.keywords import read_call, read_out, read_shape, read_tiles, split_keywords
 from cupyfa.call.pullback import (
@@ -21,7 +27,8 @@ from cupyfa.call.pullback import (
     read_wrt,
     refuse_gradients,
 )
-from cupyfa.call.tangents import check_tangents
+from cupyfa.call.tangents import check_tangents, read_tangent_shapes, read_tangents
+from cupyfa.errors import Unsupported
 from cupyfa.ladder.kernel import BoundKernel
 from cupyfa.planner import choose_kernel as planning
 from cupyfa.problem.dtypes import DTYPES, E4M3, DType, DTypeLike, dtype_named, name_of
@@ -39,6 +46,7 @@ from cupyfa.runtime.prepared import Prepared, Result
 _OF_CALLS = {
     "forward": ("kernel", "backend", "layout", "tiles", "return_lse", "return_max", "out"),
     "backward": ("kernel", "backend", "layout", "tiles", "deterministic", "wrt", "dlse", "out"),
+    "tangent": ("kernel", "backend", "layout", "tiles", "tangents", "out"),
 }
 
 
@@ -51,10 +59,12 @@ def compile_call(
     """Prepares a call from arrays, or from shapes if ``dtype`` is given.
 
     required: q, k and v, or the six arrays of ``backward``. keywords: further arguments of
-    ``function``.
+    ``function``; with ``tangents`` among them, the call is one of ``jvp``.
     """
     operation: Operation = "forward" if len(required) == len(ARRAYS["forward"]) else "backward"
-    names, of_shapes = ARRAYS[operation], dtype is not None
+    if operation == "forward" and "tangents" in keywords:
+        operation = "tangent"
+    names, of_shapes = ARRAYS[operation][: len(required)], dtype is not None
     how = {x: y for x, y in keywords.items() if x in _OF_CALLS[operation]}
     inputs, asked = split_keywords(
         function, {x: y for x, y in keywords.items() if x not in how}, _OF_CALLS[operation]
@@ -72,6 +82,13 @@ def compile_call(
         if (dlse := how.pop("dlse", None)) is not None:
             inputs["dlse"] = dlse if of_shapes else check_dlse(dlse, by_name["lse"])
         how["wrt"] = read_wrt(how.get("wrt", QKV))
+    if operation == "tangent":
+        read = read_tangent_shapes if of_shapes else read_tangents
+        along = read(how.pop("tangents"), by_name["q"], keywords)
+        by_name |= {f"d{x}": y for x, y in zip(along.letters, along.moving)}
+        asked = {**asked, "tangents": along.letters, "directions": along.directions}
+        how["wrt"] = (*QKV, *along.others)
+        inputs |= {TANGENTS: along.others} if along.others else {}
     out = how.pop("out", None)
     if operation == "backward" and not of_shapes:
         out = by_name["out"]
@@ -80,8 +97,8 @@ def compile_call(
     required = tuple(by_name.values())
     if {isinstance(x, tuple | list) for x in required} != {of_shapes}:
         raise TypeError(
-            f"{', '.join(names[:-1])} and {names[-1]} must be all arrays or all shapes; with "
-            "shapes, pass dtype="
+            f"{', '.join([*by_name][:-1])} and {[*by_name][-1]} must be all arrays or all shapes; "
+            "with shapes, pass dtype="
         )
     call, _ = read_call(call, False)
     if STARTS[0] in structure:
@@ -238,12 +255,18 @@ def list_results(call: Call, problem: Problem, inputs: Mapping[str, Any]) -> lis
         results = [Result("O", out, "out"), Result("lse", lse, None), Result(ROW_MAX, lse, None)]
         return [*results[: 1 + call.return_lse], *results[2:] * call.return_max]
     if call.operation == "tangent":
-        lead = check_tangents(inputs, problem.dtype.numpy)
+        lead = check_tangents(inputs, call.wrt)
         shapes = {"O": out, "lse": lse, "O_dot": (*lead, *out), "lse_dot": (*lead, *lse)}
-        return [Result(name, shape, None) for name, shape in shapes.items()]
+        labels = {"O": "out"}  # which callers of a Prepared may pass
+        return [Result(name, shape, labels.get(name)) for name, shape in shapes.items()]
     refuse_gradients(problem.dtype)
     check_like_result("dout", inputs["dout"], out, problem.dtype.numpy)
     check_like_result("out", inputs["out"], out, problem.out_dtype.numpy)
     check_like_result("lse", inputs["lse"], lse, problem.dtype.sums)
     check_wrt(call.wrt, inputs)
+    if problem.wrt and problem.is_ragged:
+        raise Unsupported(
+            f"wrt={', '.join(problem.wrt)} cannot be used with {problem.ragged_by}; request only "
+            "the gradients of q, k and v"
+        )
     return [describe_gradient(name, inputs) for name in call.wrt]

@@ -13,7 +13,7 @@ import numpy as np
 from cupyfa.ladder.backward import DELTA, THREADS, TWO_PASS, odd_width
 from cupyfa.ladder.common import key_tiles, row_tiles
 from cupyfa.ladder.kernel import Kernel, Launch
-from cupyfa.ladder.operations import Input
+from cupyfa.ladder.operations import Input, modifications
 from cupyfa.problem.problem import Problem
 
 _INPUTS = "Q K V dO Q_dot K_dot V_dot lse lse_dot delta delta_dot"
@@ -33,12 +33,21 @@ def _gradient_tangents(
     """Computes the derivatives of dQ, dK and dV, from O, lse and their tangents."""
     K, V, K_dot, V_dot = (arrays[x].repeat(p.group, axis=1) for x in ("K", "V", "K_dot", "V_dot"))
     Q, Q_dot, dO, lse = (arrays[x] for x in ("Q", "Q_dot", "dO", "lse"))
-    seen = p.visible() & ~np.isneginf(lse)[..., None]
+    mods = modifications(arrays, p)
+    S = mods.applied_to(Q @ K.mT * p.scale, p.visible())
+    kept = mods.kept(mods.place(*np.ogrid[tuple(slice(n) for n in S.shape)]))
+
+    def dropped(x: np.ndarray) -> np.ndarray:
+        if kept is None or mods.dropout is None:
+            return x
+        return np.where(kept, x * mods.dropout.factor, 0.0)
+
+    seen = ~np.isneginf(S) & ~np.isneginf(lse)[..., None]
     D, D_dot = ((dO * arrays[x]).sum(-1, keepdims=True) for x in ("O", "O_dot"))
-    P = np.where(seen, np.exp(Q @ K.mT * p.scale - lse[..., None]), 0.0)
+    P = np.where(seen, np.exp(S - lse[..., None]), 0.0)
     S_dot = (Q_dot @ K.mT + Q @ K_dot.mT) * p.scale
     P_dot = np.where(seen, P * (S_dot - arrays["lse_dot"][..., None]), 0.0)
-    apart, apart_dot = dO @ V.mT - D, dO @ V_dot.mT - D_dot
+    apart, apart_dot = dropped(dO @ V.mT) - D, dropped(dO @ V_dot.mT) - D_dot
     dS, dS_dot = (np.where(seen, x, 0.0) for x in (P * apart, P_dot * apart + P * apart_dot))
 
     def of_key_heads(x: np.ndarray) -> np.ndarray:
@@ -47,7 +56,7 @@ def _gradient_tangents(
     return {
         "dQ": (dS_dot @ K + dS @ K_dot) * p.scale,
         "dK": of_key_heads(dS_dot.mT @ Q + dS.mT @ Q_dot) * p.scale,
-        "dV": of_key_heads(P_dot.mT @ dO),
+        "dV": of_key_heads(dropped(P_dot).mT @ dO),
     }
 
 
@@ -75,7 +84,9 @@ HVP = Kernel(
     operation="backward",
     tiles=TWO_PASS.tiles,
     candidates=TWO_PASS.candidates,
-    features=("causal", "window", "sink", "gqa", "strides", "dv"),
+    features=(
+        *("causal", "window", "additive", "places", "dropout", "sink", "gqa", "strides", "dv"),
+    ),
     scratch={name: ("batch heads M", "real") for name in ("delta", "delta_dot")},
     inputs={
         "Q_dot": Input("batch heads M d"),

@@ -44,7 +44,7 @@ KINDS = ("real", "scalar", "operand", "byte", "int")  # element types of scratch
 FEATURES = (
     *OPTION_FEATURES,
     *dict.fromkeys(x.feature for x in OPTIONAL_INPUTS.values() if x.feature),
-    *("wrt", "gqa", "strides", "lse", "dv"),
+    *("wrt", "additive", "gqa", "strides", "lse", "dv"),
 )
 ARCHES = ("75", "80", "86", "89", "90", "100", "120")
 ARCH_SPECIFIC = ("90a", "100a", "120a")  # targets with architecture-specific instructions
@@ -223,7 +223,9 @@ class Kernel(_Record):
         "lengths" (lengths of batch elements in padded arrays), "paged" (keys and values in pages),
         "e4m3" (8-bit keys and values, with scales), "out_dtype" (float32 results of 16-bit inputs;
         its files use the type ``result`` for O, dQ, dK and dV), "zero_tangents" (tangents of
-        None), "directions" (several directions), and the options that modify scores.
+        None), "directions" (several directions), "wrt" (gradients or tangents of arrays that change
+        scores), and the options that modify scores, or "additive" in place of "score" for
+        expressions that only add to it.
     scratch: temporary arrays, as ``{name: (axes, kind)}``, of kind "real", "scalar", "operand",
         "byte" or "int". Only arrays that a problem's launches use are allocated. ``d8`` and ``dv8``
         are d and dv rounded up to a multiple of 8, ``d16`` and ``dv16`` to a multiple of 16, and

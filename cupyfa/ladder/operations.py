@@ -122,6 +122,10 @@ def _input_of(array: Operand) -> Input:
     return Input(lambda p: array.shape, array.dtype)
 
 
+def _tangent_of(array: Operand) -> Input:
+    return Input(lambda p: (p.directions, *array.shape), array.dtype)
+
+
 @dataclass(frozen=True)
 class Operation:
     """An operation on named arrays [batch, heads, rows, columns].
@@ -145,8 +149,13 @@ class Operation:
         return sum(x.bytes(p) for x in moved)
 
     def inputs_of(self, p: Problem) -> dict[str, Input]:
-        """Returns a problem's inputs, including the arrays that its expressions read."""
+        """Returns a problem's inputs, including the arrays that its expressions read, and the
+        tangents of those that move.
+        """
         read = {x.input: _input_of(x) for x in p.modifiers.arrays}
+        if self.name == "tangent":
+            moving = (x for x in p.modifiers.arrays if x.gradient)
+            read |= {gradient_of(x.name): _tangent_of(x) for x in moving}
         own = {name: x for name, x in self.inputs.items() if x.when(p)}
         if p.modifiers.is_e4m3:
             own |= {name: replace(own[name], kind="e4m3") for name in "KV"}
@@ -168,6 +177,8 @@ class Operation:
         """Returns the axis names of all inputs and outputs of a problem."""
         every, read = self.inputs_of(p) | self.outputs_of(p), p.modifiers.arrays
         own = {name: x.axes for x in read for name in (x.input, gradient_of(x.name))}
+        if self.name == "tangent":
+            own |= {gradient_of(x.name): ("-", *x.axes) for x in read}
         return {
             name: " ".join(own[name]) if name in own else x.axes_for(p) for name, x in every.items()
         }
@@ -246,6 +257,7 @@ def modifications(
 
 _ALL = slice(None)
 OF_KEYS = ("K", "V", "dK", "dV", "K_dot", "V_dot")  # names of arrays with one row per key
+_MOVED = ("Q_dot", "K_dot", "V_dot")
 
 
 class _Part(NamedTuple):
@@ -290,10 +302,13 @@ class _Part(NamedTuple):
 
     def sink(self, inputs: Arrays) -> np.ndarray | None:
         """Returns the part's sinks, [heads] or [batch, heads]; None without sinks."""
-        sink = inputs.get(f"mods.{SINK}")
-        if sink is None or sink.ndim == 1:
-            return sink if sink is None else sink[self.heads]
-        return sink[_only(self.first[0]) if self.sequence else self.batch, self.heads]
+        return self.of_heads(inputs.get(f"mods.{SINK}"))
+
+    def of_heads(self, array: np.ndarray | None) -> np.ndarray | None:
+        """Slices an array [heads] or [batch, heads], such as the sinks; passes None through."""
+        if array is None or array.ndim == 1:
+            return array if array is None else array[self.heads]
+        return array[_only(self.first[0]) if self.sequence else self.batch, self.heads]
 
     def sequences(self, inputs: Arrays, p: Problem) -> Iterator[_Part]:
         """Yields the part's intersection with each sequence of a ragged batch, without padding."""
@@ -517,7 +532,8 @@ def _expected_tangents(
     found: list[ExpectedOfEach] = []
     for i in range(p.directions):
         one, its = p.with_options(directions=1), slice(i * p.batch, (i + 1) * p.batch)
-        along = {x: y[its] if x.endswith("_dot") else y for x, y in inputs.items()}
+        along = {x: y[its] if x in _MOVED else y for x, y in inputs.items()}
+        along |= {x: inputs[x][i : i + 1] for x in inputs if x.startswith(gradient_of(""))}
         found.append(_expected_tangents_along(along, one, roundings, None))
     for r, name in product(roundings, ("O_dot", "lse_dot")):
         of_each = zip(*(x[r][name] for x in found))
@@ -536,7 +552,11 @@ def _expected_tangents_along(
         names = (name for name in operation.inputs if name in inputs)
         arrays: dict[str, Any] = {x.lower(): part.of(x, inputs[x]) for x in names}
         how = {**_score_arguments(inputs, p, part), "sink": part.sink(inputs), **_dtypes(p)}
-        return tangent_bounds.expected_tangents(**arrays, **how, roundings=roundings)
+        moved = {x.name: inputs[gradient_of(x.name)][0] for x in p.modifiers.arrays if x.gradient}
+        how["sink_dot"] = part.of_heads(moved.pop(SINK, None))
+        return tangent_bounds.expected_tangents(
+            **arrays, **how, arrays_dot=moved, roundings=roundings
+        )
 
     part = _Part.of_rows(excerpt, p)
     if not p.is_ragged:

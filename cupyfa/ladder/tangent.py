@@ -31,11 +31,11 @@ FA2_TANGENT = Kernel(
     (
         Launch(
             "fa2_tangent",
-            args=f"{_ARRAYS} sizes heads batch group scale mods",
+            args=f"{_ARRAYS} sizes heads batch group scale mods tangents",
             grid=row_tiles,
             threads=lambda p, c: c.Br,
             shared=lambda p, c: p.bytes(
-                reals=c.Br * ((1 + p.directions) * p.dv + 3 * c.Bc),
+                reals=c.Br * ((1 + p.directions) * p.dv + (3 + bool(p.modifiers.moving)) * c.Bc),
                 scalars=c.Br * (1 + p.directions) * p.d + 2 * c.Bc * (p.d + p.dv),
             ),
             constants=_DIRECTIONS,
@@ -51,7 +51,7 @@ FA2_TANGENT = Kernel(
     ),
     candidates={"Br": (8, 16, 32, 64, 96, 128), "Bc": (4, 8, 16, 32)},
     rules={"Bc is less than 16 or a multiple of 16": lambda c: c.Bc < 16 or c.Bc % 16 == 0},
-    features=FEATURES,
+    features=(*FEATURES, "wrt"),
     # Of the first form, for one direction, on an H200.
     tflops={"float16": {64: 6.22, 128: 3.41}, "bfloat16": {64: 5.81, 128: 2.43}},
 )

@@ -435,7 +435,7 @@ _MEANING = {
     "row_max": "row_max (the largest score of each row)",
     "zero_tangents": "tangents of None (pass arrays of zeros)",
     "directions": "several directions (call jvp for each)",
-    "wrt": "wrt (gradients of arrays that change scores)",
+    "wrt": "wrt (derivatives with respect to arrays that change scores)",
 }
 
 
@@ -448,6 +448,10 @@ def _lack(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
         *(["dv"] if problem.d != problem.dv else []),
     ]
     lacking = [name for name in needed if name not in kernel.features]
+    if "additive" in kernel.features and "score" in lacking:
+        is_able = all(x.is_additive for x in problem.modifiers.score)
+        instead = [] if is_able else ["expressions that do more than add to the score"]
+        lacking = [*(name for name in lacking if name != "score"), *instead]
     own = problem.dtype.name
     can_do = kernel.precisions_of(own)
     if not kernel.takes(own):
@@ -456,6 +460,8 @@ def _lack(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
         return f"it computes {own} in {' or '.join(can_do or (own,))}"
     if problem.pages and own not in kernel.dtypes:  # rounding launches do not read pages
         return f"it does not support {own} in a paged cache"
+    if problem.wrt and problem.is_ragged and kernel.operation != "tangent":
+        return f"wrt={', '.join(problem.wrt)} cannot be used with {problem.ragged_by}"
     if lacking:
         return f"it does not support {', '.join(_MEANING.get(x, x) for x in lacking)}"
     if other := _other_device(kernel, own, limits):

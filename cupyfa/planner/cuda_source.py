@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -18,6 +19,7 @@ from cupyfa.problem.optional_inputs import (
     OFFSET,
     PADDED,
     SEED,
+    SINK,
     SOFTCAP,
     USED,
     Modifiers,
@@ -49,12 +51,13 @@ _PLACE = "int batch, int head, Index query, Key key, int queries, int keys"
 
 
 @lru_cache(maxsize=64)
-def header(p: Problem, *, taped: bool = False, copies: bool = False) -> str:
+def header(p: Problem, *, taped: bool = False, moved: bool = False, copies: bool = False) -> str:
     """Returns the C++ declarations of a problem's expressions, to be placed above a kernel's file.
 
     taped: whether to declare the function that records derivatives of a modified score with respect
-    to array elements. copies: whether to declare the function that kernels use for copying tiles of
-    a bias or mask to shared memory.
+    to array elements. moved: whether to declare the function that differentiates a modified score
+    along the tangents of arrays, and struct Tangents. copies: whether to declare the function that
+    kernels use for copying tiles of a bias or mask to shared memory.
     """
     found = p.modifiers
     if found == NONE:
@@ -78,6 +81,7 @@ def header(p: Problem, *, taped: bool = False, copies: bool = False) -> str:
             *([_dropout_function(found)] if found.dropout else []),
             *([_held(found.held)] if found.held else []),
             *([_tape(p)] if taped else []),
+            *([_along_tangents(p)] if moved and found.moving else []),
         ]
     )
 
@@ -123,6 +127,13 @@ def gradients(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:
     """Returns struct Gradients and the offsets of the gradient arrays in it; see ``value``."""
     found = p.modifiers.differentiated
     record, places = _struct({gradient_of(x.name): array_type(len(x.shape)) for x in found})
+    return record, tuple(places.items())
+
+
+def tangents(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:
+    """Returns struct Tangents and the offsets of the arrays' tangents in it; see ``value``."""
+    moving = p.modifiers.moving
+    record, places = _struct({gradient_of(x.name): array_type(len(x.shape) + 1) for x in moving})
     return record, tuple(places.items())
 
 
@@ -262,6 +273,41 @@ def _tape(p: Problem) -> str:
             "void for_gradients(const Gradients& gradients, Body body) {",
             *(f"  body({i}, gradients.{gradient_of(x.name)});" for i, x in enumerate(found)),
             "}",
+        ]
+    )
+
+
+def _along_tangents(p: Problem) -> str:
+    """Prints struct Tangents, and the function that differentiates scores along its arrays."""
+    moving, of = p.modifiers.moving, p.modifiers.differentiated
+    names = [x.name for x in of]
+    members = (
+        f" {_member(replace(x, shape=(0, *x.shape)))} {gradient_of(x.name)};" for x in moving
+    )
+    cases = (
+        f"    if constexpr (array == {i}) return ({gradient_of(x.name)});" for i, x in enumerate(of)
+    )
+    element = "0"
+    if sink := [x for x in moving if x.name == SINK]:
+        at = ("batch, head", "head")[2 - len(sink[0].shape)]
+        element = f"{gradient_of(SINK)}.read(direction, {at}).value"
+    place = ", ".join(f"[[maybe_unused]] int {x}" for x in ("direction", "batch", "head"))
+    return "\n".join(
+        [
+            "#include <tangent/parts/array_tangents.cuh>",
+            f"struct Tangents {{{''.join(members)}",
+            "  template <int array> __device__ __forceinline__ decltype(auto) of() const {",
+            *cases,
+            "  }",
+            f"  __device__ real of_sink({place}) const {{ return {element}; }}",
+            "};",
+            "using Slopes = const DirectionTape<Tangents>;",
+            _function(
+                p,
+                "score_mod",
+                p.modifiers.score,
+                lambda array: names.index(array) if array in names else None,
+            ),
         ]
     )
 

@@ -277,6 +277,7 @@ class _Planner:
             mods=cuda_source.header(
                 p,
                 taped="gradients" in launch.args.split(),
+                moved="tangents" in launch.args.split(),
                 copies=bool(own.get("bias_bytes")),
             ),
             arguments=self.arguments(launch, of_grid),
@@ -348,14 +349,18 @@ class _Planner:
         """Returns the offsets array that replaces a Tensor's batch stride in a packed batch."""
         known = {**self.operation.inputs, **self.operation.outputs_of(self.problem)}
         axes = known[name].axes if name in known else self.kernel.scratch.get(name, ("",))[0]
-        if name == "mods" or not isinstance(axes, str):
+        if name in ("mods", "tangents") or not isinstance(axes, str):
             return self.inside(name)
         found = [start for axis, start in zip("MN", STARTS) if axis in axes.split()]
         return tuple((f"mods.{x}", TENSOR.fields["batch"][1]) for x in found)  # type: ignore[index]
 
     def inside(self, name: str) -> tuple[tuple[str, int], ...]:
         """Returns names and offsets of the arrays inside a struct argument."""
-        structs = {"mods": cuda_source.value, "gradients": cuda_source.gradients}
+        structs = {
+            "mods": cuda_source.value,
+            "gradients": cuda_source.gradients,
+            "tangents": cuda_source.tangents,
+        }
         return structs[name](self.problem)[1] if name in structs else ()
 
     def strides(self, name: str, form: str) -> tuple[int | None, ...]:
@@ -494,6 +499,7 @@ def _values(p: Problem) -> dict[str, Any]:
         "sizes": np.array((p.M, p.N, *ends), SIZES),
         "mods": cuda_source.value(p)[0],
         "gradients": cuda_source.gradients(p)[0],
+        "tangents": cuda_source.tangents(p)[0],
     }
 
 

@@ -260,8 +260,8 @@ class Operand:
 
     name: its name in expressions. dtype: a dtype name such as "bfloat16". shape: the array's shape;
     a broadcast axis of a bias or mask has size 1. value: the number; None for an array. gradient:
-    whether the backward operation computes its gradient. given: the caller's shape, for messages,
-    where it differs from ``shape``.
+    whether the backward operation computes its gradient, or that of tangents takes its tangent.
+    given: the caller's shape, for messages, where it differs from ``shape``.
     """
 
     name: str
@@ -371,6 +371,12 @@ class Modifiers:
         return tuple(x for x in self.arrays if x.gradient and x.is_in_expressions)
 
     @property
+    def moving(self) -> tuple[Operand, ...]:
+        """The arrays whose tangents change the results of the tangent operation."""
+        found = tuple(x for x in self.arrays if x.gradient)
+        return found if self.score or any(x.name == SINK for x in found) else ()
+
+    @property
     def elements(self) -> int:
         """The total number of elements of the differentiated arrays."""
         return sum(prod(x.shape) for x in self.differentiated)
@@ -467,6 +473,7 @@ class Modifiers:
             "has_mask_mod": bool(self.mask),
             "reads_places": self._reads_places,
             "has_dropout": self.dropout,
+            "moves_arrays": bool(self.moving),
             **{x.constant: self._has(x.name) for x in _ROWS if x.constant},
             "unit_slope": all(x.is_additive for x in self.score),
         }

@@ -27,7 +27,8 @@ Window = tuple[int | None, int | None]  # visible keys before and after a query'
 MOST_USUAL_SOFTCAP = 64.0  # existing models use 15 to 50
 _PLACES = ", ".join(POSITIONS)
 NO_WINDOW: Window = (None, None)
-TANGENTS = ("qkv", "qk", "qv", "kv", "q", "k", "v")  # which of q, k and v have a tangent
+# Which of q, k and v have a tangent; with "none", arrays of scores alone have one.
+TANGENTS = ("qkv", "qk", "qv", "kv", "q", "k", "v", "none")
 MOST_DIRECTIONS = 64
 OF_TANGENTS = ("tangents", "directions")  # options of directional derivatives alone
 Text = Expression | str | Callable[..., Any] | None  # accepted types of an expression argument
@@ -386,8 +387,8 @@ _TABLE = {
         metavar="INTEGER",
     ),
     "tangents": Option(
-        help="Tangent kernels: which of q, k and v move; the tangents of others are 0.  "
-        "[default: qkv]",
+        help="Tangent kernels: which of q, k and v move; the tangents of others are 0. --wrt moves "
+        "other arrays.  [default: qkv]",
         read=_read_tangents,
         shown=lambda value: None if value == TANGENTS[0] else value,
         choices=TANGENTS,

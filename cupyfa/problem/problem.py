@@ -381,7 +381,6 @@ class Problem:
         for what, given, remedy in (
             (" and ".join(asked), asked, "pass an expression that reads captured arrays"),
             ("a block mask", self.block_mask, "pass its expression as mask="),
-            (f"wrt={', '.join(self.wrt)}", self.wrt, "request only the gradients of q, k and v"),
             (
                 f"offset={self.offset}",
                 self.offset is not None,

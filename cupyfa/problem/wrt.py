@@ -29,26 +29,32 @@ def names_of(wrt: str | Iterable[str]) -> tuple[str, ...]:
     return tuple(x.strip() for x in wrt.split(",")) if isinstance(wrt, str) else tuple(wrt)
 
 
-def refuse_without_gradients(names: Iterable[str], dtypes: Mapping[str, str]) -> None:
-    """Raises ValueError for names of arrays that have no gradient; dtypes maps arrays to dtypes."""
+def refuse_without_gradients(
+    names: Iterable[str], dtypes: Mapping[str, str], argument: str = WRT
+) -> None:
+    """Raises ValueError for names of arrays that have no gradient, and so no tangent.
+
+    dtypes: maps arrays to dtypes. argument: the caller's argument with the names, for messages.
+    """
     able = (*QKV, *(x for x in dtypes if dtypes[x] in DTYPES and x not in _OTHERS))
     unable = [str(x) for x in names if x not in able]
+    what = "gradient" if argument == WRT else "tangent"
     for name in unable:
         if name in dtypes and name not in _OTHERS:
             raise ValueError(
-                f"wrt contains {name}, whose dtype is {dtypes[name]}; only floating-point arrays "
-                f"have gradients: remove {name} from wrt"
+                f"{argument} contains {name}, whose dtype is {dtypes[name]}; only floating-point "
+                f"arrays have {what}s: remove {name} from {argument}"
             )
         if name in OWN_ARRAYS:
             raise ValueError(
-                f"wrt contains {name}, but {name} is not given; pass {name}=, or remove {name} "
-                "from wrt"
+                f"{argument} contains {name}, but {name} is not given; pass {name}=, or remove "
+                f"{name} from {argument}"
             )
     if unable:
         raise ValueError(
-            f"wrt contains {', '.join(unable)}; in this call wrt may contain {', '.join(able)}. "
-            "For the gradient of a captured number, pass a one-element array and write "
-            f"{unable[0]}[0] in the expression"
+            f"{argument} contains {', '.join(unable)}; in this call {argument} may contain "
+            f"{', '.join(able)}. For the {what} of a captured number, pass a one-element array and "
+            f"write {unable[0]}[0] in the expression"
         )
 
 

@@ -28,6 +28,7 @@ struct Shared {
   scalar V[Bc][odd_width<scalar>(dv)], V_dot[Bc][odd_width<scalar>(dv)];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+static_assert(unit_slope, "the second derivative of the expressions is 0");
 
 extern "C" __global__ __launch_bounds__(threads) void hvp_columns(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
@@ -36,6 +37,7 @@ extern "C" __global__ __launch_bounds__(threads) void hvp_columns(
     Tensor<const real> delta_dot, Tensor<result> dK, Tensor<result> dV, Sizes sizes, int kv_heads,
     int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
+  const Scorer<real> scorer = {scale, mods};
   const Place at = place_of_keys<Bc>(blockIdx.x, sizes, mods, kv_heads);
   const int batch = at.batch, kv_head = at.head, first_key = at.tile * Bc;
   const Extent extent = extent_of(sizes, mods, batch, kv_head * group);
@@ -52,7 +54,7 @@ extern "C" __global__ __launch_bounds__(threads) void hvp_columns(
 
   for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
     for (int first_row = first; first_row < end; first_row += Br) {
-      const TilePair<Br, Bc> pair = {extent, first_row, first_key};
+      const TilePair<Br, Bc> pair = {extent_of_head(extent, head), first_row, first_key};
       timeline::event(timeline::tile, first_key, first_row);
       __syncthreads();  // before this tile overwrites rows that a slower thread still reads
       load_row_sums<threads>(shared.lse, shared.delta, lse, delta, batch, head, first_row, M);
@@ -63,7 +65,7 @@ extern "C" __global__ __launch_bounds__(threads) void hvp_columns(
       load_rows<threads, d>(shared.Q_dot, Q_dot, shared.lse, batch, head, first_row);
       load_rows<threads, dv>(shared.dO, dO, shared.lse, batch, head, first_row);
       __syncthreads();  // Q, Q_dot and dO have arrived
-      compute_tangents<threads, d, dv>(shared, pair, scale);
+      compute_tangents<threads, d, dv>(shared, pair, scorer);
       __syncthreads();  // P_dot, dS and dS_dot are written
       sum_over_rows<threads, dv>(shared.P_dot, shared.dO, pair,
                                  [&](int key, int col, real sum) { shared.dV[key][col] += sum; });

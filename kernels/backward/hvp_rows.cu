@@ -27,6 +27,7 @@ struct Shared {
   scalar V[Bc][odd_width<scalar>(dv)], V_dot[Bc][odd_width<scalar>(dv)];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+static_assert(unit_slope, "the second derivative of the expressions is 0");
 
 extern "C" __global__ __launch_bounds__(threads) void hvp_rows(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
@@ -35,6 +36,7 @@ extern "C" __global__ __launch_bounds__(threads) void hvp_rows(
     Tensor<const real> delta_dot, Tensor<result> dQ, Sizes sizes, int heads, int group, real scale,
     Mods mods) {
   Shared& shared = shared_memory<Shared>();
+  const Scorer<real> scorer = {scale, mods};
   const Place at = place_of_rows<Br>(blockIdx.x, sizes, mods, heads);
   const int batch = at.batch, head = at.head, kv_head = head / group;
   const int first_row = at.tile * Br;
@@ -62,7 +64,7 @@ extern "C" __global__ __launch_bounds__(threads) void hvp_rows(
     load_tile<threads, dv>(shared.V, V, batch, kv_head, first_key, N);
     load_tile<threads, dv>(shared.V_dot, V_dot, batch, kv_head, first_key, N);
     __syncthreads();  // keys and values have arrived
-    compute_tangents<threads, d, dv>(shared, pair, scale);
+    compute_tangents<threads, d, dv>(shared, pair, scorer);
     __syncthreads();  // dS and dS_dot are written
     sum_over_keys<threads, d>(shared.dS_dot, shared.K, pair, add_to_dQ);
     sum_over_keys<threads, d>(shared.dS, shared.K_dot, pair, add_to_dQ);

@@ -6,6 +6,9 @@
 //   S_dot = slope * scale * (Q_dot K^T + Q K_dot^T)
 //   lse_dot = rowsum(P S_dot)    O_dot = (P S_dot) V + P V_dot - lse_dot * O
 //
+// Where arrays of expressions move, S_dot has the derivative along their tangents as another term,
+// and where a sink moves, lse_dot has that of the sink's weight (array_tangents.cuh).
+//
 // All sums over keys have the weights of `fa2`, exp(S - maximum), so a block accumulates them
 // beside O and rescales them by the same factor when the maximum rises.
 //
@@ -15,21 +18,24 @@
 //   Q_dot, K_dot, V_dot, O_dot, lse_dot: like these, with directions * batch in place of batch
 //   grid (cdiv(M, Br) * heads * batch)    block (Br): one thread per row of the tile of Q
 //   the host sets: scalar, result, real, Br, Bc, d, dv, directions, moves_q, moves_k, moves_v,
-//   threads, shared_bytes and options (extent.cuh)
+//   moves_arrays, threads, shared_bytes and options (extent.cuh)
 #include <attention/online_softmax.cuh>
 #include <attention/row_tile.cuh>
 #include <attention/score.cuh>
 #include <attention/tile_index.cuh>
+#include <tangent/parts/array_tangents.cuh>
 #include <tile/shared.cuh>
 #include <tile/tensor.cuh>
 #include <timeline.cuh>
+
+constexpr int products = moves_arrays ? Bc : 0;  // rows of scaled products that a block keeps
 
 struct Shared {
   real O[Br][dv];
   real O_dot[directions][Br][dv];  // sums of (P S_dot) V + P V_dot
   // Transposed: neighbouring threads' elements lie in neighbouring banks.
   real P[Bc][Br], P_slope[Bc][Br];  // S and slope at first
-  real P_S_dot[Bc][Br];             // of one direction at a time
+  real P_S_dot[Bc + products][Br];  // of one direction at a time; then products q·k
   scalar Q[Br][d], Q_dot[directions][Br][d];
   scalar K[Bc][d], K_dot[Bc][d];
   scalar V[Bc][dv], V_dot[Bc][dv];
@@ -82,6 +88,7 @@ __device__ real scores(Shared& shared, const Keys& keys, const Scorer<real>& sco
           scorer.with_slope(dots[i], extent, index_of<true>(keys.row, 0, extent.M),
                             index_of<true>(keys.first + first + i, 0, extent.N));
       const real visible = keys.sees(first + i) ? score : real(-infinity);
+      if (moves_arrays) shared.P_S_dot[products + first + i][threadIdx.x] = dots[i] * scorer.scale;
       shared.P[first + i][threadIdx.x] = visible;
       shared.P_slope[first + i][threadIdx.x] = slope;
       largest = fmax(largest, visible);
@@ -91,14 +98,15 @@ __device__ real scores(Shared& shared, const Keys& keys, const Scorer<real>& sco
 }
 
 // Turns this thread's row of S into P = exp(S - maximum); returns its sum, before dropout.
-__device__ real exponentiate(Shared& shared, const Keys& keys, const OnlineSoftmax& softmax) {
+__device__ real exponentiate(Shared& shared, const Keys& keys, const OnlineSoftmax& softmax,
+                             const ArrayTangents<moves_arrays>& tangents) {
   const timeline::Phase phase(timeline::softmax, Bc);
   real sum = 0;
   for (int key = 0; key < Bc; ++key) {
     if (!keys.sees(key)) continue;
     const real p = softmax.p(shared.P[key][threadIdx.x]);
     real& slope = shared.P_slope[key][threadIdx.x];
-    slope = score_gradient(p, slope, real(1));  // 0 where P is 0
+    slope = tangents.kept(p, slope);
     shared.P[key][threadIdx.x] = keys.dropped(p, key);
     sum += p;
   }
@@ -106,7 +114,8 @@ __device__ real exponentiate(Shared& shared, const Keys& keys, const OnlineSoftm
 }
 
 // Computes this thread's row of P S_dot in one direction; returns its sum, before dropout.
-__device__ real move_scores(Shared& shared, const Keys& keys, int direction, real scale) {
+__device__ real move_scores(Shared& shared, const Keys& keys, int direction, real scale,
+                            const ArrayTangents<moves_arrays>& tangents) {
   real sum = 0;
   for (int first = 0; first < Bc; first += keys_together) {
     real dots[keys_together] = {};
@@ -116,7 +125,9 @@ __device__ real move_scores(Shared& shared, const Keys& keys, int direction, rea
     for (int i = 0; i < keys_together; ++i) {
       const int key = first + i;
       if (!keys.sees(key)) continue;
-      const real moved = score_gradient(shared.P_slope[key][threadIdx.x], dots[i] * scale, real(1));
+      const real moved = tangents.moved(
+          keys.extent, direction, keys.row, keys.first + key, shared.P_slope[key][threadIdx.x],
+          shared.P_S_dot[products + key][threadIdx.x], dots[i] * scale);
       shared.P_S_dot[key][threadIdx.x] = keys.dropped(moved, key);
       sum += moved;
     }
@@ -148,7 +159,8 @@ extern "C" __global__ __launch_bounds__(threads) void fa2_tangent(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V,
     Tensor<const scalar> Q_dot, Tensor<const scalar> K_dot, Tensor<const scalar> V_dot,
     Tensor<result> O, Tensor<real> lse, Tensor<result> O_dot, Tensor<real> lse_dot, Sizes sizes,
-    int heads, int batches, int group, real scale, Mods mods) {
+    int heads, int batches, int group, real scale, Mods mods,
+    ArrayTangents<moves_arrays> tangents) {
   Shared& shared = shared_memory<Shared>();
   const Scorer<real> scorer = {scale, mods};
   const auto [tile, head, batch] = place_of_rows<Br>(blockIdx.x, sizes, mods, heads);
@@ -166,7 +178,8 @@ extern "C" __global__ __launch_bounds__(threads) void fa2_tangent(
   }
   OnlineSoftmax softmax;
   softmax.begin_with(extent.sink());
-  real sum_dot[directions] = {};  // of P S_dot
+  real sum_dot[directions];  // of P S_dot
+  for (int r = 0; r < directions; ++r) sum_dot[r] = tangents.of_sink(r, batch, head, extent.sink());
 
   for (int first_key = keys_of_tile.kv_begin; first_key < keys_of_tile.kv_end;
        first_key = keys_of_tile.after<Bc>(first_key)) {
@@ -186,12 +199,12 @@ extern "C" __global__ __launch_bounds__(threads) void fa2_tangent(
       __syncthreads();  // keys and values have arrived
       if (r == 0) {
         factor = softmax.raise(scores(shared, keys, scorer));
-        softmax.sum += exponentiate(shared, keys, softmax);
+        softmax.sum += exponentiate(shared, keys, softmax, tangents);
         accumulate(shared.O[lane], keys, factor, [&](int key, int col) {
           return shared.P[key][lane] * real(shared.V[key][col]);
         });
       }
-      sum_dot[r] = sum_dot[r] * factor + move_scores(shared, keys, r, scale);
+      sum_dot[r] = sum_dot[r] * factor + move_scores(shared, keys, r, scale, tangents);
       accumulate(shared.O_dot[r][lane], keys, factor, [&](int key, int col) {
         const real moved = shared.P_S_dot[key][lane] * real(shared.V[key][col]);
         return moves_v ? moved + shared.P[key][lane] * real(shared.V_dot[key][col]) : moved;

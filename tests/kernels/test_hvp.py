@@ -1,5 +1,6 @@
 """Hessian-vector products, compared with jax, finite differences and their own symmetry."""
 
+import re
 from dataclasses import replace
 
 import ml_dtypes
@@ -8,18 +9,23 @@ import pytest
 from helpers.problems import drawn
 
 import cupyfa
-from cupyfa import Packed
+from cupyfa import Dropout, Packed
 from cupyfa.lab.verify.case import Case
 from cupyfa.ladder.hvp import HVP
-from cupyfa.planner.source import KERNELS
+from cupyfa.planner.source import KERNELS, ROOT
 from cupyfa.problem.problem import Problem
 
+PAIRS = np.random.default_rng(6).random((2, 1, 21, 35)) < 0.7
 SHAPES = (2, 4, 21, 12), (2, 2, 35, 12), (2, 2, 35, 7)
 OPTIONS = (
     {},
     {"causal": True, "scale": -0.4},
     {"window": (3, 5), "offset": 4},
     {"causal": "top-left", "sink": np.array([1.0, -np.inf, 0.5, -2.0])},
+    {"bias": drawn((4, 21, 35), dtype="float64", seed=5)[0], "mask": "(query + key) % 3 > 0"},
+    {"alibi_slopes": np.array([0.5, 0.25, 0.0, 1.0]), "scale": -0.3, "causal": True},
+    {"score_mod": "score + w[key] * head", "captured": {"w": np.arange(35) / 35}},
+    {"mask": PAIRS, "dropout": Dropout(0.3, 7)},
 )
 
 
@@ -113,6 +119,59 @@ def test_rows_without_keys_and_problems_without_rows():
         assert not dq[:, :, : M - N].any()
 
 
+def second_derivatives(*arrays, **how):
+    """Calls the function of the same name that docs/howto/tangents.md shows."""
+    page = (ROOT / "docs" / "howto" / "tangents.md").read_text("utf-8")
+    code = re.search(r"<!-- second_derivatives.py -->\n```python\n(.*?)```", page, re.DOTALL)
+    names = {}
+    exec(code[1], names)
+    return names["second_derivatives"](*arrays, **how)
+
+
+@pytest.mark.parametrize("how", [{}, {"causal": True, "sink": OPTIONS[3]["sink"]}], ids=str)
+def test_second_derivatives_are_finite_differences_of_tangents(backend, how):
+    shapes = [(3, *x) for x in SHAPES]  # three directions
+    qkv, tangents = drawn(*shapes, dtype="float64"), drawn(*shapes, dtype="float64", seed=1)
+    how, step = {**how, "backend": backend}, 1e-5
+    found = second_derivatives(*qkv, *tangents, check=True, **how)
+
+    def tangent(x):
+        there = (y + x * z for y, z in zip(qkv, tangents))
+        return cupyfa.jvp(*there, tangents=tangents, **how)[1][0]
+
+    differences = (tangent(step) - tangent(-step)) / (2 * step)
+    assert found.shape == (3, 2, 4, 21, 7) and np.abs(found).max() > 1
+    np.testing.assert_allclose(found, differences, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.slow
+def test_a_forward_laplacian_is_that_of_jax():
+    """The Laplacian of out by all coordinates of x, through q, k and v that are not linear."""
+    jax = pytest.importorskip("jax")
+    x, *weights = drawn((6, 3), *[(2, 3, 4)] * 3, dtype="float64")
+
+    def network(x, of=jax.numpy):
+        return [of.tanh(x @ weights[0]), of.sin(x @ weights[1]), (x @ weights[2]) ** 2]
+
+    def attention(x):
+        q, k, v = network(x.reshape(6, 3))
+        return jax.nn.softmax(q @ k.swapaxes(-1, -2) / 2.0, axis=-1) @ v
+
+    def hessians(function):
+        return np.asarray(jax.hessian(function)(x.reshape(18)))
+
+    with jax.enable_x64(True):
+        expected = np.trace(hessians(attention), axis1=-2, axis2=-1)
+        of_inputs = [lambda x, i=i: network(x.reshape(6, 3))[i] for i in range(3)]
+        first = [np.moveaxis(np.asarray(jax.jacobian(f)(x.reshape(18))), -1, 0) for f in of_inputs]
+        second = [np.trace(hessians(f), axis1=-2, axis2=-1) for f in of_inputs]
+    qkv = network(x, of=np)
+    each = (np.broadcast_to(y, (18, *y.shape)) for y in qkv)
+    found = second_derivatives(*each, *first, backend="simulator").sum(0)
+    found += cupyfa.jvp(*qkv, tangents=second, backend="simulator")[1][0]
+    np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-11)
+
+
 FAULTS = {
     "dK has Q in place of its tangent": ("shared.dS, shared.Q_dot", "shared.dS, shared.Q"),
     "the scale is left out": ("shared.dK[key][col] * scale", "shared.dK[key][col]"),
@@ -145,15 +204,25 @@ def test_a_check_of_random_problems_passes():
 @pytest.mark.parametrize(
     "how, error, message",
     [
-        ({"softcap": 2.0}, cupyfa.Unsupported, "hvp does not support softcap; it takes causal"),
-        ({"bias": np.zeros((1, 4, 21, 35))}, cupyfa.Unsupported, "hvp does not support bias"),
+        ({"softcap": 2.0}, TypeError, r"hvp\(\) has no argument 'softcap'; it accepts .*causal"),
+        (
+            {"score_mod": "tanh(score)"},
+            cupyfa.Unsupported,
+            "expressions that do more than add to the",
+        ),
+        (
+            {"score_mod": "2 * score"},
+            cupyfa.Unsupported,
+            "expressions that do more than add to the",
+        ),
+        ({"tangents": {"q": np.zeros(SHAPES[0])}}, TypeError, r"pass \(dq, dk, dv\)"),
         ({"kernel": "fa2"}, TypeError, r"hvp\(\) has no argument 'kernel'"),
     ],
 )
 def test_what_is_not_supported_is_refused(how, error, message):
     qkv, dout, tangents = arrays()
     with pytest.raises(error, match=message):
-        cupyfa.hvp(*qkv, dout, tangents=tangents, backend="simulator", **how)
+        cupyfa.hvp(*qkv, dout, **{"tangents": tangents, "backend": "simulator", **how})
 
 
 def test_other_arrays_and_directions_are_refused():

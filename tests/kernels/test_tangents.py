@@ -1,5 +1,6 @@
 """Directional derivatives, compared with finite differences, dual numbers and their own laws."""
 
+import itertools
 import re
 
 import ml_dtypes
@@ -284,26 +285,228 @@ def test_directions_that_fit_no_call_are_refused():
         cupyfa.jvp(*qkv, tangents=(np.zeros((65, *qkv[0].shape), "f4"), None, None), **how)
 
 
+# Arrays that change scores, and for each of them a tangent.
+SCORED = {"bias": (4, 21, 35), "alibi_slopes": (4,), "sink": (2, 4), "w": (35,)}
+TEXT = "tanh(score * w[key]) + w[key] * w[0]"
+
+
+def scored(dtype="float64", directions=()):
+    """Returns arrays that change scores, and their tangents, by name."""
+    shapes = SCORED.values()
+    values = drawn(*shapes, dtype=dtype, seed=9)
+    tangents = drawn(*((*directions, *x) for x in shapes), dtype=dtype, seed=10)
+    return dict(zip(SCORED, values)), dict(zip(SCORED, tangents))
+
+
+def keywords(values):
+    own = {name: values[name] for name in ("bias", "alibi_slopes", "sink")}
+    return {**own, "captured": {"w": values["w"]}, "score_mod": TEXT, "causal": True}
+
+
+MOVING = ("bias", "alibi_slopes", "sink", "w", "q w", "k v bias sink", "q k v bias alibi_slopes w")
+
+
+@pytest.mark.parametrize("names", MOVING)
+def test_tangents_of_arrays_are_finite_differences(names):
+    qkv, _ = arrays()
+    values, tangents = scored()
+    start = {**dict(zip("qkv", qkv)), **values}
+    given = {**dict(zip("qkv", arrays(seed=4)[0])), **tangents}
+    given = {name: given[name] for name in names.split()}
+
+    def at(step):
+        there = {x: y + step * given[x] if x in given else y for x, y in start.items()}
+        how = {**keywords(there), "return_lse": True, "backend": "simulator"}
+        return cupyfa.attention(*(there[x] for x in "qkv"), **how)
+
+    how = {**keywords(values), "backend": "simulator", "check": True}
+    _, found = cupyfa.jvp(*qkv, tangents=given, **how)
+    for mine, above, below in zip(found, at(1e-5), at(-1e-5)):
+        assert np.abs(mine).max() > 0.1
+        np.testing.assert_allclose(mine, (above - below) / 2e-5, rtol=1e-7, atol=1e-8)
+
+
+def test_a_tangent_of_arrays_is_the_transpose_of_their_gradient():
+    qkv, moving = arrays()
+    values, tangents = scored()
+    how = {**keywords(values), "backend": "simulator"}
+    names = (*"qkv", *SCORED)
+    (out, lse), pullback = cupyfa.vjp(*qkv, return_lse=True, wrt=names, **how)
+    dout, dlse = drawn(out.shape, lse.shape, dtype="float64", seed=3)
+    given = {**dict(zip("qkv", moving)), **tangents}
+    _, (d_out, d_lse) = cupyfa.jvp(*qkv, tangents=given, **how)
+    forward = (dout * d_out).sum() + (dlse * d_lse).sum()
+    backward = sum((x * given[name]).sum() for name, x in zip(names, pullback(dout, dlse)))
+    np.testing.assert_allclose(forward, backward, rtol=1e-11)
+
+
+def test_a_tangent_of_arrays_is_linear_in_the_direction():
+    qkv, _ = arrays()
+    values, one = scored()
+    other = {name: x[..., ::-1] for name, x in one.items()}
+    both = {name: x - 2.5 * other[name] for name, x in one.items()}
+    how = {**keywords(values), "backend": "simulator"}
+    of = [cupyfa.jvp(*qkv, tangents=x, **how)[1] for x in (one, other, both)]
+    for first, second, found in zip(*of):
+        np.testing.assert_allclose(found, first - 2.5 * second, rtol=1e-10, atol=1e-11)
+
+
 @pytest.mark.slow
-def test_a_laplacian_by_differences_of_tangents_is_that_of_jax():
-    """The recipe of docs/howto/tangents.md: the Laplacian of each row of out by its own query."""
+def test_tangents_of_arrays_are_those_of_jax():
     jax = pytest.importorskip("jax")
-    q, k, v = drawn((2, 5, 4), (2, 9, 4), (2, 9, 4), dtype="float64")
-    basis = np.eye(4)[:, None, None] * np.ones((2, 5, 1))
-    step, how = 1e-5, {"tangents": (basis, None, None), "backend": "simulator"}
-    second = []
-    for i, x in enumerate(basis):
-        ends = [cupyfa.jvp(q + y * x, k, v, **how)[1][0][i] for y in (step, -step)]
-        second.append((ends[0] - ends[1]) / (2 * step))
+    jnp, qkv, (values, tangents) = jax.numpy, arrays()[0], scored()
+    away = np.abs(np.arange(21)[:, None] + 35 - 21 - np.arange(35))
 
-    def row(query, keys, values):
-        return jax.nn.softmax(keys @ query / 2.0) @ values
+    def attention(q, k, v, bias, alibi_slopes, sink, w):
+        k, v = (x.repeat(2, axis=1) for x in (k, v))
+        scores = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+        scores = jnp.tanh(scores * w) + w * w[0] - alibi_slopes[:, None, None] * away + bias
+        scores = jnp.where(np.tril(np.ones(scores.shape[2:], bool), 35 - 21), scores, -np.inf)
+        sinks = jnp.broadcast_to(sink[..., None, None], (*scores.shape[:3], 1))
+        lse = jax.nn.logsumexp(jnp.concatenate([scores, sinks], -1), axis=-1)
+        return jnp.exp(scores - lse[..., None]) @ v, lse
 
+    moving = (*arrays(seed=4)[0], *tangents.values())
     with jax.enable_x64(True):
-        hessians = jax.vmap(jax.vmap(jax.hessian(row), (0, None, None)))(q, k, v)
-    # The truncation error is step² / 6 times the fourth derivative, that of rounding eps / step.
-    expected = np.trace(np.asarray(hessians), axis1=-2, axis2=-1)
-    np.testing.assert_allclose(sum(second), expected, atol=1e-8)
+        expected = jax.jvp(attention, (*qkv, *values.values()), moving)
+    given = dict(zip((*"qkv", *SCORED), moving))
+    found = cupyfa.jvp(*qkv, tangents=given, **keywords(values), backend="simulator")
+    for mine, its in zip((*found[0], *found[1]), (*expected[0], *expected[1])):
+        np.testing.assert_allclose(mine, its, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_several_directions_of_arrays_are_those_of_each(backend, dtype):
+    qkv, _ = arrays(dtype=dtype)
+    values, tangents = scored(dtype, directions=(3,))
+    how = {**keywords(values), "backend": backend, "check": True}
+    _, together = cupyfa.jvp(*qkv, tangents=tangents, **how)
+    for i in range(3):
+        one = {name: x[i] for name, x in tangents.items()}
+        for mine, other in zip(together, cupyfa.jvp(*qkv, tangents=one, **how)[1]):
+            require_close(mine[i], other)
+
+
+def test_a_sink_without_visible_keys_moves_lse_alone():
+    x, sink = drawn((1, 1, 5, 4), (1,), dtype="float32")
+    how = {"sink": sink, "mask": "key > 9", "backend": "simulator", "check": True}
+    _, (d_out, d_lse) = cupyfa.jvp(x, x, x, tangents={"sink": sink + 1}, **how)
+    assert not d_out.any() and (d_lse == sink + 1).all()
+    _, (_, d_lse) = cupyfa.jvp(x, x, x, tangents={"sink": sink}, **{**how, "sink": sink - np.inf})
+    assert not d_lse.any()
+
+
+def test_only_the_scalar_kernel_moves_arrays():
+    qkv, (values, tangents) = arrays(dtype="float16")[0], scored("float16")
+    how = {**keywords(values), "tangents": tangents, "backend": "simulator"}
+    for kernel in ("mma_tangent", "wgmma_tangent", "mma_f64_tangent"):
+        with pytest.raises(cupyfa.Unsupported, match="kernels that can: fa2_tangent"):
+            cupyfa.jvp(*qkv, kernel=kernel, **how)
+    for arch, dtype in itertools.product(("80", "90"), ("float16", "float64")):
+        form = {"dtype": dtype, "bias": "1hmn", "wrt": "bias", "tangents": "none"}
+        p = Problem.of_sizes(M=512, d=64, heads=4, **form)
+        assert planning.select("auto", "tangent", p, limits_of(arch)).name == "fa2_tangent"
+
+
+WRONG_TANGENTS = (
+    ({"mask": Q}, ValueError, "tangents contains mask, but mask is not given; pass mask="),
+    ({"x": Q}, ValueError, r"tangents may contain q, k, v, bias\. For the tangent of a captured"),
+    ({"whole": Q}, ValueError, "tangents contains whole, whose dtype is int32; only floating"),
+    ({"bias": Q}, ValueError, r"tangent of bias has shape \(5, 8\); it must be \(5, 5\)"),
+    ({"bias": Q[:, :5].astype("f8")}, TypeError, "tangent of bias is float64; it must be float32"),
+    ({"q": None, "bias": None}, ValueError, "all tangents are None"),
+    ({"q": Q, "bias": Q[None, :, :5]}, ValueError, r"has shape \(1, 5, 5\); it must be \(5, 5\)"),
+    ({"bias": Q[None, :, :5]}, ValueError, r"several directions need a head axis; pass q\[None\]"),
+)
+
+
+@pytest.mark.parametrize("tangents, error, message", WRONG_TANGENTS)
+def test_wrong_tangents_of_arrays_are_refused(tangents, error, message):
+    how = {"bias": Q[:, :5], "backend": "simulator"}
+    if "whole" in tangents:
+        how |= {"captured": {"whole": np.zeros(5, "i4")}, "score_mod": "score + whole[key]"}
+    with pytest.raises(error, match=message):
+        cupyfa.jvp(Q, Q, Q, tangents=tangents, **how)
+
+
+def test_arrays_of_packed_sequences_move(backend):
+    offsets = [np.array(x, np.int32) for x in ([0, 4, 4, 21], [0, 9, 12, 35], [0, 9, 12, 35])]
+    qkv = drawn((21, 4, 12), (35, 2, 12), (35, 2, 7), dtype="float64")
+    sink, d_sink, w, d_w = drawn((3, 4), (3, 4), (3,), (3,), dtype="float64", seed=1)
+    how = {"score_mod": "score * w[batch] - key * w[0]", "causal": True, "backend": backend}
+
+    def at(step):
+        captured = {"w": w + step * d_w}
+        return {"sink": sink + step * d_sink, "captured": captured, **how}
+
+    packed = [Packed(x, y) for x, y in zip(qkv, offsets)]
+    given = {"sink": d_sink, "w": d_w}
+    _, found = cupyfa.jvp(*packed, tangents=given, check=True, **at(0))
+    ends = [cupyfa.attention(*packed, return_lse=True, **at(x)) for x in (1e-5, -1e-5)]
+    for mine, above, below in zip(found, *ends):
+        assert np.abs(mine).max() > 0.1
+        np.testing.assert_allclose(mine, (above - below) / 2e-5, rtol=1e-7, atol=1e-8)
+
+
+def test_a_bias_of_padded_arrays_moves(backend):
+    qkv, (values, tangents) = arrays(dtype="float32")[0], scored("float32")
+    how = {"bias": values["bias"], "tangents": {"bias": tangents["bias"]}, "backend": backend}
+    padded = wrap(*qkv, {"lengths_q": [21, 7], "lengths_k": [20, 0]})
+    _, (d_out, d_lse) = cupyfa.jvp(*padded, check=True, **how)
+    assert d_out[0].any() and d_lse[0].any() and not d_out[1].any() and not d_lse[1].any()
+
+
+SIZES = (0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0)  # batch, heads, M and N
+
+
+@pytest.mark.parametrize("batch, heads, M, N", SIZES)
+@pytest.mark.parametrize("names", [["bias"], ["sink"], ["q", "bias", "sink"]], ids=" ".join)
+def test_arrays_of_empty_problems_move(batch, heads, M, N, names):
+    q, k = np.ones((batch, heads, M, 4)), np.ones((batch, heads, N, 4))
+    values = {"q": q, "bias": np.ones((heads, M, N)), "sink": np.ones(heads)}
+    how = {name: values[name] for name in ("bias", "sink") if name in names}
+    given = {name: values[name] for name in names}
+    _, (d_out, d_lse) = cupyfa.jvp(q, k, k, tangents=given, backend="simulator", check=True, **how)
+    assert not d_out.any() and (d_lse == ("sink" in names)).all()
+
+
+def require_equal(results, expected):
+    for mine, other in zip(results, (*expected[0], *expected[1]), strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
+def test_prepared_calls_are_those_of_jvp(backend):
+    (q, k, v), (dq, _, dv) = arrays(dtype="float32")
+    values, tangents = scored("float32")
+    how = {"causal": True, "backend": backend}
+    prepared = cupyfa.compile(q, k, v, tangents=(dq, None, dv), **how)
+    expected = cupyfa.jvp(q, k, v, tangents=(dq, None, dv), **how)
+    out = np.empty((*q.shape[:-1], v.shape[-1]), np.float32)
+    require_equal(prepared(q, k, v, dq, dv, out=out), expected)
+    np.testing.assert_array_equal(out, expected[0][0])
+    how["sink"] = values["sink"]
+    given = {"k": k, "sink": tangents["sink"]}
+    prepared = cupyfa.compile(q, k, v, tangents=given, **how)
+    found = prepared(q, k, v, k, sink=values["sink"], d_sink=tangents["sink"])
+    require_equal(found, cupyfa.jvp(q, k, v, tangents=given, **how))
+
+
+def test_prepared_calls_of_jvp_take_shapes():
+    (q, k, v), _ = arrays(dtype="float32")
+    (dq,) = drawn((3, *q.shape), dtype="float32")
+    shapes = [x.shape for x in (q, k, v)]
+    how = {"dtype": "float32", "backend": "simulator"}
+    prepared = cupyfa.compile(*shapes, tangents={"q": dq.shape}, **how)
+    expected = cupyfa.jvp(q, k, v, tangents=(dq, None, None), backend="simulator")
+    require_equal(prepared(q, k, v, dq), expected)
+    for tangents, error, message in (
+        ({"bias": (4, 21, 35)}, TypeError, "with shapes only q, k and v can move; pass arrays"),
+        ((dq.shape, None), ValueError, "tangents has 2 elements"),
+        ((3, None, None), TypeError, "the shape of a tangent is 3"),
+        ((shapes[1], None, None), ValueError, "dq has shape .*; it must be"),
+    ):
+        with pytest.raises(error, match=message):
+            cupyfa.compile(*shapes, tangents=tangents, **how)
 
 
 @pytest.mark.parametrize("arch", ["80", "90"])
@@ -315,7 +518,10 @@ def test_auto_finds_a_kernel_for_every_call(arch, dtype, how):
     assert planning.can(planning.select("auto", "tangent", p, limits), p, limits)
 
 
-@pytest.mark.parametrize("options", ["--directions 2", "--tangents qv --causal"])
+@pytest.mark.parametrize(
+    "options",
+    ["--directions 2", "--tangents qv --causal", "--tangents none --bias --sink --wrt bias,sink"],
+)
 def test_a_run_passes(options):
     sizes = ["-B", "1", "-H", "2", "-M", "40", "-d", "8", "--backend", "simulator"]
     done = cli("run", "fa2_tangent", *sizes, *options.split(), code=0)

@@ -164,6 +164,8 @@ def shortened(line):
         words += " --samples 4"
     if command == "bench":  # keeps only the first value of each swept constant
         words = re.sub(r"(-p \w+=[^ ,:]+)\S*", r"\1", words)
+        if "--suite" in words and "--only" not in words:
+            words += " --only vit-b"
     for option in SHORT[command]:
         name = option.split()[0]
         if name == "-B" and re.search("--lengths|--from|--suite|softmax", words):

@@ -221,7 +221,12 @@ WRONG_WORDS = [
     ),
     ("fa2", ("--bias", "wide"), 2, "--bias takes axes, as 1hmn"),
     ("two_pass", (*OF_ARRAYS, "--wrt", "bias,slop"), 2, "wrt may contain q, k, v, bias, slope"),
-    ("fa2", (*OF_ARRAYS, "--wrt", "bias"), 3, "does not support wrt (gradients of arrays"),
+    (
+        "fa2",
+        (*OF_ARRAYS, "--wrt", "bias"),
+        3,
+        "does not support wrt (derivatives with respect to arrays",
+    ),
 ]
 
 

@@ -12,6 +12,7 @@ from helpers.problems import inputs_of, planned
 
 import cupyfa
 from cupyfa import DeviceError, Kernel, Launch, Limits, Problem, Unsupported
+from cupyfa.errors import DeviceLost
 from cupyfa.lab import Case
 from cupyfa.lab.analysis import resources as compiling
 from cupyfa.lab.analysis.resources import compilations, compiled_row
@@ -290,8 +291,17 @@ ENCODE = ctypes.CFUNCTYPE(
 )
 
 
-def test_arguments_of_cuTensorMapEncodeTiled(monkeypatch):
-    cuda = pytest.importorskip("cupyfa.runtime.cuda.device", reason="CuPy is not installed")
+@pytest.fixture
+def device(monkeypatch):
+    """Returns the module of the CUDA backend, which encodes tensor maps anew."""
+    device = pytest.importorskip("cupyfa.runtime.cuda.device", reason="CuPy is not installed")
+    monkeypatch.setattr(device.runtime, "deviceSynchronize", lambda: None)
+    device._encoded.cache_clear()
+    yield device
+    device._encoded.cache_clear()
+
+
+def test_arguments_of_cuTensorMapEncodeTiled(device, monkeypatch):
     asked = []
 
     def numbers(address, kind, count):
@@ -306,22 +316,35 @@ def test_arguments_of_cuTensorMapEncodeTiled(monkeypatch):
         ctypes.memset(out, 7, 128)
         return 1 if dtype == 9 else 0
 
-    monkeypatch.setattr(cuda, "_encode_tiled", lambda: encode)
-    cuda._encoded.cache_clear()
+    monkeypatch.setattr(device, "_encode_tiled", lambda: encode)
     mapped = Mapped(0x7000, "float16", (40, 37, 4, 2), (80, 2**33, 2**35), (16, 1))
-    made = cuda.Cuda().tensor_map(mapped)
+    made = device.Cuda().tensor_map(mapped)
     assert asked == [
         (6, 4, 0x7000, [40, 37, 4, 2], [80, 2**33, 2**35]),
         ([64, 16, 1, 1], [1, 1, 1, 1], (0, 3, 3, 0)),
         0,
     ]
     assert bytes(made) == b"\7" * 128
-    assert cuda.Cuda().tensor_map(mapped) is made  # the driver is called once
+    assert device.Cuda().tensor_map(mapped) is made  # the driver is called once
     with pytest.raises(
         DeviceError, match=r"EncodeTiled failed for Mapped\(address=28672, .* CUresult 1"
     ):
-        cuda.Cuda().tensor_map(mapped._replace(dtype="bfloat16"))
-    cuda._encoded.cache_clear()
+        device.Cuda().tensor_map(mapped._replace(dtype="bfloat16"))
+
+
+def test_a_tensor_map_that_cannot_be_encoded_tells_that_the_device_is_lost(device, monkeypatch):
+    """The driver rejects all further maps if a kernel of another thread has trapped."""
+
+    def lost():
+        raise device.runtime.CUDARuntimeError(700)
+
+    monkeypatch.setattr(device, "_encode_tiled", lambda: lambda *arguments: 700)
+    mapped = Mapped(0x7000, "float16", (40, 37, 4, 2), (80, 2**33, 2**35), (16, 1))
+    with pytest.raises(DeviceError, match="CUresult 700$"):
+        device.Cuda().tensor_map(mapped)
+    monkeypatch.setattr(device.runtime, "deviceSynchronize", lost)
+    with pytest.raises(DeviceLost, match="CUresult 700; .* restart the process"):
+        device.Cuda().tensor_map(mapped)
 
 
 def test_aligned_inputs_are_not_copied(kernel, simulator):

@@ -347,6 +347,22 @@ def test_gradients_of_what_texts_read_are_one_piece(far, counts):
     assert counts() == [6, 1]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("names, count", [("q sink", 2), ("q bias", 1)])
+def test_tangents_of_sinks_are_cut_along_heads_and_those_of_texts_are_not(
+    far, counts, names, count
+):
+    q, k, v = of_sizes()
+    values = {"q": q, "sink": of_form("bh", np.float32), "bias": of_form("1hmn", np.float32)}
+    given = {name: np.stack([values[name], 2 - values[name]]) for name in names.split()}
+    how = {"sink": values["sink"], "bias": values["bias"], "tangents": given}
+    there = cupyfa.jvp(q, k, v, backend=far, **how)
+    here = cupyfa.jvp(q, k, v, backend="simulator", **how)
+    for got, right in zip((*there[0], *there[1]), (*here[0], *here[1])):
+        np.testing.assert_array_equal(got, right)
+    assert counts() == [count]
+
+
 BEYOND = {  # inputs for calls whose pieces are smaller than a head
     "bias and mask": {"bias": of_form("1hmn"), "mask": of_form("b11n") > -1},
     "bias and slopes": {"bias": of_form("bh1n"), "alibi_slopes": of_form("h"), "softcap": 3.0},

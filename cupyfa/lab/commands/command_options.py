@@ -229,8 +229,8 @@ def array_options(command: Command) -> Command:
     wrt = click.option(
         _long(WRT),
         metavar="NAMES",
-        help="Backward kernels: further arrays to compute gradients of, such as bias,slope: bias, "
-        "alibi_slopes, sink and captured arrays of floats.",
+        help="Further arrays of which backward kernels compute gradients and which tangent kernels "
+        "move, such as bias,slope: bias, alibi_slopes, sink and captured arrays of floats.",
     )
     blocks = click.option(
         _long(shape_language.BLOCK_MASK),

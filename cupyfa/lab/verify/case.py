@@ -33,6 +33,7 @@ from cupyfa.problem.optional_inputs import (
     STARTS,
     USED,
     Operand,
+    gradient_of,
 )
 from cupyfa.problem.problem import Problem, whole
 from cupyfa.problem.resizing import indices_of
@@ -55,7 +56,8 @@ VALUES = {
     "nan": "NaN in one query, one key and one value, and in one sequence of a ragged batch",
     "inf": "infinity in one query, one key and one value, and in one sequence of a ragged batch",
     "lowest": "the lowest number of a dtype in rows and keys of a bias, a large one in a few "
-    "pairs; without expressions, products of q and k near the ends of float32",
+    "pairs; without expressions, products of q and k near the ends of float32, in some rows near "
+    "the lower end only; such rows of scores, too",
     "outliers": "normal, but about one number in 1000 is about ten times as large",
 }
 # Memory layouts; kernels address every array as [batch, heads, rows, columns] with strides.
@@ -84,6 +86,8 @@ E4M3_MOST = 448.0  # largest finite e4m3 number
 _NEAR_THE_END = 1e38  # magnitude of products q·k that approach the float32 maximum, 3.4e38
 # Normal numbers are clipped to this magnitude before they are scaled: 1.8² · 1e38 < 3.4e38.
 _MOST_OF_LOWEST = 1.8
+_LEAST_OF_LOWEST = 1.5  # magnitude in rows and keys with all products near the lower end
+_ALL_LOWEST = 3  # one in this many rows has them, with the last key head
 _FAR = 2**31 + 64  # stride in elements
 _SEEN = 0.8  # fraction of a mask's elements that are True
 _GROUPS = 4  # number of distinct integers in a captured array
@@ -147,7 +151,8 @@ class Case:
             self._pad(arrays)
         if "lse" in inputs:
             arrays |= _forward(p, arrays, backend)
-        read = {name: x for name, x in arrays.items() if name.startswith("mods.")}
+        of_scores = "mods.", gradient_of("")  # arrays that expressions read, and their tangents
+        read = {name: x for name, x in arrays.items() if name.startswith(of_scores)}
         made = arranged({name: arrays[name] for name in inputs if name not in read}, self.layout)
         made |= {
             name: _arranged(x, "bshd" if self.layout == "packed" else self.layout)
@@ -167,6 +172,8 @@ class Case:
         pick = np.random.default_rng((self.seed, *b"sequence"))
         chosen = int(pick.integers(len(self.problem.lengths[0].rows)))
         for name, array in arrays.items():
+            if name.startswith(gradient_of("")):  # the tangent of an array of scores
+                continue
             of = self.problem.lengths[name in OF_KEYS]
             array[:, :, ~of.is_in_a_sequence()] = math.nan
             if self.values in poison:
@@ -210,7 +217,8 @@ class Case:
         """Fills the unused rows of batch elements with NaN, which must not affect results."""
         for name, array in arrays.items():
             of = f"mods.{PADDED[name in OF_KEYS]}"
-            if of in arrays and array.ndim > 2 and not name.startswith("mods."):
+            is_of_rows = not name.startswith(("mods.", gradient_of("")))
+            if of in arrays and array.ndim > 2 and is_of_rows:
                 for element, length in zip(array, arrays[of]):
                     element[:, length:] = math.nan
 
@@ -280,7 +288,7 @@ class Case:
             return (1 - rng.random(x.shape)).astype(dtype)
         array = (rng.standard_normal(x.shape) * (1 if x.name == BIAS else 0.5)).astype(dtype)
         if x.name == BIAS and array.size and self.values == "lowest":
-            _spread_ends(array, rng)
+            _spread_ends(array, p.dtype.sums, rng)
         if x.name == BIAS and array.size and self.values in ("nan", "inf"):
             array[tuple(rng.integers(0, x.shape))] = np.nan if self.values == "nan" else -np.inf
         return array
@@ -381,8 +389,9 @@ def _drawn(
         heads_or_rows = (*shape[: 2 if name == "V" else 3], 1, 1)[:4]
         x = np.ldexp(x.astype(np.float64), rng.integers(-most, most + 1, heads_or_rows))
     elif values == "lowest" and name in ("Q", "K") and x.size:
-        x[..., 0].clip(-_MOST_OF_LOWEST, _MOST_OF_LOWEST, out=x[..., 0])
-        x[..., 0] *= min(math.sqrt(_NEAR_THE_END), float(ml_dtypes.finfo(dtype).max) / 8)
+        _spread_products(x[..., 0], name, dtype)
+    elif values == "lowest" and name == "S":
+        x[..., ::_ALL_LOWEST, :] = x[..., ::_ALL_LOWEST] = ml_dtypes.finfo(dtype).min
     elif values == "tiny":
         x *= float(ml_dtypes.finfo(dtype).smallest_normal) / 4
     elif values == "outliers":
@@ -392,6 +401,22 @@ def _drawn(
     if dtype == E4M3:  # numbers beyond the range of e4m3 would become NaN
         x = x.clip(-E4M3_MOST, E4M3_MOST)
     return x.astype(dtype)
+
+
+def _spread_products(x: np.ndarray, name: str, dtype: np.dtype) -> None:
+    """Scales numbers of rows of Q or K so that products come near the ends of float32.
+
+    If the dtype reaches that far, all products of some rows with the last key head come near the
+    lower end, below the number with which the simulator fills variables.
+    """
+    most, size = float(ml_dtypes.finfo(dtype).max) / 8, math.sqrt(_NEAR_THE_END)
+    low = _LEAST_OF_LOWEST + np.abs(x) % (_MOST_OF_LOWEST - _LEAST_OF_LOWEST)
+    x.clip(-_MOST_OF_LOWEST, _MOST_OF_LOWEST, out=x)
+    if size < most and name == "Q":
+        x[..., ::_ALL_LOWEST] = low[..., ::_ALL_LOWEST]
+    elif size < most:
+        x[:, -1:] = -low[:, -1:]
+    x *= min(size, most)
 
 
 def _in_tiles(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
@@ -405,11 +430,14 @@ def _in_tiles(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
     return (whole < 0.35) | ((whole < 0.65) & (rng.random(shape) < _SEEN))
 
 
-def _spread_ends(bias: np.ndarray, rng: np.random.Generator) -> None:
-    """Writes the dtype's lowest number to about a third of a bias's rows and columns, and half of
-    the dtype's largest number to a few elements of the remaining rows.
+def _spread_ends(bias: np.ndarray, scores: np.dtype, rng: np.random.Generator) -> None:
+    """Writes the lowest number to about a third of a bias's rows and columns, and half of the
+    largest number to a few elements of the remaining rows.
+
+    Both are those of the dtype of the bias or of the scores that a kernel computes, whose range is
+    smaller: a kernel of float32 scores reads a float64 bias of -1e308 as -inf.
     """
-    ends = ml_dtypes.finfo(bias.dtype)
+    ends = min(map(ml_dtypes.finfo, (bias.dtype, scores)), key=lambda x: float(x.max))
     rows, keys = (rng.random(n) < 0.3 for n in bias.shape[2:])
     bias[:, :, :, keys] = ends.min
     bias[rng.random(bias.shape) < 0.2 / max(bias.shape[3], 1)] = ends.max / 2
@@ -459,10 +487,10 @@ def _arranged(x: np.ndarray, layout: str) -> np.ndarray:
     if layout == "reversed":
         return np.ascontiguousarray(x[::-1, ::-1, ::-1])[::-1, ::-1, ::-1]
     if layout == "gaps":
-        batch, heads, rows, columns = x.shape
-        wide = np.full((batch, heads + 1, 2 * rows, columns + 3), np.nan, x.dtype)
-        wide[:, :heads, ::2, :columns] = x
-        return wide[:, :heads, ::2, :columns]
+        *lead, heads, rows, columns = x.shape
+        wide = np.full((*lead, heads + 1, 2 * rows, columns + 3), np.nan, x.dtype)
+        wide[..., :heads, ::2, :columns] = x
+        return wide[..., :heads, ::2, :columns]
     if layout == "unaligned":
         longer = np.empty(x.size + 1, x.dtype)
         longer[1:] = x.ravel()

@@ -85,9 +85,11 @@ SAMPLES = {"simulator": 64, "cuda": 160}  # default number of samples per kernel
 _ONE_IS_LOWEST = 7  # one in this many samples has scores near the limits of float32
 TOGETHER = 4  # number of successive samples that share one compilation
 _MOST_WORK = {"simulator": 3 * 2**24, "cuda": 2**29}  # maximum multiply-adds per case
-_MOST_COMBINED = 2**14  # maximum scores per case of a combination, whose sizes matter less
+_MOST_SCORES = 2**14  # maximum scores per case if sizes matter less than options and expressions
+_FEW_KEYS = 8  # smallest limit of a window in such a case
 _MOST_REPAIRED = 512  # maximum rows and keys per case to repair; each occupies a whole block
 _ATTEMPTS = 8  # number of attempts to draw a sample that kernel and backend support
+_WITH_SAME = 4  # number of successive attempts at a combination that compile the same
 # Kinds of (query, key) lengths; "many" exceeds what the kernel processes at once.
 _LENGTHS = (("below", "edge"), ("edge", "beyond"), ("beyond", "below"), ("many", "many"))
 _PLAIN_LENGTHS = ("beyond", "beyond")
@@ -151,9 +153,8 @@ class Fuzz:
     def sample(self, i: int) -> Drawn:
         """Returns sample i, which the kernel supports unless every attempt to draw it failed."""
         for attempt in range(_ATTEMPTS):
-            pick = random.Random(f"{self.seed} {i} {attempt}")
             try:
-                drawn = self._drawn(_Turns(self.seed, i // TOGETHER, attempt), i, pick)
+                drawn = self._drawn(i, attempt)
                 multiprocessors = drawn.multiprocessors or self.backend.limits.multiprocessors
                 limits = replace(self.backend.limits, multiprocessors=multiprocessors)
                 choose_kernel.plan(drawn.kernel, drawn.case.problem, limits, **drawn.constants)
@@ -164,6 +165,14 @@ class Fuzz:
             except ValueError:  # the record is invalid
                 break
         return self._plain(i)
+
+    def _turns(self, i: int, attempt: int) -> "_Turns":
+        """Returns the choices of sample i's group.
+
+        The first attempts at a combination keep what is compiled and draw other sizes.
+        """
+        turns = _Turns(self.seed, i // TOGETHER, attempt)
+        return replace(turns, attempt=attempt // _WITH_SAME) if self._combination(turns) else turns
 
     def _kind(self, turns: "_Turns") -> str:
         if self._lengths:
@@ -301,14 +310,15 @@ class Fuzz:
             self._kind(turns) in ("pages", "padded") and turns.choose("texts", (True, False))
         )
 
-    def _drawn(self, turns: "_Turns", i: int, pick: random.Random) -> Drawn:
+    def _drawn(self, i: int, attempt: int) -> Drawn:
         """Draws sample i; compile-time choices vary by group, all other choices by sample."""
-        is_plain = i == turns.attempt == 0
+        turns, pick = self._turns(i, attempt), random.Random(f"{self.seed} {i} {attempt}")
+        is_plain = i == attempt == 0
         compiled = self._compiled(turns, is_plain)
         record = self._record(compiled)
         constants = self._constants(record, compiled, turns)
         plan = self._plan(record, compiled, constants)
-        each = _Turns(self.seed, i, turns.attempt)
+        each = _Turns(self.seed, i, attempt)
         values = "normal" if is_plain else each.choose("values", self._values(compiled))
         lengths = _PLAIN_LENGTHS if is_plain else each.choose("lengths", _LENGTHS)
         layout, tokens = _NEAR[0] if is_plain else each.choose("layout", _NEAR), "cached"
@@ -425,7 +435,10 @@ class Fuzz:
             # Half of the kernels get lengths with unused rows; the seed decides which.
             name = self.kernel.name if self.kernel else "auto"
             used = random.Random(f"{self.seed} unused rows {name}").random() < 0.5
-            return transforms.make_ragged(p, self._lengths or some_lengths(used=used))
+            p = transforms.make_ragged(p, self._lengths or some_lengths(used=used))
+            return self._differentiated(p, turns) if self._operation == "tangent" else p
+        if self._kind(turns) == "padded" and self._operation == "tangent" and not self.arrays:
+            return self._differentiated(p, turns)
         if self.arrays or self._kind(turns) in ("pages", "padded", "new tokens"):
             return p
         in_blocks = self._is_in_blocks(turns) or turns.choose("block mask", (True, False))
@@ -433,15 +446,17 @@ class Fuzz:
         return self._differentiated(p, turns)
 
     def _differentiated(self, p: Problem, turns: "_Turns") -> Problem:
-        """Requests gradients of some of the problem's arrays, if the kernel computes them."""
+        """Requests gradients of some of the problem's arrays, or moves them, if the kernel can."""
         able = [x.name for x in p.operands if x.is_differentiable]
-        if self._operation != "backward" or not self._has("wrt") or not able:
+        if self._operation == "forward" or not self._has("wrt") or not able:
             return p
         if self._kind(turns) == "gradient of a bias":
             return transforms.differentiate(p, [BIAS])
         pick = turns.random("wrt itself")
         every = pick.random() < 0.4
         names = able if every else pick.sample(able, pick.randint(1, len(able)))
+        if self._operation == "tangent" and pick.random() < 0.3:
+            p = p.with_options(tangents="none")  # of q, k and v
         return transforms.differentiate(p, names)
 
     def _has_dlse(self, turns: "_Turns") -> bool:
@@ -579,11 +594,13 @@ class Fuzz:
         if p.lengths:
             drawn = lengths_near(tile, p.lengths, pick, is_full=each.i % 2 == 0)
             if self._combination(turns) and each.i % 2:
-                drawn = each.choose("rare lengths", (without_rows, with_long_rest))(drawn, pick)
+                rare = without_rows if each.i % TOGETHER == 1 else with_long_rest
+                drawn = rare(drawn, pick)
             p = transforms.make_ragged(p, p.lengths if self._lengths else drawn, **heads)
         else:
             p = transforms.resize(p, batch=batch, M=M, N=N, **heads)
-        p = self._smaller(p, values, scores=_MOST_COMBINED if self._combination(turns) else None)
+        is_small = self._combination(turns) or self._kind(turns) == "expressions"
+        p = self._smaller(p, values, scores=_MOST_SCORES if is_small else None)
         if crowd is None and of_rows == "many" and is_on_few_blocks(plan, self.backend.limits):
             p = self._crowded(p, plan)
         p = self._in_form(p)
@@ -593,6 +610,9 @@ class Fuzz:
             edge = each.choose("edge of the window", (None, -1, 0, 1))
             shift = 0 if p.causal == "top-left" else p.N - p.M
             near = window_near(sides, longest(p), tile.keys, pick, edge=edge, shift=shift)
+            if is_small:  # a row that sees one key has a weight of 1, whatever its score is
+                left, right = (side if side is None else max(side, _FEW_KEYS) for side in near)
+                near = left, right
             p = p.with_options(window=near)
         is_split = tile.has_splits and (crowd or of_rows == "many") and not p.lengths
         if is_split and not given & {"causal", "window", "offset"}:

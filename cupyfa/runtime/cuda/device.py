@@ -499,7 +499,8 @@ _NOT_INTERLEAVED, _SWIZZLED_128B, _PROMOTED_256B, _FILLED_WITH_ZEROS = 0, 3, 3, 
 def _encoded(mapped: Mapped) -> np.ndarray:
     """Encodes a tensor map in memory with the alignment that the driver needs.
 
-    Raises DeviceError with the contents if the driver rejects them.
+    Raises DeviceError with the contents if the driver rejects them, and DeviceLost if the device
+    has failed before.
     """
     encoded = blank_map()
     rank = len(mapped.sizes)
@@ -519,7 +520,7 @@ def _encoded(mapped: Mapped) -> np.ndarray:
         _FILLED_WITH_ZEROS,
     )
     if error:
-        raise DeviceError(f"cuTensorMapEncodeTiled failed for {mapped}: CUresult {error}")
+        raise _failed(f"cuTensorMapEncodeTiled failed for {mapped}: CUresult {error}")
     return encoded
 
 

@@ -132,8 +132,9 @@ def cut(
 
 
 def is_divisible(plan: Plan) -> bool:
-    modifiers = plan.problem.modifiers
-    return plan.kernel.is_plain and not (modifiers.counts_heads or modifiers.differentiated)
+    p, modifiers = plan.problem, plan.problem.modifiers
+    is_differentiated = modifiers.differentiated or (p.wrt and p.is_ragged)
+    return plan.kernel.is_plain and not (modifiers.counts_heads or is_differentiated)
 
 
 def divisible_axes(plan: Plan) -> set[str]:

@@ -5,14 +5,15 @@
 // [rows], K_dot and V_dot [keys], lse_dot and delta_dot [rows], and P_dot and dS_dot as PTile<rows,
 // keys>.
 
+#include <attention/score.cuh>
 #include <attention/weight.cuh>
 #include <backward/parts/gradients.cuh>
 
-// Computes dS, and P_dot and dS_dot, from scores that no expression modifies; all are 0 for hidden
-// pairs. dO does not move.
+// Computes dS, dS_dot and, after dropout, P_dot; all are 0 for hidden pairs. dO does not move, and
+// expressions only add to scores.
 template <int threads, int d, int dv, int rows, int keys, class Shared>
 __device__ __forceinline__ void compute_tangents(Shared& shared, const TilePair<rows, keys>& pair,
-                                                 real scale) {
+                                                 const Scorer<real>& scorer) {
   const timeline::Phase phase(timeline::arithmetic, rows * keys * (3 * d + 2 * dv) / threads);
   share_out<threads, rows * keys, 1>([&](int i, int) {
     const int row = i % rows, key = i / rows;
@@ -30,12 +31,17 @@ __device__ __forceinline__ void compute_tangents(Shared& shared, const TilePair<
       dP_moved += grad * real(shared.V_dot[key][k]);
     }
     const bool counts = shared.lse[row] != -infinity && pair.sees(row, key);
-    const real p = counts ? weight_of(dot * scale, shared.lse[row]) : real(0);
-    const real p_dot = counts ? p * (dot_moved * scale - shared.lse_dot[row]) : real(0);
-    const real apart = dP - shared.delta[row];
-    shared.P_dot[row][key] = p_dot;
+    const auto score =
+        scorer.with_slope(dot, pair.extent, pair.row(row), pair.template key<true>(key, 0)).score;
+    const real p = counts ? weight_of(score, shared.lse[row]) : real(0);
+    const real p_dot = counts ? p * (dot_moved * scorer.scale - shared.lse_dot[row]) : real(0);
+    const auto dropped = [&](real x) {
+      return pair.extent.dropped(x, pair.first_row + row, pair.first_key + key);
+    };
+    const real apart = dropped(dP) - shared.delta[row];
+    const real apart_dot = dropped(dP_moved) - shared.delta_dot[row];
+    shared.P_dot[row][key] = dropped(p_dot);
     shared.dS[row][key] = counts ? p * apart : real(0);
-    shared.dS_dot[row][key] =
-        counts ? p_dot * apart + p * (dP_moved - shared.delta_dot[row]) : real(0);
+    shared.dS_dot[row][key] = counts ? p_dot * apart + p * apart_dot : real(0);
   });
 }

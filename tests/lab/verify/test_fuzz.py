@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import chain
 
+import numpy as np
 import pytest
 
 import cupyfa
@@ -313,6 +314,14 @@ def test_scores_that_are_stored_in_float16_do_not_overflow(name):
     drawn = [x.case for seed in range(9) for x in samples(name, SAMPLES["simulator"], seed=seed)]
     lowest = {x.problem.dtype.name for x in drawn if x.values == "lowest"}
     assert lowest == {"bfloat16", "float32", "float64"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("bias", ["bf16[1hmn]", "f32[1hmn]", "f64[1hmn]"])
+def test_a_kernel_of_scores_in_a_dtype_can_read_the_lowest_bias(dtype, bias):
+    problem = Problem.of_sizes(M=40, N=50, d=8, dtype=dtype, bias=bias)
+    read = Case("forward", problem, values="lowest").inputs()["mods.bias"].astype(dtype)
+    assert np.isfinite(read).all() and read.min() < -3e38 and read.max() > 1e38
 
 
 @pytest.mark.parametrize("name, most", [("fa2", 16), ("wgmma_persistent", 16), ("two_pass", 60)])
