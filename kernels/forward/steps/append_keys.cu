@@ -94,7 +94,6 @@ extern "C" __global__ __launch_bounds__(threads) void append_keys(
     long long number_stride, int most, int page_count, int capacity, int shift, int tokens,
     int heads, int kv_heads, int batches, const int* prefix_keys, Tensor<const float> k_scale,
     Tensor<const float> v_scale) {
-  launch_dependents();
   const int own_heads = (appends ? 2 * kv_heads : 0) + (rotates ? heads : 0);
   const long long index = blockIdx.x * (long long)(threads / warp_size) + threadIdx.x / warp_size;
   const int token = int(index % tokens), unit = int(index / tokens % own_heads);
