@@ -15,7 +15,7 @@ from cupyfa.errors import Unsupported, described
 from cupyfa.ladder.kernel import Kernel, Launch, cdiv
 from cupyfa.numerics import tolerance
 from cupyfa.numerics.tolerance import Expected
-from cupyfa.planner.plan import FIRST_AXES, TENSOR, Argument, Plan, PlannedLaunch
+from cupyfa.planner.plan import FIRST_AXES, TENSOR, Argument, Limits, Plan, PlannedLaunch
 from cupyfa.problem import optional_inputs
 from cupyfa.problem.dtypes import DTYPES, E4M3
 from cupyfa.problem.options import read_flag
@@ -47,6 +47,8 @@ APPEND = Launch(
     grid=lambda p, c: c.count,
     threads=lambda p, c: THREADS,
     file="forward/steps/append_keys.cu",
+    begins_early=True,
+    awaits_all=True,
 )
 _KERNEL = Kernel("append_keys", "writes new keys and values into a cache", (APPEND,))
 
@@ -628,7 +630,8 @@ class _New:
         self._backend, self._cache, self._is_moved = backend, cache, is_moved
         self._arrays = arrays
         key = APPEND.entry, cache.is_interleaved
-        self._launcher = find_launcher(backend, key, arrays, lambda: _plan(arrays, cache))
+        limits = backend.limits
+        self._launcher = find_launcher(backend, key, arrays, lambda: _plan(arrays, cache, limits))
 
     def write(self) -> None:
         backend = self._backend
@@ -710,7 +713,7 @@ class _New:
             cache.rows_of(array).swapaxes(1, 2)[places] = written
 
 
-def _plan(arrays: Mapping[str, Any], cache: KVCache) -> Plan:
+def _plan(arrays: Mapping[str, Any], cache: KVCache, limits: Limits) -> Plan:
     q, keys, values = (arrays[name] for name in ("q", "cache.k", "cache.v"))
     appends, rotates = "used" in arrays, "turned" in arrays
     (batch, heads, tokens, d), kv_heads = q.shape, keys.shape[1]
@@ -731,6 +734,7 @@ def _plan(arrays: Mapping[str, Any], cache: KVCache) -> Plan:
             **{"ragged": False, "packed": False, "windowed": False, "threads": THREADS},
         },
         *_arguments(arrays, cache),
+        begins_early=limits.may_begin_early(APPEND),
     )
     written = ("turned", "cache.k", "cache.v", "used") if appends else ("turned",)
     outputs = {x: (arrays[x].shape, arrays[x].dtype) for x in written if x in arrays}

@@ -575,6 +575,7 @@ def merge_splits(splits: Formula) -> Launch:
         constants={"at_once": splits_at_once(splits)},
         numbers={"num_splits": splits},
         begins_early=True,
+        awaits_all=True,
     )
 
 
@@ -592,6 +593,8 @@ def split_kv(splits: Formula) -> Kernel:
             "constants": {"pack_gqa": pack_gqa, "key_warps": key_warps},
             "numbers": {"num_splits": splits},
             "walks": {},
+            "begins_early": True,
+            "awaits_all": True,
         },
         then=(merge_splits(splits),),
         scratch=scratch_of_splits(splits, width=lambda p: round_up(p.dv, 16)),
@@ -1085,6 +1088,8 @@ WGMMA_LATENT = rung(
         "threads": lambda p, c: 384,
         "shared": wgmma_latent_shared,
         **PACKED_IN_SPLITS,
+        "begins_early": True,
+        "awaits_all": True,
     },
     then=(MERGE_IF_SPLIT,),
     tiles=named("Br Bc stages", (64, 64, 2), (64, 32, 2)),

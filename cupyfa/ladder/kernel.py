@@ -131,6 +131,9 @@ class Launch(_Record):
         writes data that they read or write. At least one thread of each block must call it. The
         launch begins when all blocks of the previous launch have ended or called
         launch_dependents().
+    awaits_all: whether every thread calls wait_for_launch_before() before its first access to
+        global memory. Then the launch also begins early as the first of a call, while any kernel
+        before it in the stream ends.
     unawaited: names of arrays, separated by blanks, that the launch reads without waiting. The
         previous launch must only read them, too, and call wait_for_launch_before() before
         launch_dependents(), so that the launches that write these arrays have ended when this one
@@ -158,6 +161,7 @@ class Launch(_Record):
     numbers: Mapping[str, Formula] = field(default_factory=dict)
     in_rounds: bool = False
     begins_early: bool = False
+    awaits_all: bool = False
     unawaited: str = ""
     walks: Mapping[str, Walk] = field(default_factory=dict)
 
@@ -608,6 +612,9 @@ _LAUNCH_RULES: Rules = {
     ),
     "unawaited must be names in args of a launch with begins_early=True": lambda x: (
         set(x.unawaited.split()) <= {name for name, _ in x.arrays if x.begins_early}
+    ),
+    "awaits_all must be False without begins_early=True, and with unawaited arrays": lambda x: (
+        not x.awaits_all or (x.begins_early and not x.unawaited)
     ),
     "boxes must be {array: lambda p, c: rows} for each Q.map in args": lambda x: (
         set(x.boxes) == {name for name, form in x.arrays if form == "map"}

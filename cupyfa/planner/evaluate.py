@@ -37,7 +37,6 @@ _LARGEST_GRID = (2**31 - 1, 65535, 65535)
 SIZES = np.dtype([(name, "i4") for name in ("M", "N", "causal_offset", "window_offset")])
 # NumPy void dtypes of the size of an array argument: a struct Tensor, a pointer or a TensorMap.
 _BYTES = {"": "V32", "data": "V8", "map": "V128"}
-_FIRST_WITH_EARLY_LAUNCHES = 90  # first compute capability with programmatic dependent launch
 _MOST_ROUNDS = 65536  # every launch of every round is planned separately
 
 
@@ -227,7 +226,6 @@ class _Planner:
 
     def launch(self, launch: Launch, number: int) -> PlannedLaunch:
         kernel, p, c, entry = self.kernel, self.problem, self.c, launch.entry
-        arch = self.limits.arch
         of_grid = self.on_device(round=number)
         blocks = self.kernel.evaluated(f"grid of {entry}", launch.grid, p, of_grid)
         counts = tuple(blocks) if isinstance(blocks, Sequence) else (blocks,)
@@ -284,8 +282,7 @@ class _Planner:
             ),
             arguments=self.arguments(launch, of_grid),
             target=kernel.target,
-            begins_early=launch.begins_early
-            and (arch is None or int(arch) >= _FIRST_WITH_EARLY_LAUNCHES),
+            begins_early=self.limits.may_begin_early(launch),
         )
 
     def softcap(self) -> dict[str, bool]:

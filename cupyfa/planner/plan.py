@@ -21,6 +21,7 @@ FIRST_AXES = (0, 1, 2)
 # struct Tensor of tensor.cuh; strides count elements.
 TENSOR = np.dtype([("data", "u8"), ("batch", "i8"), ("head", "i8"), ("row", "i8")])
 NO_MODS = "struct Mods {};"  # for unmodified scores
+_FIRST_WITH_EARLY_LAUNCHES = 90  # first compute capability with programmatic dependent launch
 Allocations = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 Slices = Mapping[str, tuple[slice, ...]]  # indices by array name; whole arrays are omitted
 
@@ -50,6 +51,11 @@ class Limits:
     multiprocessors: int = 132  # number of SMs; by default that of an H100 SXM
     clock: float | None = None  # maximum clock in GHz, if known
     tuned: tuple[Tuned, ...] = field(default=(), hash=False, repr=False)
+
+    def may_begin_early(self, launch: Launch) -> bool:
+        """Returns whether a launch uses programmatic dependent launch on this device."""
+        has_it = self.arch is None or int(self.arch) >= _FIRST_WITH_EARLY_LAUNCHES
+        return launch.begins_early and has_it
 
 
 @dataclass(frozen=True, repr=False)

@@ -153,9 +153,13 @@ class Launcher:
         self._backend, self._device = backend, backend.device
         self._mine, self._together = threading.local(), _together[backend.device]
         kernels = kernels or compile_kernels(backend, plan)
-        written, before = {*plan.outputs, *plan.scratch}, set[str]()
+        written, in_order = {*plan.outputs, *plan.scratch}, _in_order(plan)
+        # Arrays that launches before a step may still write.
+        before = set(arrays) if _begins_early(in_order[:1]) else set[str]()
+        # A launch that begins early has arguments which all threads share.
+        self._is_alone = len(in_order) == 1 and not _begins_early(in_order)
         self._steps: list[partial[Any]] = []
-        for step in _in_order(plan):
+        for step in in_order:
             seen, places = _seen(step, arrays)
             if isinstance(step, Matmul):
                 operands = _operands(step, seen, places)
@@ -190,7 +194,7 @@ class Launcher:
             for step in steps:
                 step.write(addresses)
             mine.addresses = addresses
-        if len(steps) == 1:
+        if self._is_alone:
             (step,) = steps
             step.start(stream, step.pointers, 0)  # 0 is the unused ``extra``; see Start
             return
@@ -217,29 +221,35 @@ class Launcher:
         for step in steps:
             step.write(addresses)
         calls = [partial(step.start, stream, step.pointers, 0) for step in steps]
-        return calls[0] if len(calls) == 1 else partial(_call_all, self._together, calls), steps
+        return calls[0] if self._is_alone else partial(_call_all, self._together, calls), steps
 
 
 def _in_order(plan: Plan) -> list[PlannedLaunch | PlannedMatmul]:
     """Lists the steps to launch; skips launches with an empty grid, which CUDA rejects.
 
-    Disables programmatic dependent launch for a launch that is the first step, that follows a
-    Matmul or an empty grid, or that is recorded: it then waits for all earlier work.
+    Disables programmatic dependent launch for a launch that is recorded, and, unless it waits
+    before it accesses any array, for one that is the first step or follows a Matmul or an empty
+    grid: it then waits for all earlier work.
     """
     steps: list[PlannedLaunch | PlannedMatmul] = []
     before: PlannedLaunch | PlannedMatmul | None = None
     for x, after in zip(plan.steps, (*plan.steps[1:], None)):
         if isinstance(x, PlannedLaunch):
             follows = isinstance(before, PlannedLaunch) and all(before.grid)
+            may = (follows or x.launch.awaits_all) and not x.recording
             x = replace(
                 x,
-                begins_early=x.begins_early and follows and not x.recording,
+                begins_early=x.begins_early and may,
                 keeps=_unawaited(after),
             )
         before = x
         if isinstance(x, Matmul) or all(x.grid):
             steps.append(x)
     return steps
+
+
+def _begins_early(steps: Sequence[PlannedLaunch | PlannedMatmul]) -> bool:
+    return any(isinstance(x, PlannedLaunch) and x.begins_early for x in steps)
 
 
 def _unawaited(step: PlannedLaunch | PlannedMatmul | None) -> frozenset[str]:

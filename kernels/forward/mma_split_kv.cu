@@ -39,8 +39,8 @@ constexpr int depth = cdiv(d, whole) * whole;        // columns of Q and K, padd
 constexpr int width = cdiv(dv, whole) * whole;       // columns of V and O
 constexpr int stored_width = cdiv(dv, step) * step;  // columns of O_splits
 constexpr int Wc = Bc / key_warps;                   // keys per warp in each tile
-// merge_splits has one block per row. With at most this many blocks it is launched early (PDL).
-constexpr int few_merged = 256;
+// merge_splits has one block per row. With at most this many rows it is launched early (PDL).
+constexpr int few_rows = 256;
 using OwnRows = Rows<Wr, pack_gqa>;
 
 struct Shared {
@@ -147,13 +147,13 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
     int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
   const int tiles = cdiv(sizes.M * pack_gqa, Br);
-  const long long heads_of_all = gridDim.x / (tiles * num_splits);
-  if (heads_of_all * sizes.M * pack_gqa <= few_merged) launch_dependents();
+  if (gridDim.x / (tiles * num_splits) * 1LL * sizes.M * pack_gqa <= few_rows) launch_dependents();
   const auto [index, head, batch] = place(blockIdx.x, tiles * num_splits, heads / pack_gqa);
   // Reversed order: the longest tiles first. Blocks that read the same keys are adjacent.
   const int first_row = (tiles - 1 - index % tiles) * Br;
   const int lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size;
   const int own_row = warp / key_warps * Wr, key_warp = warp % key_warps;
+  wait_for_launch_before();
   const Extent extent = extent_of(sizes, mods, batch, head * pack_gqa);
   if (!extent.has_tile_of_rows(first_row / pack_gqa)) return;
   const Scorer<real> scorer = {scale, mods};

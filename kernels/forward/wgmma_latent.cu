@@ -23,6 +23,7 @@
 #include <forward/parts/epilogue.cuh>
 #include <forward/parts/pack_weights.cuh>
 #include <forward/parts/split_tasks.cuh>
+#include <ptx/dependent_launch.cuh>
 #include <ptx/named_barrier.cuh>
 #include <ptx/setmaxnreg.cuh>
 #include <ptx/wgmma.cuh>
@@ -263,6 +264,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_latent(
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) init_barriers(shared);
   __syncthreads();
+  wait_for_launch_before();
   const KeySplits splits(O_splits, max_splits, sum_splits, num_splits);
   const Task task = task_at<queries, Bc, pack_gqa>(blockIdx.x, sizes, mods, heads, splits);
   if (!task.exists) return;

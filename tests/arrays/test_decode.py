@@ -489,6 +489,55 @@ def test_a_captured_call_takes_other_lengths(cuda, pages):
             require(out.get(), lse.get(), its[0], k, v, cache.lengths.get())
 
 
+# Lets the next launch begin at once, and copies after about 100 µs.
+LATE = r"""
+extern "C" __global__ void copy_late(const short* from, short* to, int count) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+  for (const long long start = clock64(); clock64() - start < 200000;) {}
+  for (int i = threadIdx.x; i < count; i += blockDim.x) to[i] = from[i];
+}
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("late", [0, 1, 2], ids=["q", "k", "lengths"])
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_a_call_waits_for_the_kernel_before_it(cuda, captured, late):
+    """The kernel before writes q, new keys or lengths while the call may already begin."""
+    import cupy
+
+    q, k, v = given("float16")
+    new = [cupy.asarray(drawn((BATCH, KV_HEADS, 1, x), "float16", seed=x)) for x in (D, DV)]
+    host = cache_of(k, v, np.minimum(LENGTHS, N - 1))
+    arrays = map(cupy.asarray, (host.k, host.v, host.lengths))
+    cache, there = cupyfa.KVCache(*arrays, layout="bshd"), cupy.asarray(q)
+    out = cupy.empty((BATCH, HEADS, 1, DV), "f2")
+    copy_late = cupy.RawKernel(LATE, "copy_late")
+    copy_late.compile()
+    to = (there, new[0], cache.lengths)[late]
+    kept, other = to.copy(), cupy.zeros_like(to)
+    cupy.cuda.Device().synchronize()
+
+    def call():
+        copy_late((1,), (256,), (kept, to, np.int32(to.nbytes // 2)))
+        cupyfa.attention(there, cache, append=new, out=out)
+
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        cupyfa.attention(there, cache, append=new, out=out)
+        right, written = out.get(), cache.k.get()
+        if captured:
+            stream.begin_capture()
+            call()
+            graph = stream.end_capture()
+        for _ in range(20):
+            to[...] = other
+            graph.launch() if captured else call()
+            np.testing.assert_array_equal(out.get(), right)
+            np.testing.assert_array_equal(cache.k.get(), written)
+
+
 def test_a_cache_describes_itself():
     _, k, v = given("float16")
     cache = cache_of(k, v, pages=True)

@@ -287,7 +287,7 @@ def launches(dtype, arch, *, cached=E4M3, size, by_page=False, M=1, d=128, N=819
     arrays |= {"pages": table} if size else {}
     arrays |= {x: y for x, y in read.items() if x in optional_inputs.SCALES}
     arrays |= {"k": new, "v": new, "cos": angles, "sin": angles, "used": lengths, "turned": q}
-    yield from kv_cache._plan(arrays, cache).programs
+    yield from kv_cache._plan(arrays, cache, limits_of(arch)).programs
 
 
 @pytest.mark.parametrize(
@@ -307,6 +307,7 @@ def launches(dtype, arch, *, cached=E4M3, size, by_page=False, M=1, d=128, N=819
 def test_nvrtc_compiles_what_decoding_launches(arch, dtype, form):
     for program in launches(dtype, arch, **form):
         assert compile_launch(program, arch).spilled_bytes == 0
+        assert program.begins_early == (int(arch) >= 90)
 
 
 @pytest.mark.gpu

@@ -802,11 +802,12 @@ def test_the_driver_gets_the_arguments_that_a_launch_would_have(driver, kernel):
                 assert ctypes.string_at(address, size) == np.asarray(value).tobytes()
 
 
-def test_only_launches_that_follow_another_begin_early(driver):
+@pytest.mark.parametrize("awaits_all", [False, True])
+def test_launches_begin_early_after_another_or_if_they_wait_for_all(driver, awaits_all):
     from cupyfa.runtime.cuda import device as cuda
 
-    kernel = FORWARD["mma_split_kv"]
-    kernel = replace(kernel, launches=[replace(x, begins_early=True) for x in kernel.launches])
+    kernel, how = FORWARD["mma_split_kv"], {"begins_early": True, "awaits_all": awaits_all}
+    kernel = replace(kernel, launches=[replace(x, **how) for x in kernel.launches])
     plan = planned(kernel, Simulator(), {"heads": 2, "M": 1, "N": 300, "d": 32}, "float16")
     arrays = arrays_of(plan)
     for steps in (plan.steps, plan.steps[1:]):
@@ -816,12 +817,35 @@ def test_only_launches_that_follow_another_begin_early(driver):
         Launcher(Driven(), replace(plan, steps=steps), arrays)(addresses, 42)
         functions = [function for function, *_ in driver]
         assert len(functions) == len(steps)
-        assert cuda._launch_kernel_ex().functions == functions[1:]
+        assert cuda._launch_kernel_ex().functions == functions[not awaits_all :]
         assert {stream for *_, stream, _ in driver} == {42}
     before_hopper = replace(Simulator().limits, arch="89")
     assert not any(
         x.begins_early for x in planning.plan(kernel, plan.problem, before_hopper).launches
     )
+
+
+def test_threads_take_turns_to_begin_a_launch_early(driver, monkeypatch):
+    """The arguments of such a launch are shared, even if it is the only one of its plan."""
+    from cupyfa.runtime.cuda import device as cuda
+
+    lock, was_locked = launcher._together[0], []
+    launch = cuda._launch_kernel_ex()
+
+    def launch_early(*given):
+        was_locked.append(lock.locked())
+        return launch(*given)
+
+    monkeypatch.setattr(cuda, "_launch_kernel_ex", lambda: launch_early)
+    sizes = {"heads": 2, "M": 1, "N": 300, "d": 32}
+    plan = planned(FORWARD["mma_split_kv"], Simulator(), sizes, "float16")
+    arrays = arrays_of(plan)
+    alone = Launcher(Driven(), replace(plan, steps=plan.steps[:1]), arrays)
+    addresses = tuple(x.data.ptr for x in arrays.values())
+    alone(addresses, 42)
+    start, _ = alone.fixed(addresses, 42)
+    start()
+    assert was_locked == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,7 @@ def test_an_interrupted_call_leaves_no_stale_address():
     step._memory, step._slots, step._maps = memory, [(i, (i, 0)) for i in range(3)], []
     step.start, step.pointers = lambda *_: launched.append(list(memory)), 0
     launcher = object.__new__(Launcher)
-    launcher._mine = SimpleNamespace(steps=[step], addresses=None)
+    launcher._mine, launcher._is_alone = SimpleNamespace(steps=[step], addresses=None), True
     launcher((1, 2, 3), 0)
     stops.append(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):

@@ -552,7 +552,7 @@ def _early_starter(
 ) -> Start:
     """Returns the function that starts a launch as a programmatic dependent launch.
 
-    Plans of several launches are queued under a lock, so only one thread at a time calls the
+    Launchers with such launches queue them under a lock, so only one thread at a time calls the
     function. It therefore reuses its ctypes objects, and writes only values that have changed.
     """
     attribute = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION)

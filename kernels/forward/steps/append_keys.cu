@@ -22,6 +22,7 @@
 //   angles_of_sums, has_prefix, page_size, has_e4m3, k_scale_by_page, v_scale_by_page
 #include <attention/kv_dtype.cuh>
 #include <attention/pages.cuh>
+#include <ptx/dependent_launch.cuh>
 #include <ptx/e4m3.cuh>
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
@@ -41,15 +42,24 @@ struct AngleOf<true> {
 };
 using Angle = AngleOf<angles_of_sums>::Type;
 
-// Writes a row in the cache's dtype; e4m3 elements are divided by `scale` first.
+// Writes a row in the dtype of `to`; e4m3 elements are divided by `scale` first. All elements are
+// loaded before the first is stored, because the compiler cannot move loads ahead of stores.
 template <int cols, class T, class Number>
 __device__ __forceinline__ void store_row(T* to, int lane, [[maybe_unused]] float scale,
                                           Number number) {
-  for (int col = lane; col < cols; col += warp_size) {
+  constexpr int own = cdiv(cols, warp_size);
+  scalar row[own];
+#pragma unroll
+  for (int i = 0; i < own; ++i)
+    if (lane + i * warp_size < cols) row[i] = number(lane + i * warp_size);
+#pragma unroll
+  for (int i = 0; i < own; ++i) {
+    const int col = lane + i * warp_size;
+    if (col >= cols) break;
     if constexpr (sizeof(T) == 1)
-      to[col] = {static_cast<unsigned char>(pack_e4m3(float(number(col)) / scale, 0, 0, 0))};
+      to[col] = {static_cast<unsigned char>(pack_e4m3(float(row[i]) / scale, 0, 0, 0))};
     else
-      to[col] = number(col);
+      to[col] = row[i];
   }
 }
 
@@ -88,6 +98,7 @@ extern "C" __global__ __launch_bounds__(threads) void append_keys(
   const long long index = blockIdx.x * (long long)(threads / warp_size) + threadIdx.x / warp_size;
   const int token = int(index % tokens), unit = int(index / tokens % own_heads);
   const long long batch_of = index / tokens / own_heads;
+  wait_for_launch_before();
   if (batch_of >= batches) return;
   const int batch = int(batch_of), lane = threadIdx.x % warp_size;
   const int before = max(0, min(lengths[batch], capacity));
@@ -121,6 +132,6 @@ extern "C" __global__ __launch_bounds__(threads) void append_keys(
     const int head = unit - (appends ? 2 * kv_heads : 0);
     const scalar* from = Q.row(batch, head, token);
     scalar* to = turned_Q.row(batch, head, token);
-    for (int col = lane; col < d; col += warp_size) to[col] = rotation.turned(from, col, angle);
+    store_row<d>(to, lane, 1, [&](int col) { return rotation.turned(from, col, angle); });
   }
 }

@@ -4,9 +4,9 @@
 #include <ptx/arch.cuh>
 
 // Waits until the previous launch has ended; all of its writes are then visible. A thread calls
-// this before it reads what earlier launches write, or writes what they read or write. At least one
-// thread of each block calls it; if the record has `unawaited` arrays, one thread of the launch is
-// enough. The launch then cannot end before the previous one does.  PTX: griddepcontrol.wait
+// this before it reads what earlier launches write, or writes what they use; with `awaits_all`,
+// before all accesses. At least one thread of each block calls it; with `unawaited`, one thread of
+// the launch is enough. It then cannot end before the previous one.  PTX: griddepcontrol.wait
 __device__ __forceinline__ void wait_for_launch_before() {
   if constexpr (on_hopper) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
