@@ -304,7 +304,8 @@ def test_sums_do_not_overflow_where_the_reference_is_its_authors():
     own = replace(cupyfa.kernel("fa2"), reference=lambda arrays, p, c: {})
 
     def values_of(record):
-        return {Fuzz(record, SIMULATOR).sample(i).case.values for i in range(SAMPLES["simulator"])}
+        fuzz = Fuzz(record, SIMULATOR)
+        return {fuzz.sample(i).case.values for i in range(SAMPLES["simulator"])}
 
     assert "lowest" in values_of(cupyfa.kernel("fa2")) and "lowest" not in values_of(own)
 
