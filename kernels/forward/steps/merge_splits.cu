@@ -40,10 +40,10 @@ extern "C" __global__ __launch_bounds__(threads) void merge_splits(
     Tensor<real> lse, int num_splits, Tensor<const operand> Q, StoredKeys K, StoredValues V,
     Sizes sizes, int heads, int group, real scale, Mods mods) {
   launch_dependents();
-  Shared& shared = shared_memory<Shared>();
-  const auto [row, head, batch] = place(blockIdx.x, sizes.M, heads);
   wait_for_launch_before();
   if (num_splits == 1) return;  // the only split has written O and lse itself
+  Shared& shared = shared_memory<Shared>();
+  const auto [row, head, batch] = place(blockIdx.x, sizes.M, heads);
   if (!extent_of(sizes, mods, batch).has_tile_of_rows(row)) return;  // no split computed this row
   const int lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size;
   const long long first = (long long)blockIdx.x * num_splits;
