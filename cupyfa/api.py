@@ -20,6 +20,7 @@ from cupyfa.call.inputs import TANGENTS, split_block_mask
 from cupyfa.call.keywords import (
     DTYPES,
     OF_BOTH_PASSES,
+    OF_HVP,
     OF_SCORES,
     convert_lists,
     read_devices,
@@ -57,7 +58,13 @@ from cupyfa.runtime.prepared import Prepared
 from cupyfa.score.dropout import Dropout, KeptWeights
 
 if TYPE_CHECKING:
-    from cupyfa.call.keywords import CallKeywords, CommonKeywords, NoKeywords, ScoreKeywords
+    from cupyfa.call.keywords import (
+        CallKeywords,
+        CommonKeywords,
+        HvpKeywords,
+        NoKeywords,
+        ScoreKeywords,
+    )
 
 Array = np.ndarray[Any, Any]
 
@@ -455,22 +462,10 @@ def hvp(
     dout: Any,
     *,
     tangents: Sequence[Any],
-    causal: Causal | bool = False,
-    window: Window | None = None,
-    offset: int | None = None,
-    scale: float | None = None,
-    score_mod: Text = None,
-    alibi_slopes: Any = None,
-    bias: Any = None,
-    mask: Any = None,
-    captured: Mapping[str, Any] | None = None,
-    sink: Any = None,
-    dropout: Dropout | None = None,
-    precision: Precision | None = None,
     backend: BackendName | Backend = "auto",
     layout: Layout = "bhsd",
     check: bool = False,
-    **unknown: Unpack[NoKeywords],
+    **scores: Unpack[HvpKeywords],
 ) -> tuple[Any, Any, Any]:
     """Computes the product of the Hessian of attention with a direction, in memory O(M d + N d).
 
@@ -487,16 +482,13 @@ def hvp(
 
     Pearlmutter, Fast exact multiplication by the Hessian, 1994.
     """
-    if unknown:
-        raise unknown_argument(hvp, unknown)
+    if not scores.keys() <= {*OF_HVP}:
+        raise unknown_argument(hvp, scores, OF_HVP)
     if type(q) in KINDS or type(k) in KINDS or type(v) in KINDS:
         raise Unsupported("hvp takes only dense arrays; call it for each sequence")
     if isinstance(tangents, Mapping):
         raise TypeError("tangents is a mapping, but hvp moves q, k and v; pass (dq, dk, dv)")
-    scores = causal, window, offset, scale, None, score_mod, precision  # in the order of OF_SCORES
-    own = alibi_slopes, bias, mask, sink, captured, dropout
-    how: Any = dict(zip(OF_SCORES, (*scores, *own), strict=True))
-    how |= {"backend": backend, "layout": layout, "check": check}
+    how: Any = {"backend": backend, "layout": layout, "check": check, **scores}
     (out, lse), (d_out, d_lse) = jvp(q, k, v, tangents=tangents, **how)
     record = bound_hvp((q, k, v), tangents, d_out, d_lse, layout)
     return backward(dout, q, k, v, out, lse, kernel=record, **how)  # type: ignore[return-value]
@@ -518,15 +510,15 @@ def compile(
         arrays are given as arrays or, with shapes, in the notation of ``plan``; dlse is an array or
         shape like lse. With shapes, ``out=`` is the dtype of the output, also for
         ``backward``, and a kernel must not be bound to arrays, since the problem determines their
-        shapes. tangents are arrays or, with shapes, the shapes of those of q, k and v.
+        shapes. tangents are arrays; with shapes, they are the shapes of dq, dk and dv.
 
     Returns a Prepared. ``prepared(q, k, v, out=None)`` or ``prepared(dout, q, k, v, out, lse,
     grads=None)`` takes a few microseconds for CuPy arrays, and raises for arrays of other shapes,
     strides, dtypes or devices. Optional arrays and dlse are passed by name in each call:
     ``prepared(q, k, v, bias=bias, captured={"slope": slope})``. That of ``jvp`` takes the tangents
     that move, ``prepared(q, k, v, dq, dk, dv)`` or d_bias=… by name, and returns (out, lse, d_out,
-    d_lse). Numbers such as scale are fixed at
-    compile time. Offsets and lengths are int32; in GPU memory they are not checked.
+    d_lse). Numbers such as scale are fixed at compile time. Offsets and lengths are int32; in GPU
+    memory they are not checked.
     """
     if len(arrays) not in (3, 6):
         raise TypeError(

@@ -27,14 +27,13 @@ if TYPE_CHECKING:
     from cupyfa.problem.options import Causal, Precision, Text, Window
     from cupyfa.runtime.backend import Backend
 
-    class ScoreKeywords(TypedDict, total=False):
-        """Keywords that change the result of attention."""
+    class HvpKeywords(TypedDict, total=False):
+        """Keywords that change the result of attention, and that ``hvp`` supports."""
 
         causal: Causal | bool
         window: Window | None
         offset: int | None
         scale: float | None
-        softcap: float | None
         score_mod: Text
         alibi_slopes: Any
         bias: Any
@@ -43,6 +42,11 @@ if TYPE_CHECKING:
         sink: Any
         dropout: Dropout | None
         precision: Precision | None
+
+    class ScoreKeywords(HvpKeywords, total=False):
+        """Keywords that change the result of attention."""
+
+        softcap: float | None
 
     class CommonKeywords(ScoreKeywords, total=False):
         """Keywords that ``attention`` and ``backward`` share, except kernel and tiles."""
@@ -69,6 +73,7 @@ OPTIONS = ("causal", "window", "offset", "scale", "softcap", "score_mod", "preci
 # Keywords for optional arrays and captured values.
 _ARRAYS = (*optional_inputs.OWN_ARRAYS, "captured")
 OF_SCORES = (*OPTIONS, *_ARRAYS, "dropout")
+OF_HVP = tuple(name for name in OF_SCORES if name != "softcap")
 # Keywords that ``vjp`` passes to both the forward and the backward pass.
 OF_BOTH_PASSES = (*OF_SCORES, "backend", "layout", "check")
 

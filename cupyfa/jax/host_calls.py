@@ -22,8 +22,8 @@ _SEEDS = tuple(f"mods.{x}" for x in SEEDS)
 def call_on_host(shaped: ShapedCall, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
     """Computes a call in the simulator, or by the reference if its backend is not "simulator".
 
-    The reference computes in float64 and rounds the results. The plan of the simulator is
-    made here, too, so that its errors reach the caller: JAX replaces those of a callback.
+    The reference computes in float64 and rounds the results. For the simulator, the call is
+    planned outside of the callback, because JAX replaces errors that a callback raises.
     """
     in_simulator = shaped.call.backend == "simulator" and not shaped.is_empty
     if in_simulator:

@@ -132,8 +132,8 @@ class Launch(_Record):
         launch begins when all blocks of the previous launch have ended or called
         launch_dependents().
     awaits_all: whether every thread calls wait_for_launch_before() before its first access to
-        global memory. Then the launch also begins early as the first of a call, while any kernel
-        before it in the stream ends.
+        global memory. Such a launch begins early even as the first of a call, when the previous
+        kernel in the stream is one of the program.
     unawaited: names of arrays, separated by blanks, that the launch reads without waiting. The
         previous launch must only read them, too, and call wait_for_launch_before() before
         launch_dependents(), so that the launches that write these arrays have ended when this one

@@ -149,8 +149,8 @@ class Operation:
         return sum(x.bytes(p) for x in moved)
 
     def inputs_of(self, p: Problem) -> dict[str, Input]:
-        """Returns a problem's inputs, including the arrays that its expressions read, and the
-        tangents of those that move.
+        """Returns a problem's inputs, including the arrays that its expressions read and, for the
+        operation "tangent", the tangents of these arrays.
         """
         read = {x.input: _input_of(x) for x in p.modifiers.arrays}
         if self.name == "tangent":

@@ -229,8 +229,8 @@ def array_options(command: Command) -> Command:
     wrt = click.option(
         _long(WRT),
         metavar="NAMES",
-        help="Further arrays of which backward kernels compute gradients and which tangent kernels "
-        "move, such as bias,slope: bias, alibi_slopes, sink and captured arrays of floats.",
+        help="Arrays such as bias,slope: bias, alibi_slopes, sink and captured arrays of floats. "
+        "Backward kernels also compute their gradients; tangent kernels also move them.",
     )
     blocks = click.option(
         _long(shape_language.BLOCK_MASK),

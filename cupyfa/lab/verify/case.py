@@ -434,8 +434,8 @@ def _spread_ends(bias: np.ndarray, scores: np.dtype, rng: np.random.Generator) -
     """Writes the lowest number to about a third of a bias's rows and columns, and half of the
     largest number to a few elements of the remaining rows.
 
-    Both are those of the dtype of the bias or of the scores that a kernel computes, whose range is
-    smaller: a kernel of float32 scores reads a float64 bias of -1e308 as -inf.
+    The numbers are in the range of both dtypes, that of the bias and that of the kernel's scores:
+    a kernel with float32 scores reads a float64 bias of -1e308 as -inf.
     """
     ends = min(map(ml_dtypes.finfo, (bias.dtype, scores)), key=lambda x: float(x.max))
     rows, keys = (rng.random(n) < 0.3 for n in bias.shape[2:])
