@@ -56,6 +56,14 @@ def process(args, *, begin=CLI, env=None, **options):
     )
 
 
+def write_programs(folder):
+    """Writes programs `cupyfa` and `python` that run this checkout; returns their folder."""
+    for name, module in (("cupyfa", "-m cupyfa"), ("python", "")):
+        (folder / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
+        (folder / name).chmod(0o755)
+    return folder
+
+
 def refused(*args, code):
     """Runs a command that must fail without output to stdout; returns its error message."""
     done = cli(*args, code=code)

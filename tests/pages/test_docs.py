@@ -21,7 +21,6 @@ import re
 import runpy
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
@@ -29,6 +28,7 @@ from pathlib import Path
 
 import click
 import pytest
+from helpers.cli import write_programs
 
 import cupyfa
 from cupyfa.planner.source import ROOT
@@ -113,10 +113,7 @@ def read(page):
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory):
     """Returns environment variables that map `cupyfa` and `python` to these tests' programs."""
-    programs = tmp_path_factory.mktemp("programs")
-    for name, module in (("cupyfa", "-m cupyfa"), ("python", "")):
-        (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
-        (programs / name).chmod(0o755)
+    programs = write_programs(tmp_path_factory.mktemp("programs"))
     return {
         **os.environ,
         # Processes of pytest-xdist share compiled kernels and measurements.

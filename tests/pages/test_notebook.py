@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from helpers.cli import write_programs
 
 import cupyfa
 
@@ -79,7 +80,9 @@ def test_a_notebook_prints_what_is_stored(notebook, tmp_path):
 
 @pytest.mark.gpu
 def test_the_course_measures_on_a_gpu(cuda, tmp_path):
-    text = printed(executed(COURSE, tmp_path, {"CUPYFA_BACKEND": "auto"}))
+    (programs := tmp_path / "programs").mkdir()
+    path = os.pathsep.join([str(write_programs(programs)), os.environ["PATH"]])
+    text = printed(executed(COURSE, tmp_path, {"CUPYFA_BACKEND": "auto", "PATH": path}))
     assert "kernels run on: cuda" in text
     assert len(re.findall(r"^\w+ +\d+\.\d{3} ms$", text, re.M)) == 5
 

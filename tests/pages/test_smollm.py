@@ -517,15 +517,17 @@ def test_the_perplexity_of_smollm_in_bfloat16(modules, smollm, backend):
 @needs_weights
 @pytest.mark.gpu
 def test_greedy_tokens_of_smollm_on_a_gpu_are_those_of_float64(modules, smollm):
+    """Each token has the largest logit of float64 after all tokens before it.
+
+    By induction over the tokens, greedy decoding in float64 generates the same ones.
+    """
     sizes, weights, fields = smollm
     question = "Write a long story about a lighthouse keeper who learns to build radios."
-    found = []
-    for dtype, backend in (("float32", "cuda"), ("float64", "numpy")):
-        model = modules["model"].Model(sizes, weights, dtype, backend)
-        prompt = modules["tokenizer"].Tokenizer(fields).chat(question)
-        request = modules["generator"].Request(prompt, 256)
-        generator = modules["generator"].Generator(model, slots=1, capacity=512)
-        generator.submit(request)
-        list(generator.run())
-        found.append(request.tokens)
-    assert found[0] == found[1]
+    prompt = modules["tokenizer"].Tokenizer(fields).chat(question)
+    request = modules["generator"].Request(prompt, 256)
+    model = modules["model"].Model(sizes, weights, "float32", "cuda")
+    generator = modules["generator"].Generator(model, slots=1, capacity=512)
+    generator.submit(request)
+    list(generator.run())
+    exact = dense_logits(sizes, weights, request.tokens[:-1])[request.prompt - 1 :]
+    np.testing.assert_array_equal(request.tokens[request.prompt :], exact.argmax(-1))
