@@ -565,11 +565,11 @@ def splits_at_once(splits: Formula) -> Formula:
 
 
 def merge_splits(splits: Formula) -> Launch:
-    """Makes the launch that merges the results of splits; it does nothing if there is one split."""
+    """Makes the launch that merges the results of splits; one split needs none."""
     return Launch(
         "merge_splits",
         args=f"{SPLITS} O lse num_splits Q K V sizes heads group scale mods",
-        grid=lambda p, c: p.M * p.heads * p.batch if splits(p, c) > 1 else 1,
+        grid=lambda p, c: p.M * p.heads * p.batch if splits(p, c) > 1 else None,
         threads=lambda p, c: MERGE_WARPS * WARP,
         shared=lambda p, c: 4 * MERGE_WARPS * (round_up(p.dv, 16) + 2),
         constants={"at_once": splits_at_once(splits)},
@@ -639,7 +639,7 @@ def fa2_split_kv(splits: Formula) -> Kernel:
             Launch(
                 "merge_rows",
                 args=f"{SPLITS} O lse num_splits sizes heads mods",
-                grid=lambda p, c: p.M * p.heads * p.batch if splits(p, c) > 1 else 1,
+                grid=lambda p, c: p.M * p.heads * p.batch if splits(p, c) > 1 else None,
                 threads=lambda p, c: MERGE_WARPS * WARP,
                 numbers={"num_splits": splits},
             ),

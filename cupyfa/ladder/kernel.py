@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Formula = Callable[[Problem, SimpleNamespace], int]
 Constant = Callable[[Problem, SimpleNamespace], float]  # returns a float, an int or a bool
-Grid = Callable[[Problem, SimpleNamespace], "int | tuple[int, ...]"]
+Grid = Callable[[Problem, SimpleNamespace], "int | tuple[int, ...] | None"]
 Float = Callable[[Problem, SimpleNamespace], float]
 Walk = Callable[[Problem, SimpleNamespace], "tuple[int, int] | None"]  # tile size (rows, keys)
 Reference = Callable[[Arrays, Problem, SimpleNamespace], Mapping[str, Any]]
@@ -109,8 +109,8 @@ class Launch(_Record):
         - ``mods``, the struct Mods that is declared above the file: the arrays and numbers of
           options that modify scores. It is empty for unmodified scores.
 
-    grid, threads, shared: the number of blocks (or up to three numbers), threads per block, and
-        bytes of dynamic shared memory.
+    grid, threads, shared: the number of blocks (or up to three numbers, or None if the launch has
+        nothing to do and is left out), threads per block, and bytes of dynamic shared memory.
     constants: additional constants to declare above the file, as ``{"name": lambda p, c: …}``:
         bools, integers, or floats, which are rounded to single precision.
     file: the path of the file, if it is neither in the folder of the kernel's operation nor in

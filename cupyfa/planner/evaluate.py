@@ -229,10 +229,11 @@ class _Planner:
         of_grid = self.on_device(round=number)
         blocks = self.kernel.evaluated(f"grid of {entry}", launch.grid, p, of_grid)
         counts = tuple(blocks) if isinstance(blocks, Sequence) else (blocks,)
+        is_needed = blocks is not None
         threads = self.kernel.evaluated(f"threads of {entry}", launch.threads, p, c)
         shared_bytes = self.kernel.evaluated(f"shared of {entry}", launch.shared, p, c)
-        self.check_formulas(launch, counts, threads, shared_bytes)
-        x, y, z, *_ = (*counts, 1, 1)
+        self.check_formulas(launch, counts if is_needed else (1,), threads, shared_bytes)
+        x, y, z, *_ = (*counts, 1, 1) if is_needed else (0, 1, 1)
         self.check_limits((x, y, z), threads, shared_bytes)
         own = {
             name: self.constant(f"{name} of {entry}", formula)

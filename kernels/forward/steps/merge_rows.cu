@@ -8,7 +8,7 @@
 //   O_splits [batch, heads, M, num_splits, dv]
 //   max_splits, sum_splits [batch, heads, M, num_splits]
 //   O [batch, heads, M, dv]    lse [batch, heads, M]
-//   grid (M * heads * batch; 1 if there is one split)    block (threads): each thread owns columns
+//   grid (M * heads * batch)    block (threads): each thread owns columns
 //   the host sets: scalar, result, real, dv, threads and options (extent.cuh)
 #include <attention/online_softmax.cuh>
 #include <attention/score.cuh>
@@ -17,7 +17,6 @@
 extern "C" __global__ __launch_bounds__(threads) void merge_rows(
     const real* O_splits, const real* max_splits, const real* sum_splits, Tensor<result> O,
     Tensor<real> lse, int num_splits, Sizes sizes, int heads, Mods mods) {
-  if (num_splits == 1) return;  // the only split has written O and lse itself
   const auto [row, head, batch] = place(blockIdx.x, sizes.M, heads);
   if (!extent_of(sizes, mods, batch).has_tile_of_rows(row)) return;  // no split computed this row
   const long long first = (long long)blockIdx.x * num_splits;

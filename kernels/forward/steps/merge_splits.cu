@@ -9,8 +9,8 @@
 //   O_splits [batch, heads, M, num_splits, width]
 //   max_splits, sum_splits [batch, heads, M, num_splits]
 //   O [batch, heads, M, dv]    lse [batch, heads, M]
-//   grid (M * heads * batch; 1 if there is one split)    block (threads): the warps share the
-//   splits and load `at_once` of them at a time; a lane owns four of every 128 columns
+//   grid (M * heads * batch)    block (threads): the warps share the splits and load `at_once` of
+//   them at a time; a lane owns four of every 128 columns
 //   the host sets: scalar, result, operand, real, at_once, d, dv, threads, shared_bytes and options
 //   (extent.cuh)
 #include <attention/kv_dtype.cuh>
@@ -41,7 +41,6 @@ extern "C" __global__ __launch_bounds__(threads) void merge_splits(
     Sizes sizes, int heads, int group, real scale, Mods mods) {
   launch_dependents();
   wait_for_launch_before();
-  if (num_splits == 1) return;  // the only split has written O and lse itself
   Shared& shared = shared_memory<Shared>();
   const auto [row, head, batch] = place(blockIdx.x, sizes.M, heads);
   if (!extent_of(sizes, mods, batch).has_tile_of_rows(row)) return;  // no split computed this row
