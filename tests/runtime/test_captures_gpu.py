@@ -1,5 +1,6 @@
 """Calls while torch or CuPy captures their stream into a CUDA graph, in the strictest mode."""
 
+import gc
 from contextlib import contextmanager
 
 import numpy as np
@@ -131,10 +132,13 @@ def test_cupy_captures_a_call_in_the_mode_of_torch(name):
         lambda x: cupy.asarray(x, np.int32),
     )[name]
     cupy.cuda.Device().synchronize()
+    gc.collect()  # freeing a graph or a function of JAX would invalidate the capture
     with cupy.cuda.Stream(non_blocking=True) as stream:
         stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
-        results = call()
-        graph = stream.end_capture()
+        try:
+            results = call()
+        finally:
+            graph = stream.end_capture()
     require_replay(graph.launch, cupy.cuda.Device().synchronize, results, call, source)
 
 
