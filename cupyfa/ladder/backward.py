@@ -29,7 +29,8 @@ from cupyfa.ladder.split_float32 import (
     REPAIR_SPLIT_GRADIENTS,
     SPLIT_FOR_GRADIENTS,
     UNITS,
-    pays_for_splitting,
+    pays_for_gradients,
+    pays_for_short_gradients,
     row_slabs,
 )
 from cupyfa.ladder.tiles import TileChoice, cdiv, named
@@ -450,6 +451,12 @@ MMA_F64_COLUMNS = rung(
             128: [(32, 64, 8, 1), (16, 64, 8, 1), (16, 32, 4, 1)],
             256: [(16, 32, 8, 1)],
         },
+        # Two blocks run on an SM at a time: one loads while the other computes.
+        few_rows={
+            16: {64: [(16, 64, 4, 2)]},
+            32: {64: [(32, 32, 4, 1)]},
+            64: {64: [(16, 64, 4, 2)]},
+        },
     ),
     candidates={"Br": (16, 32, 64), "Bc": (16, 32, 64, 128), "warps": (4, 8), "stages": (1, 2)},
     rules={
@@ -601,6 +608,7 @@ MMA_FP16X2_TWO_PASS = rung(
             ],
         },
         on={"90": {64: [(32, 128, 8, 2, 128, 32, 32, 2)]}},  # two blocks of the dQ pass share an SM
+        few_rows={64: {64: [(16, 64, 4, 1, 64, 16, 16, 1)]}},
     ),
     candidates={
         "Br": (16, 32),
@@ -630,7 +638,7 @@ MMA_FP16X2_TWO_PASS = rung(
     parts="float16",
     scratch=GRADIENT_SCRATCH,
     tflops={"float32": {64: 64.9, 128: 71.1, 256: 59.2}},
-    made_for=pays_for_splitting,
+    made_for=pays_for_short_gradients,
     after=(),
 )
 MMA_SLICES_BACKWARD = rung(
@@ -1131,6 +1139,7 @@ WGMMA_FP16X2_TWO_PASS = rung(
         "stats": (lambda p, c: 4 * row_tiles(p, c) * c.Br, "real"),
     },
     tflops={"float32": {64: 100, 128: 111, 256: 102}},
+    made_for=pays_for_gradients,
     after=(),
 )
 

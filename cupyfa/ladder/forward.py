@@ -189,6 +189,8 @@ FA2_COALESCED = rung(
             align=16,
         )
     },
+    # With few rows, most threads of a large block would own none.
+    tiles=TileChoice(FA2.choice.usual, few_rows={64: {128: named("Br Bc", (32, 16))}}),
     tflops={
         "float16": {64: 15.4, 128: 10.4, 256: 10.3, 1024: 1.64},
         "bfloat16": {64: 12.8, 128: 6.85, 256: 6.82, 1024: 0.803},

@@ -31,10 +31,27 @@ def pays_for_few_rows(p: Problem, c: SimpleNamespace) -> bool:
     """Returns whether splitting pays off in the forward pass, either per head or for many heads.
 
     In the time of one tile on tensor cores, even of a partly filled one, a multiprocessor computes
-    12 rows without tensor cores.
+    12 rows without tensor cores. Heads of at most 64 rows, keys and columns cost more to split than
+    to compute.
     """
-    every = 0 if p.sequences is not None else p.batch * p.heads * p.M
-    return pays_for_splitting(p, c) or (p.M >= 32 and every >= 12 * c.multiprocessors)
+    is_small = max(p.M, p.N, p.d, p.dv) <= 64
+    return pays_for_splitting(p, c) or (p.M >= 32 and not is_small and has_rows(p, c, each=12))
+
+
+def pays_for_gradients(p: Problem, c: SimpleNamespace) -> bool:
+    """Returns whether splitting pays off in the backward pass, per head or for many heads."""
+    return pays_for_splitting(p, c) or (p.M >= 96 and has_rows(p, c, each=128))
+
+
+def pays_for_short_gradients(p: Problem, c: SimpleNamespace) -> bool:
+    """Returns whether splitting pays off in the backward pass with small tiles for short heads."""
+    fits = 32 < max(p.d, p.dv) <= 64 and p.M >= 40
+    return pays_for_gradients(p, c) or (fits and has_rows(p, c, each=128))
+
+
+def has_rows(p: Problem, c: SimpleNamespace, *, each: int) -> bool:
+    """Returns whether all heads together have `each` rows per multiprocessor; no ragged batch."""
+    return p.sequences is None and p.batch * p.heads * p.M >= each * c.multiprocessors
 
 
 def _elements(p: Problem) -> int:

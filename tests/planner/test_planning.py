@@ -188,6 +188,13 @@ ROWS = {"batch": 4, "heads": 16, "N": 1024, "d": 128}
 # S, P, dS and dP of some heads.
 STORED = {"batch": 2, "heads": 16, "M": 1024, "N": 1024, "d": 256, "dtype": "float64"}
 F16, F64 = {"dtype": "float16"}, {"dtype": "float64"}
+
+
+def short(length, **sizes):
+    """Returns sizes of many heads of a few rows and as many keys."""
+    return {"batch": 4096, "heads": 4, "M": length, "N": length, **sizes}
+
+
 # The kernel that "auto" selects for these sizes on an architecture; M and d are 64 by default.
 CHOSEN = [
     ("fa2_coalesced", "90", {"d": 128}),
@@ -236,6 +243,17 @@ CHOSEN = [
     ("mma_slices_backward", "80", {"d": 4096, "dtype": "bfloat16"}),
     ("mma_columns", "80", {"d": 256, **F16}),
     ("rows", "80", {"d": 257}),
+    # Many short heads.
+    ("fa2_coalesced", "90", short(42)),
+    ("fa2_coalesced", "90", short(64, d=32)),
+    ("wgmma_fp16x2", "90", short(65)),
+    ("wgmma_fp16x2", "90", short(42, d=128)),
+    ("rows", "90", short(39)),
+    ("rows", "90", short(42, d=32)),
+    ("mma_fp16x2_two_pass", "90", short(42)),
+    ("wgmma_fp16x2_two_pass", "90", short(96)),
+    ("mma_fp16x2_two_pass", "80", short(96)),
+    ("rows", "90", short(128, batch=4)),
 ]
 
 
