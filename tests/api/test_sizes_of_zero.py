@@ -133,14 +133,6 @@ def test_no_elements_with_every_input(sizes, sort):
     assert prepared(**named).shape == out.shape
 
 
-@pytest.mark.parametrize("shape", [{"M": 0}, {"N": 0}, {"M": 0, "N": 0}], ids=str)
-def test_an_offset_that_nothing_reads_is_refused_all_the_same(shape):
-    (q, k, v), _ = inputs(**shape)
-    for text in ({}, {"score_mod": "score * 2"}, {"mask": "key != 1"}):
-        with pytest.raises(ValueError, match="no option of this call depends on query positions"):
-            cupyfa.attention(q, k, v, offset=2, **text, **SIM)
-
-
 CACHES = {
     "no batch": {"batch": 0},
     "no tokens": {"tokens": 0},

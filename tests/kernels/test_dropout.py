@@ -92,42 +92,6 @@ def test_numbers_are_not_compiled_in(kernel):
     assert plain == text(dropout=0.0, dropout_seed=5) == text(dropout=1e-7, dropout_seed=5)
 
 
-@pytest.mark.parametrize(
-    "given, error, message",
-    [
-        ({"rate": 1.0}, ValueError, "dropout is 1.0; pass the probability .* below 1"),
-        ({"rate": 0.99999}, ValueError, "dropout is 0.99999; .* a multiple of 1/16384"),
-        ({"rate": -0.1}, ValueError, "dropout is -0.1; pass the probability"),
-        ({"rate": np.nan}, ValueError, "dropout is nan; pass the probability"),
-        ({"rate": "0.1"}, TypeError, "dropout is '0.1'; pass a number, or None for none"),
-        ({"rate": True}, TypeError, "dropout is True; pass a number"),
-        ({"seed": None}, ValueError, "dropout is 0.5 without a seed; pass"),
-        ({"seed": -1}, ValueError, r"dropout_seed is -1; .* number from 0 to 2\*\*64 - 1"),
-        ({"seed": 2**64}, ValueError, "dropout_seed is 18446744073709551616; "),
-        (
-            {"seed": 1.5},
-            TypeError,
-            "dropout_seed is 1.5; pass a whole number or a one-element array",
-        ),
-        ({"offset": 2**32}, ValueError, "dropout_offset is 4294967296; "),
-    ],
-    ids=str,
-)
-def test_wrong_numbers_are_refused(given, error, message):
-    x, dropout = np.zeros((1, 2, 3), F), Dropout(0.5, 3)._replace(**given)
-    with pytest.raises(error, match=message):
-        cupyfa.attention(x, x, x, dropout=dropout, backend="simulator")
-    with pytest.raises(error, match=message):
-        cupyfa.dropout_mask(dropout, batch=1, heads=1, M=2, N=2)
-
-
-@pytest.mark.parametrize("given", [0.1, True, (0.1, 3), {"rate": 0.1}], ids=str)
-def test_a_number_alone_is_no_dropout(given):
-    x = np.zeros((1, 2, 3), F)
-    with pytest.raises(TypeError, match=r"dropout is .*; pass cupyfa.Dropout\(rate, seed\), with"):
-        cupyfa.attention(x, x, x, dropout=given, backend="simulator")
-
-
 def test_without_dropout_a_seed_changes_nothing():
     assert AttentionOptions(dropout_seed=5, dropout_offset=3) == AttentionOptions()
     assert AttentionOptions(dropout=None) == AttentionOptions(dropout=np.float32(0))
@@ -205,17 +169,7 @@ def test_prepared_calls_read_a_seed_each_time(backend):
     assert [x.name for x in plan.problem.operands] == ["dropout_seed", "dropout_offset"]
 
 
-@pytest.mark.parametrize(
-    "given, error, message",
-    [
-        (np.array([1, 2]), ValueError, r"dropout_seed has shape \(2,\); .* must be \(\) or \(1,\)"),
-        (np.array([1.0]), TypeError, "dropout_seed is float64; it must be an integer dtype"),
-        (np.array(True), TypeError, "dropout_seed is bool; it must be an integer dtype"),
-    ],
-    ids=str,
-)
-def test_arrays_that_are_no_seed_are_refused(backend, given, error, message):
+@pytest.mark.parametrize("given", [np.array([1, 2]), np.array([1.0]), np.array(True)], ids=str)
+def test_without_dropout_a_seed_in_memory_is_not_read(backend, given):
     x = np.zeros((1, 2, 3), F)
-    with pytest.raises(error, match=message):
-        cupyfa.attention(x, x, x, dropout=Dropout(0.5, given), backend=backend)
-    cupyfa.attention(x, x, x, dropout=Dropout(0.0, given), backend=backend)  # ignores the seed
+    cupyfa.attention(x, x, x, dropout=Dropout(0.0, given), backend=backend)

@@ -76,10 +76,3 @@ def test_scratch_is_bounded_and_rounds_move_the_same_bytes(dtype, M, d):
     whole = planning.plan(of_rounds(2**31), problem, usual)
     assert plan.scratch_bytes < 2**30 < whole.scratch_bytes
     assert planned_bytes(plan) == planned_bytes(whole)
-
-
-def test_records_cannot_hide_heads_that_launches_number():
-    with pytest.raises(ValueError, match=r"round_heads requires features other than .*places"):
-        replace(BASELINE, features=("places",))
-    with pytest.raises(ValueError, match="round_heads must be a formula.*Matmul is in rounds"):
-        replace(BASELINE, round_heads=None)

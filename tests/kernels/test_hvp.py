@@ -9,7 +9,7 @@ import pytest
 from helpers.problems import drawn
 
 import cupyfa
-from cupyfa import Dropout, Packed
+from cupyfa import Dropout
 from cupyfa.lab.verify.case import Case
 from cupyfa.ladder.hvp import HVP
 from cupyfa.planner.source import KERNELS, ROOT
@@ -199,37 +199,3 @@ def test_a_check_finds_faults(tmp_path, fault):
 def test_a_check_of_random_problems_passes():
     checked = cupyfa.check(HVP, backend="simulator", samples=12)
     assert not checked.failures
-
-
-@pytest.mark.parametrize(
-    "how, error, message",
-    [
-        ({"softcap": 2.0}, TypeError, r"hvp\(\) has no argument 'softcap'; it accepts .*causal"),
-        (
-            {"score_mod": "tanh(score)"},
-            cupyfa.Unsupported,
-            "expressions that do more than add to the",
-        ),
-        (
-            {"score_mod": "2 * score"},
-            cupyfa.Unsupported,
-            "expressions that do more than add to the",
-        ),
-        ({"tangents": {"q": np.zeros(SHAPES[0])}}, TypeError, r"pass \(dq, dk, dv\)"),
-        ({"kernel": "fa2"}, TypeError, r"hvp\(\) has no argument 'kernel'"),
-    ],
-)
-def test_what_is_not_supported_is_refused(how, error, message):
-    qkv, dout, tangents = arrays()
-    with pytest.raises(error, match=message):
-        cupyfa.hvp(*qkv, dout, **{"tangents": tangents, "backend": "simulator", **how})
-
-
-def test_other_arrays_and_directions_are_refused():
-    qkv, dout, tangents = arrays()
-    two = [np.stack([x, x]) for x in tangents]
-    with pytest.raises(ValueError, match="tangents have 2 directions; hvp takes one"):
-        cupyfa.hvp(*qkv, dout, tangents=two, backend="simulator")
-    packed = [Packed(x[0].swapaxes(0, 1), np.array([0, x.shape[2]], np.int32)) for x in qkv]
-    with pytest.raises(cupyfa.Unsupported, match="hvp takes only dense arrays"):
-        cupyfa.hvp(*packed, dout, tangents=tangents, backend="simulator")

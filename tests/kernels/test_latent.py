@@ -5,7 +5,7 @@ import pytest
 from helpers.problems import FORWARD, inputs_of, name, planned
 
 import cupyfa
-from cupyfa import Problem, Unsupported
+from cupyfa import Problem
 from cupyfa.lab.analysis.resources import compile_launch, limits_of
 from cupyfa.planner import choose_kernel as planning
 from cupyfa.runtime import guard
@@ -179,16 +179,6 @@ def test_masked_values_do_not_matter_in_either_half_of_the_columns(backend, colu
     inputs = inputs_of(plan)
     inputs["V"][..., 60, columns] = np.nan
     guard.checked(backend, plan, inputs, {})
-
-
-@pytest.mark.parametrize(
-    "sizes, reason",
-    [({"d": 580}, "head dimensions up to 576"), ({"d": 64, "dv": 520}, "of v up to 512")],
-)
-def test_wider_heads_are_refused(sizes, reason):
-    problem = Problem.of_sizes(M=1, **sizes, dtype="float16")
-    with pytest.raises(Unsupported, match=rf"{reason}; kernels that can: .*wgmma_slices"):
-        planning.plan(LATENT, problem, H100)
 
 
 @pytest.mark.parametrize("pages", [{}, *({"page_size": size} for size in (16, 64, 128))], ids=name)

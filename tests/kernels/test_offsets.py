@@ -6,7 +6,7 @@ from helpers.gradients import BACKWARD, tiles_of
 from helpers.problems import FORWARD, USUAL, check_case, qkv, usual_first
 
 import cupyfa
-from cupyfa import Problem, Unsupported
+from cupyfa import Problem
 from cupyfa.lab.bench.sweeps import usual_dtype
 from cupyfa.lab.verify import transforms
 from cupyfa.lab.verify.case import Case
@@ -91,36 +91,6 @@ def test_offsets_of_minus_m_hide_everything(backend):
         q, k, v, causal=True, offset=-(2**30), return_lse=True, backend=backend
     )
     assert not out.any() and (lse == -np.inf).all()
-
-
-@pytest.mark.parametrize(
-    "wrong, error, message",
-    [
-        ({"offset": 3}, ValueError, "no option of this call depends on query positions"),
-        ({"offset": 3, "causal": "top-left"}, ValueError, "pass causal=True with the offset"),
-        ({"offset": 2.0, "causal": True}, TypeError, "pass a whole number, or None for N - M"),
-        ({"offset": True, "causal": True}, TypeError, "pass a whole number"),
-        ({"offset": 2**30 + 1, "causal": True}, ValueError, "from -2\\*\\*30 to 2\\*\\*30"),
-    ],
-)
-def test_wrong_offsets(wrong, error, message):
-    q, k, v = arrays(10, 12)
-    with pytest.raises(error, match=message):
-        cupyfa.attention(q, k, v, backend="simulator", **wrong)
-
-
-def test_padded_arrays_have_no_offset():
-    q, k, v = arrays(10, 12)
-    padded = q, cupyfa.Padded(k, [4, 5]), cupyfa.Padded(v, [4, 5])
-    with pytest.raises(Unsupported, match="leave offset out"):
-        cupyfa.attention(*padded, causal=True, offset=1, backend="simulator")
-
-
-def test_decode_has_no_offset():
-    q, k, v = arrays(1, 12)
-    cache = cupyfa.KVCache(k, v, np.array([5, 6], "i4"))
-    with pytest.raises(ValueError, match="new tokens are the last tokens"):
-        cupyfa.attention(q, cache, causal=True, offset=3)
 
 
 def test_shrinking_drops_the_offset_with_its_mask():

@@ -121,26 +121,6 @@ def test_the_dtype_of_the_inputs_is_the_usual_one():
         assert p == Problem.of_sizes(**SIZES, d=8, dtype=dtype) and p.out_dtype == p.dtype
 
 
-@pytest.mark.parametrize(
-    "dtype, out_dtype, error",
-    [
-        ("float16", "float64", "out_dtype is 'float64', but the dtype is float16; use 'float16' "),
-        ("float16", "bfloat16", "use 'float16' or 'float32', or leave out_dtype out"),
-        ("float32", "float16", "but the dtype is float32; use 'float32', or leave out_dtype out"),
-        ("float64", "float32", "but the dtype is float64; use 'float64', or leave out_dtype out"),
-        (
-            "float16",
-            np.int32,
-            "out_dtype is 'int32'; use 'float32', or leave out_dtype out",
-        ),
-        ("float16", "single", "out_dtype is 'single'; use 'float32'"),
-    ],
-)
-def test_other_dtypes_are_refused(dtype, out_dtype, error):
-    with pytest.raises(ValueError, match=error):
-        cupyfa.attention(*inputs_of_call(dtype), out=out_dtype, backend="simulator")
-
-
 def test_arrays_of_another_dtype_are_refused():
     q, k, v = inputs_of_call()
     how = {"backend": "simulator"}

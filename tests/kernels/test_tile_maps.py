@@ -7,7 +7,6 @@ from helpers.problems import PAIRED, able, drawn, qkv, usual_first
 import cupyfa
 from cupyfa.arrays import block_mask
 from cupyfa.lab.bench.sweeps import usual_dtype
-from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Launch
 
 M, N = 150, 170
@@ -172,25 +171,3 @@ def test_gradients_by_a_pullback(backend):
     np.testing.assert_array_equal(out, same)
     for x, y in zip(pullback(out), plain(out)):
         np.testing.assert_allclose(x, y, rtol=1e-12)
-
-
-@pytest.mark.parametrize(
-    "sizes, message",
-    [
-        (
-            {"M": 9, "N": N},
-            "but the call has batch=1, heads=4, M=150, N=170; create a block mask with M=",
-        ),
-        ({"M": M, "N": N, "heads": 2}, "create a block mask with heads=4"),
-        (
-            {"M": M, "N": N, "mask_mod": "key <= query + head"},
-            "uses head, .* create a block mask with heads=4",
-        ),
-        ({"M": M, "N": N, "batch": 3}, "create a block mask with batch=1"),
-    ],
-)
-def test_other_sizes_are_refused(sizes, message):
-    mask = cupyfa.block_mask(**{"mask_mod": "key <= query", **sizes})
-    q, k, v = inputs_of_call(LADDER["forward"]["fa2"])
-    with pytest.raises(ValueError, match=message):
-        cupyfa.attention(q, k, v, mask=mask, kernel="fa2", backend="simulator")

@@ -120,12 +120,6 @@ def test_an_array_may_be_for_some_problems_only():
         cupyfa.attention(q, k, v, causal=True, kernel=without, backend="simulator")
 
 
-def test_no_other_kernel_is_recommended():
-    q, k, v, own = arrays()
-    with pytest.raises(cupyfa.Unsupported, match="support score; no other kernel computes what"):
-        cupyfa.attention(q, k, v, softcap=1.0, kernel=SLOPED.bind(**own), backend="simulator")
-
-
 def test_floats_reach_plans():
     how = {"M": 4, "d": 2, "limits": Simulator().limits}
     for kernel, cap in ((SLOPED, 30.0), (SLOPED.bind(cap=0.1), float(np.float32(0.1)))):
@@ -138,61 +132,6 @@ def test_floats_reach_plans():
 def test_accuracy_is_that_of_what_the_kernel_computes():
     (found,) = cupyfa.lab.accuracy(SLOPED, values=("normal",), backend="simulator", M=9, d=4)
     assert 0 < found.rmse < 1e-6 < found.rms
-
-
-SHOWN = np.ones((2, 33), bool)
-SLOPES = np.ones(2, "f4")
-
-
-@pytest.mark.parametrize(
-    "own, message",
-    [
-        (
-            {},
-            r"sloped requires the array slopes.*float32 \(2,\), \[heads\]: pass kernel="
-            r"sloped.bind\(slopes=",
-        ),
-        ({"slopes": SLOPES}, "requires the array is_shown"),
-        ({"slope": SLOPES}, r"no additional argument 'slope' \(did you mean 'slopes'\?\)"),
-        ({"slopes": SLOPES[:1], "is_shown": SHOWN}, r"slopes has shape \(1,\); it must be"),
-        ({"slopes": SLOPES.astype("f8"), "is_shown": SHOWN}, "slopes is float64.*convert it"),
-        ({"slopes": SLOPES, "is_shown": SHOWN, "cap": True}, "cap is True; pass a finite"),
-        ({"slopes": SLOPES, "is_shown": SHOWN, "cap": np.inf}, "cap is inf; pass a finite"),
-        ({"slopes": 0.5, "is_shown": SHOWN}, "slopes is 0.5; pass a NumPy or CuPy array"),
-        ({"returns": "top"}, "returns is 'top'; pass names"),
-        ({"returns": ["tip"]}, "sloped has no additional output 'tip'.*additional outputs: top"),
-    ],
-)
-def test_wrong_own_arrays_are_refused(own, message):
-    q, k, v, _ = arrays()
-    with pytest.raises((ValueError, TypeError), match=message):
-        cupyfa.attention(q, k, v, kernel=SLOPED.bind(**own), backend="simulator")
-
-
-def test_a_rung_has_no_arrays_of_its_own():
-    with pytest.raises(
-        TypeError, match="fa2 has no additional argument 'slopes'; its additional arguments: none"
-    ):
-        cupyfa.kernel("fa2").bind(slopes=SLOPES)
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"inputs": {"Q": Input("heads")}}, "inputs must have names that no other argument has"),
-        ({"inputs": {"x.y": Input("heads")}}, "inputs must have names that no other"),
-        ({"inputs": {"slopes": ("heads", "real")}}, "inputs must be {name: Input"),
-        ({"inputs": {"slopes": Input("head")}}, "inputs must have axes batch"),
-        ({"inputs": {"slopes": Input("heads", "half")}}, "inputs must be of kind scalar"),
-        ({"floats": {"cap": 30.0}}, "floats must be {name: lambda p, c"),
-        ({"floats": {"top": lambda p, c: 1.0}}, "floats must not be named like inputs, outputs"),
-        ({"reference": None}, "outputs must be {name: .axes, kind.} and require a reference"),
-        ({"reference": "numpy"}, "reference must be None or a function"),
-    ],
-)
-def test_wrong_fields_of_a_record_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        replace(SLOPED, **changes)
 
 
 @pytest.mark.parametrize("command", ["run", "check", "bench", "tune"])

@@ -36,15 +36,6 @@ def test_a_rung_is_found_by_name_and_shown_in_one_line(kernel):
             assert repr(launch) == f"<launch {launch.entry}({launch.args})>"
 
 
-def test_unknown_names_get_a_suggestion():
-    with pytest.raises(
-        ValueError, match=r"'fa2_colesced' is unknown \(did you mean 'fa2_coalesced'\?\)$"
-    ):
-        cupyfa.kernel("fa2_colesced")
-    with pytest.raises(TypeError, match="must be a string, not 3"):
-        cupyfa.kernel(3)
-
-
 @pytest.mark.parametrize("kernel", RUNGS, ids=lambda kernel: kernel.name)
 def test_rungs_and_their_launches_are_pickled_by_name(kernel):
     assert pickle.loads(pickle.dumps(kernel)) is kernel

@@ -82,20 +82,6 @@ def test_fixed_tiles_that_do_not_fit_are_refused_with_the_numbers():
     assert "leave Br, Bc to the plan" in message
 
 
-def test_a_head_dimension_that_fits_nowhere_names_the_kernels_it_fits():
-    with pytest.raises(Unsupported, match=r"kernels that can: .*\bbaseline\b") as refused:
-        plan("fa2", M=4, d=20000)
-    assert "v3" not in str(refused.value), "which would round what nobody wants rounded"
-    with pytest.raises(Unsupported, match=r"kernels that can: .*\bv3\b"):
-        plan("fa2", M=4, d=40000, dtype="float16")
-
-
-def test_missing_matrix_products_are_refused_with_the_remedy():
-    limits = replace(H100, no_matmul="its matrix products need cuBLAS: pip install x")
-    with pytest.raises(Unsupported, match="pip install x"):
-        plan("baseline", limits=limits, M=4, d=4)
-
-
 def test_tiles_depend_on_the_head_dimension():
     kernel = replace(
         FORWARD["fa2"],
@@ -121,15 +107,6 @@ def test_few_blocks_use_smaller_tiles(Br, Bc, sizes):
     smaller = replace(H100, multiprocessors=1)
     there = planning.plan(FORWARD["mma_pipelined"], problem, smaller).constants
     assert there["stages"] == 1 or there["Br"] == 128 or problem.M == 1
-
-
-def test_refusals_name_dtypes_and_head_dimensions():
-    kernel = FORWARD["mma_pipelined"]
-    with pytest.raises(Unsupported, match="requires sm_80 for bfloat16, but a T4 is sm_75"):
-        planning.plan(kernel, Problem.of_sizes(M=9, d=64, dtype="bfloat16"), TURING)
-    planning.plan(kernel, Problem.of_sizes(M=9, d=64, dtype="float16"), TURING)
-    with pytest.raises(Unsupported, match="head dimensions up to 256; kernels that can: "):
-        planning.plan(kernel, Problem.of_sizes(M=9, d=64, dv=257, dtype="float16"), H100)
 
 
 def test_features_that_a_kernel_lacks_are_refused():

@@ -206,11 +206,6 @@ def test_attention_takes_every_option(monkeypatch):
     assert asked == {**named, **expected}
 
 
-def test_options_as_one_value_are_refused():
-    with pytest.raises(TypeError, match="no argument 'options'; pass each option as a keyword"):
-        cupyfa.attention(1, 2, 3, options=AttentionOptions(causal=True))
-
-
 def test_the_numbers_of_texts_are_members_of_mods(tmp_path):
     p = Problem.of_sizes(M=5, N=7, d=4, dv=6)
     kernel = structs(tmp_path)

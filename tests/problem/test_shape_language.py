@@ -99,27 +99,6 @@ def test_drawn_arrays_can_be_read(values):
     np.testing.assert_array_equal(other.inputs()["mods.bias"], inputs["mods.bias"])
 
 
-@pytest.mark.parametrize(
-    "arrays, message",
-    [
-        ({"bias": "xyz"}, "bias is 'xyz'; write its shape as letters, for example 1hmn"),
-        ({"bias": "f99[1hmn]"}, "bias is 'f99"),
-        ({"bias": "1mn"}, "broadcastable to"),
-        ({"mask": "f32[11mn]"}, "mask is float32; it must be bool"),
-        ({"alibi_slopes": "hb"}, "alibi_slopes has shape"),
-        ({"captured": {"x": "f32[d]"}}, "captured x is 'f32\\[d\\]'; pass a number, or a dtype"),
-        ({"captured": {"x": "heads"}}, "captured x is 'heads'"),
-        ({"captured": {"x": 1.0}}, "no expression reads x"),
-        ({"captured": {"score": 1.0}}, "a name that is reserved in expressions"),
-        ({"bias": (2.5, 3)}, "the shape of bias is"),
-    ],
-    ids=str,
-)
-def test_wrong_forms_are_refused(arrays, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        Problem.of_sizes(**SIZES, **arrays)
-
-
 def store_and_replay(folder, case, kernel):
     """Checks a case and replays it from its file; returns the outcome and the command's words."""
     *_, outcome = perform(Simulator(), Task(case, (kernel,), keep=True))

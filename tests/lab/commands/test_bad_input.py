@@ -19,7 +19,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import own_kernel
+from helpers import own_kernel, sloped as scripts
 from helpers.cli import SIMULATOR, SMALL, cli, files, line_of, says, still_works, table
 from helpers.far_device import FarDevice
 from helpers.private_cache import with_runtime
@@ -30,8 +30,10 @@ from cupyfa import (
     DeviceError,
     Devices,
     Dropout,
+    Input,
     Kernel,
     Launch,
+    Limits,
     Packed,
     Padded,
     Problem,
@@ -86,6 +88,42 @@ def backward(**change):
     return cupyfa.backward(**given)
 
 
+def of_wrt(wrt, function=None):
+    """Asks for gradients of q, k, v, alibi_slopes and table."""
+    captured = {"table": a(5), "bucket": a(4, dtype=int)}
+    reads = {"alibi_slopes": a(1), "score_mod": "score + table[bucket[key]]", "captured": captured}
+    if function:
+        return function(wrt=wrt, **reads)
+    # An unknown kernel: the names are looked at before anything is computed.
+    return cupyfa.vjp(a(4, 8), a(4, 8), a(4, 8), wrt=wrt, kernel="does not exist", **reads)
+
+
+def pulled(*gradients, **options):
+    _, pullback = cupyfa.vjp(a(4, 8), a(4, 8), a(4, 8), backend="simulator")
+    return pullback(*gradients, **options)
+
+
+def jvp(tangents, x=None, **options):
+    x = a(5, 8) if x is None else x
+    return cupyfa.jvp(x, x, x, tangents=tangents, backend="simulator", **options)
+
+
+def of_shapes(tangents):
+    on = {"dtype": "float32", "backend": "simulator"}
+    return cupyfa.compile((5, 8), (5, 8), (5, 8), tangents=tangents, **on)
+
+
+def hvp(tangents=None, x=None, **options):
+    x = a(5, 8) if x is None else x
+    dout = getattr(x, "array", x)
+    tangents = [dout] * 3 if tangents is None else tangents
+    return cupyfa.hvp(x, x, x, dout, tangents=tangents, backend="simulator", **options)
+
+
+def weights_kept(*dropout):
+    return cupyfa.dropout_mask(Dropout(*dropout), batch=1, heads=1, M=2, N=2)
+
+
 def of_gradients():
     return [*(a(4, 8) for _ in range(5)), a(4)]
 
@@ -114,6 +152,11 @@ def merge(*parts, **options):
 def blocks(text="key <= query", captured=None, **sizes):
     sizes = {"M": 150, "N": 170, **sizes}
     return cupyfa.block_mask(mask_mod=text, captured=captured, **sizes, backend="simulator")
+
+
+def masked(*text, **sizes):
+    """Calls attention of four heads with a block mask that may have other sizes."""
+    return attention((1, 4, 150, 8), (1, 4, 170, 8), (1, 4, 170, 8), mask=blocks(*text, **sizes))
 
 
 def updated(captured):
@@ -240,12 +283,20 @@ def with_launch(scratch=None, **change):
     return attention(kernel=own(launches=(launch(**change),), scratch=scratch or {}))
 
 
+def sloped(options=None, **arrays):
+    """Calls a kernel that takes arrays and a number of its own."""
+    kernel = SLOPED.bind(**arrays)
+    return attention((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8), kernel=kernel, **options or {})
+
+
 def problem(**sizes):
     return Problem.of_sizes(**{"M": 4, "d": 8, **sizes})
 
 
 WIDE = np.broadcast_to(np.float32(0), (100, MOST, 256))  # 200 TiB if it were not a broadcast
 BF16 = ml_dtypes.bfloat16
+SLOPED = scripts.sloped
+TURING = Limits("a T4", shared_bytes=65536, arch="75")
 ONE_OF = "float16, bfloat16, float32, float64"
 
 
