@@ -1,4 +1,5 @@
 """cupyfa.distributed: results of ranks match one call on the whole arrays."""
+# ruff: noqa: F401 (the calls of bad_calls.txt use one of the names that are imported here)
 
 import os
 import signal
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers.cli import table
 from helpers.ranks import expected, joined, ranges, sharded
 
 import cupyfa
@@ -372,42 +374,6 @@ class NoText:
         raise TypeError("has no text")
 
 
-WRONG = {
-    "axes": ({"q": X[0], "k": X[0], "v": X[0]}, ValueError, r"must be \[batch, heads, rows, d\]"),
-    "rows": (
-        {"q": X[:, :, :5], "M": 16},
-        ValueError,
-        r"q has 5 rows, but rank 1 of 2 must have 8 of the 16 rows; pass the rows listed",
-    ),
-    "M": ({"M": -1}, ValueError, "rows is -1; pass a whole number from 0"),
-    "order": ({"order": "blocks"}, ValueError, "order is 'blocks'; use 'zigzag' or 'contiguous'"),
-    "no text": ({"order": NoText()}, TypeError, "has no text"),
-    "schedule": (
-        {"schedule": "tree"},
-        ValueError,
-        "schedule is 'tree'; use 'gather' or 'ring'",
-    ),
-    "dtype": ({"q": X.astype(int)}, TypeError, "q has dtype int64, which is not supported"),
-    "list": ({"q": [1.0]}, TypeError, "q is"),
-    "bias": (
-        {"bias": X},
-        Unsupported,
-        "bias is of type ndarray, but partitioned calls support no arrays",
-    ),
-    "head": (
-        {"score_mod": "score + head"},
-        Unsupported,
-        "uses the index head, .*; write position - key, or",
-    ),
-    "window": ({"window": ([1], 2)}, TypeError, r"a window's side is \[1\]; sizes must be whole"),
-    "no character": (
-        {"score_mod": "score + \ud800"},
-        ValueError,
-        r"'\\ud800' is not allowed; use",
-    ),
-}
-
-
 def attention(*, q=X, k=X, v=X, group, M=None, N=None, order="zigzag", schedule="gather", **how):
     """Calls attention on a rank's shards; all arguments are keywords."""
     return cupyfa.attention(*sharded(q, k, v, group, M, N, order, schedule), **{**FORWARD, **how})
@@ -427,13 +393,13 @@ def called(count, of_rank, *, timeout=20.0):
     return found
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_a_wrong_argument_of_one_rank_is_the_error_of_all(what):
+@pytest.mark.parametrize("given, error, words", table("distributed/bad_calls.txt"))
+def test_a_wrong_argument_of_one_rank_is_the_error_of_all(given, error, words):
     """The group stays usable: the next call succeeds."""
-    wrong, error, message = WRONG[what]
+    wrong = eval(f"dict({given})")
 
     def of_rank(group):
-        with pytest.raises(error, match=f"rank 1: .*{message}") as caught:
+        with pytest.raises(eval(error), match=".*".join(["rank 1: ", *words])) as caught:
             attention(group=group, **(wrong if group.rank == 1 else {}))
         assert np.isfinite(attention(group=group)).all()
         return str(caught.value)
