@@ -164,17 +164,12 @@ def spread(items):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nothing_tuned():
-    """Makes plans in tests ignore tile sizes that were tuned on this machine."""
+def plans_of_tests():
+    """Makes plans ignore tile sizes that were tuned on this machine, and lets the last block of a
+    key head finish dQ even if there are only four heads.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuned, "on", lambda device: ())
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def four_heads_are_many():
-    """Lets the last block of a key head finish dQ even if there are only four heads."""
-    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backward, "FEWEST_FINISHING", 4)
         yield
 

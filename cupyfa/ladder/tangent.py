@@ -11,6 +11,7 @@ from cupyfa.ladder.common import (
     row_tiles,
     with_cleared_rest,
 )
+from cupyfa.ladder.forward import mma_shared, tma_shared
 from cupyfa.ladder.kernel import Constant, Kernel, Launch
 from cupyfa.ladder.tiles import TileChoice
 from cupyfa.problem.problem import Problem, round_up
@@ -57,14 +58,6 @@ FA2_TANGENT = Kernel(
 )
 
 
-def mma_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the bytes of shared memory for 16-bit tiles of Q, K and V and of their tangents.
-
-    Columns are padded to multiples of 16.
-    """
-    return 4 * (c.Br * round_up(p.d, 16) + c.stages * c.Bc * padded_columns(p, 16))
-
-
 MMA_TANGENT = Kernel(
     "mma_tangent",
     "tensor cores (mma.sync): each fragment of K and V serves a product and its derivative",
@@ -74,7 +67,7 @@ MMA_TANGENT = Kernel(
             args=f"{_ARRAYS} sizes heads batch group scale mods",
             grid=lambda p, c: row_tiles(p, c) * p.directions,
             threads=lambda p, c: WARP * c.Br // 16,
-            shared=mma_shared,
+            shared=lambda p, c: 2 * mma_shared(p, c, c.stages),  # with the tangents of the tiles
             constants=_DIRECTIONS,
             walks=ALONG_KEYS,
         ),
@@ -103,12 +96,10 @@ MMA_TANGENT = Kernel(
 )
 
 
-def tma_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the bytes of shared memory for the tiles of mma_shared in TMA boxes of 64 columns,
-    and for two mbarriers per stage of K, of V and of 64 rows of Q, rounded up to 1024.
-    """
-    tiles = 4 * (c.Br * round_up(p.d, 64) + c.stages * c.Bc * padded_columns(p, 64))
-    return round_up(tiles + 16 * (c.Br // 64 + 2 * c.stages), 1024)
+def wgmma_shared(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the bytes of tma_shared, with as many again for the tangents of the tiles."""
+    tiles = 2 * (c.Br * round_up(p.d, 64) + c.stages * c.Bc * padded_columns(p, 64))
+    return tma_shared(p, c, tiles)
 
 
 WGMMA_TANGENT = Kernel(
@@ -124,7 +115,7 @@ WGMMA_TANGENT = Kernel(
             },
             grid=lambda p, c: row_tiles(p, c) * p.directions,
             threads=lambda p, c: 128 + 2 * c.Br,
-            shared=tma_shared,
+            shared=wgmma_shared,
             constants=_DIRECTIONS,
             walks=ALONG_KEYS,
         ),

@@ -39,6 +39,15 @@ def cli(*args, code=0):
     return done
 
 
+def commands(group=MAIN, *names):
+    """Yields the names and the command of every command, including those in groups."""
+    for name, command in sorted(group.commands.items()):
+        if hasattr(command, "commands"):
+            yield from commands(command, *names, name)
+        else:
+            yield (*names, name), command
+
+
 def strict(text):
     """Parses strict JSON; fails for NaN and Infinity."""
     return json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))

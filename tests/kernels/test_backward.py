@@ -184,7 +184,7 @@ def test_blocks_share_the_groups_of_sequences(backend, monkeypatch, name):
 def test_heads_of_a_block_follow_the_measurements(
     monkeypatch, d, heads, kv_heads, batch, M, causal, expected
 ):
-    monkeypatch.setattr(backward, "FEWEST_FINISHING", 128)  # four_heads_are_many lowers it
+    monkeypatch.setattr(backward, "FEWEST_FINISHING", 128)  # conftest.py lowers it
     sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "d": d}
     sizes["M"], sizes["N"] = M if isinstance(M, tuple) else (M, M)
     problem = Problem.of_sizes(**sizes, dtype="bfloat16", causal=causal)

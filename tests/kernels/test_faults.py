@@ -135,11 +135,26 @@ def test_an_index_one_past_a_row_of_shared_memory(tmp_path, right, wrong, line):
 
 
 PAST_THE_END = ("O.row(batch, head, row)[col] =", "O.row(batch, head, row)[col + 1] =")
+OF_Q = "    load_row(shared.Q[threadIdx.x], Q,"
 
 
-def test_a_write_past_the_end_of_an_array_in_the_simulator(tmp_path):
-    kernel = changed(tmp_path, "fa2", *PAST_THE_END)
-    with pytest.raises(SimulatorFault, match=r"writes 4 bytes.*past the end of O"):
+@pytest.mark.parametrize(
+    "right, wrong, said",
+    [
+        (*PAST_THE_END, r"writes 4 bytes.*past the end of O"),
+        (
+            "from.row(batch, head, row)[col]",
+            "from.row(batch, head, row)[col + 1]",
+            r"reads 4 bytes.*past the end of [QKV]",
+        ),
+        (": scalar(real(0));", ": tile[col];", "no thread of this block has written"),
+        (OF_Q, f"    if (row >= M) return;\n{OF_Q}", "returned"),
+    ],
+    ids=["write past the end", "read past the end", "uninitialised", "missed barrier"],
+)
+def test_an_access_or_barrier_is_a_fault_in_the_simulator(tmp_path, right, wrong, said):
+    kernel = changed(tmp_path, "fa2", right, wrong)
+    with pytest.raises(SimulatorFault, match=said):
         run(kernel, Simulator())
 
 
@@ -148,26 +163,6 @@ def test_a_write_past_the_end_of_an_array_on_the_gpu(tmp_path, cuda):
     kernel = changed(tmp_path, "fa2", *PAST_THE_END)
     with pytest.raises(WrongResult, match="wrote 4 bytes outside O"):
         run(kernel, cuda)
-
-
-def test_a_read_past_the_end_of_an_array(tmp_path):
-    right = "from.row(batch, head, row)[col]"
-    kernel = changed(tmp_path, "fa2", right, right.replace("[col]", "[col + 1]"))
-    with pytest.raises(SimulatorFault, match=r"reads 4 bytes.*past the end of [QKV]"):
-        run(kernel, Simulator())
-
-
-def test_uninitialised_shared_memory(tmp_path):
-    kernel = changed(tmp_path, "fa2", ": scalar(real(0));", ": tile[col];")
-    with pytest.raises(SimulatorFault, match="no thread of this block has written"):
-        run(kernel, Simulator())
-
-
-def test_a_thread_that_misses_a_barrier(tmp_path):
-    right = "    load_row(shared.Q[threadIdx.x], Q,"
-    kernel = changed(tmp_path, "fa2", right, f"    if (row >= M) return;\n{right}")
-    with pytest.raises(SimulatorFault, match=r"returned"):
-        run(kernel, Simulator())
 
 
 RESULTS = {

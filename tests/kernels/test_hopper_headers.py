@@ -60,11 +60,11 @@ def boxes(matrix):
     return np.take_along_axis(chunks, order[None, :, :, None], 2).copy()
 
 
-COLUMNS = pytest.mark.parametrize("n", [16, 48, 64, 80, 128, 256])
+WIDTHS = (16, 48, 64, 80, 128, 256)
 
 
 @TYPES
-@COLUMNS
+@pytest.mark.parametrize("n", WIDTHS)
 def test_products_by_rows(c_type, dtype, n):
     A, B = numbers((64, 128), dtype), numbers((n, 128), dtype, 1)
     start = numbers((64, n), np.float32, 2)
@@ -97,15 +97,23 @@ def test_sums_are_cut_off(hopper, c_type, dtype):
 
 
 @TYPES
-@COLUMNS
-def test_products_by_columns_with_registers(c_type, dtype, n):
-    wide = -(-n // 64) * 64
-    A, B = numbers((64, 32), dtype), numbers((32, wide), dtype, 1)
+@pytest.mark.parametrize(
+    "n, program",
+    [
+        *((n, "products_by_columns_with_registers") for n in WIDTHS),
+        *((n, "products_of_stored_matrices_by_columns") for n in (16, 64, 112)),
+    ],
+)
+def test_products_by_columns(c_type, dtype, n, program):
+    """The first matrix is in registers or in shared memory."""
+    wide, depth = -(-n // 64) * 64, 32 if "registers" in program else 64
+    A, B = numbers((64, depth), dtype), numbers((depth, wide), dtype, 1)
     got = np.zeros((64, n), np.float32)
-    body = code(
-        "products_by_columns_with_registers", wide=wide, n=n, c_type=c_type, write=WRITE.format(n=n)
-    )
+    body = code(program, wide=wide, n=n, c_type=c_type, write=WRITE.format(n=n))
     shared = f"using Shared = TmaTile<{c_type}, 32, {wide}>;"
+    if depth == 64:
+        tiles = f"TmaTile<{c_type}, 64, 64> A; TmaTile<{c_type}, 64, {wide}> B;"
+        shared = f"struct Shared {{ {tiles} }};"
     launch(body, A, boxes(B), got, head=shared)
     assert (got == A.astype(np.float32) @ B[:, :n].astype(np.float32)).all()
 
@@ -234,24 +242,6 @@ def test_floats_of_all_blocks_are_added(schedule):
     want = sums + (3 * numbers_ + 6).sum(0)
     launch(ADD, numbers_, sums, grid=(7, 1, 1), schedule=schedule)
     assert (sums == want).all()
-
-
-@TYPES
-@pytest.mark.parametrize("n", [16, 64, 112])
-def test_products_of_stored_matrices_by_columns(c_type, dtype, n):
-    wide = -(-n // 64) * 64
-    A, B = numbers((64, 64), dtype), numbers((64, wide), dtype, 1)
-    got = np.zeros((64, n), np.float32)
-    body = code(
-        "products_of_stored_matrices_by_columns",
-        wide=wide,
-        c_type=c_type,
-        n=n,
-        write=WRITE.format(n=n),
-    )
-    shared = f"struct Shared {{ TmaTile<{c_type}, 64, 64> A; TmaTile<{c_type}, 64, {wide}> B; }};"
-    launch(body, A, boxes(B), got, head=shared)
-    assert (got == A.astype(np.float32) @ B[:, :n].astype(np.float32)).all()
 
 
 @pytest.mark.parametrize("schedule", SEEDS)

@@ -22,39 +22,25 @@ from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.simulator import Simulator
 
 EVERY = (*FORWARD.values(), *BACKWARD.values())
-LAYOUTS = pytest.mark.parametrize(
-    "layout", ["bshd", "packed", "reversed", "gaps", "unaligned", "columns"]
-)
 SMALL = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 19, "N": 23, "d": 8, "causal": True}
 
 
 @pytest.mark.usefixtures("every_check")
 @pytest.mark.each_choice
-@pytest.mark.parametrize("kernel, dtype, sizes", in_turn(FORWARD, RAGGED), ids=name)
+@pytest.mark.parametrize(
+    "kernel, dtype, sizes",
+    [*in_turn(FORWARD, RAGGED), *in_turn(BACKWARD, (*RAGGED, *WINDOWED))],
+    ids=name,
+)
 def test_ragged_shapes(backend, kernel, dtype, sizes):
-    check_case(kernel, backend, sizes, dtype)
-
-
-@pytest.mark.usefixtures("every_check")
-@pytest.mark.each_choice
-@pytest.mark.parametrize("kernel, dtype, sizes", in_turn(BACKWARD, (*RAGGED, *WINDOWED)), ids=name)
-def test_gradients_of_ragged_shapes(backend, kernel, dtype, sizes):
     check_case(kernel, backend, sizes, dtype, **tiles_of(kernel))
 
 
 @pytest.mark.usefixtures("every_check")
 @pytest.mark.each_choice
-@pytest.mark.parametrize("kernel", FORWARD.values(), ids=name)
-@LAYOUTS
+@pytest.mark.parametrize("kernel", EVERY, ids=name)
+@pytest.mark.parametrize("layout", ["bshd", "packed", "reversed", "gaps", "unaligned", "columns"])
 def test_layouts(backend, kernel, layout):
-    check_case(kernel, backend, SMALL, layout=layout)
-
-
-@pytest.mark.usefixtures("every_check")
-@pytest.mark.each_choice
-@pytest.mark.parametrize("kernel", BACKWARD.values(), ids=name)
-@LAYOUTS
-def test_layouts_of_gradients(backend, kernel, layout):
     check_case(kernel, backend, SMALL, layout=layout, **tiles_of(kernel))
 
 

@@ -46,15 +46,10 @@ def test_in_every_dtype(backend, tmp_path, dtype):
     assert (o.shape, o.dtype) == ((2, 2, 70, 9), q.dtype)
 
 
-def test_tensors_carry_strides(backend, tmp_path):
+@pytest.mark.parametrize("written", [record, bare])
+def test_tensors_carry_strides_and_bare_pointers_get_contiguous_copies(backend, tmp_path, written):
     q, k, v = (np.repeat(x, 2, axis=2)[:, ::-1, ::-2] for x in arrays())
-    o = cupyfa.attention(q, k, v, kernel=record(tmp_path), backend=backend, check=True)
-    close(o, q, k, v)
-
-
-def test_bare_pointers_get_contiguous_copies(backend, tmp_path):
-    q, k, v = (np.repeat(x, 2, axis=2)[:, ::-1, ::-2] for x in arrays())
-    o = cupyfa.attention(q, k, v, kernel=bare(tmp_path), backend=backend, check=True)
+    o = cupyfa.attention(q, k, v, kernel=written(tmp_path), backend=backend, check=True)
     close(o, q, k, v)
 
 

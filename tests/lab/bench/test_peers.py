@@ -277,18 +277,14 @@ def test_flex_takes_what_models_do_to_scores(simulator, dtype, sizes):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("window", [None, (99, 0)])
-def test_flex_takes_sinks_on_a_gpu(cuda, window):
+@pytest.mark.parametrize(
+    "options",
+    [*({"causal": True, "sink": "h", "window": x} for x in (None, (99, 0))), EVERYTHING],
+    ids=["sink", "sink and window", "texts"],
+)
+def test_flex_takes_options_on_a_gpu(cuda, options):
     needs("flex")
-    sizes = {"M": 256, "N": 256, "d": 64, "kv_heads": 2, "dtype": "float16", "causal": True}
-    agrees(cuda, "flex", sink="h", window=window, **sizes)
-    gradients_agree(cuda, "flex", sink="h", window=window, **sizes)
-
-
-@pytest.mark.gpu
-def test_flex_takes_texts(cuda):
-    needs("flex")
-    sizes = {"M": 256, "N": 256, "d": 64, "kv_heads": 2, "dtype": "float16", **EVERYTHING}
+    sizes = {"M": 256, "N": 256, "d": 64, "kv_heads": 2, "dtype": "float16", **options}
     agrees(cuda, "flex", **sizes)
     gradients_agree(cuda, "flex", **sizes)
 

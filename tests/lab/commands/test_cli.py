@@ -12,7 +12,19 @@ import click
 import pytest
 from click.testing import CliRunner
 from helpers import own_kernel
-from helpers.cli import CLI, MAIN, MODULE, SIMULATOR, SIZES, cli, process, refused, strict, table
+from helpers.cli import (
+    CLI,
+    MAIN,
+    MODULE,
+    SIMULATOR,
+    SIZES,
+    cli,
+    commands,
+    process,
+    refused,
+    strict,
+    table,
+)
 from helpers.problems import DTYPES, PAIRED
 
 import cupyfa
@@ -417,15 +429,6 @@ def test_show_sass_needs_nvdisasm(monkeypatch, tmp_path):
     tool.write_text('#!/bin/sh\necho "$1 $2"\n')
     tool.chmod(0o755)
     assert re.match(r"-c .*\.cubin", cli("show", "v2", "--sass").stdout)
-
-
-def commands(group=MAIN, *names):
-    """Yields the names and the command of every command, including those in groups."""
-    for name, command in group.commands.items():
-        if hasattr(command, "commands"):
-            yield from commands(command, *names, name)
-        else:
-            yield (*names, name), command
 
 
 def test_commands_are_one_family():

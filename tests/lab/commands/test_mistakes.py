@@ -8,7 +8,7 @@ import re
 
 import click
 import pytest
-from helpers.cli import MAIN, SIMULATOR, SMALL, cli, line_of
+from helpers.cli import SIMULATOR, SMALL, cli, commands, line_of
 
 import cupyfa
 from cupyfa.lab.commands import command_options, variables
@@ -16,14 +16,6 @@ from cupyfa.lab.commands.mistakes import _ELSEWHERE
 from cupyfa.runtime import choose_backend
 
 SMALLEST = SMALL[:-2]  # without --seed
-
-
-def commands(group=MAIN, names=()):
-    for name, command in sorted(group.commands.items()):
-        if isinstance(command, click.Group):
-            yield from commands(command, (*names, name))
-        else:
-            yield (*names, name), command
 
 
 COMMANDS = dict(commands())
