@@ -232,24 +232,13 @@ def array_options(command: Command) -> Command:
         help="Arrays such as bias,slope: bias, alibi_slopes, sink and captured arrays of floats. "
         "Backward kernels also compute their gradients; tangent kernels also move them.",
     )
-    blocks = click.option(
-        _long(shape_language.BLOCK_MASK),
-        is_flag=True,
-        default=None,
-        help="Make --mask and --mask-mod a block mask, whose empty tiles kernels skip.",
-    )
-    dlse = click.option(
-        _long(shape_language.DLSE),
-        is_flag=True,
-        default=None,
-        help="Backward kernels: read the gradient of lse as a further input.",
-    )
-    row_max = click.option(
-        _long(shape_language.RETURN_MAX),
-        is_flag=True,
-        default=None,
-        help="Forward kernels: return the largest score of each row as a further output.",
-    )
+    flags = {
+        shape_language.BLOCK_MASK: "Make --mask and --mask-mod a block mask, whose empty tiles "
+        "kernels skip.",
+        shape_language.DLSE: "Backward kernels: read the gradient of lse as a further input.",
+        shape_language.RETURN_MAX: "Forward kernels: return the largest score of each row as a "
+        "further output.",
+    }
     pages = click.option(
         _long(shape_language.PAGE_SIZE),
         type=int,
@@ -258,7 +247,9 @@ def array_options(command: Command) -> Command:
     )
     return _with(
         _combined(command, tuple(_LENGTHS), shape_language.LENGTHS_OF, _lengths),
-        *(*made, captured, blocks, wrt, dlse, row_max, pages),
+        *(*made, captured, wrt),
+        *(click.option(_long(x), is_flag=True, default=None, help=y) for x, y in flags.items()),
+        pages,
         *(click.option(_long(x), metavar="LENGTHS", help=y) for x, y in _LENGTHS.items()),
     )
 

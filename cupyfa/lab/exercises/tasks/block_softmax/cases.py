@@ -5,8 +5,7 @@ import numpy as np
 from cupyfa.lab.exercises.exercise import Example
 
 
-def examples():
-    rng = np.random.default_rng(0)
+def examples(rng):
     for name, rows, n, mean in (
         ("a number per thread", 1, 64, 100),
         ("a long row", 2, 200, 100),

@@ -5,8 +5,7 @@ import numpy as np
 from cupyfa.lab.exercises.exercise import Example
 
 
-def examples():
-    rng = np.random.default_rng(0)
+def examples(rng):
     for name, N in (("one tile", 16), ("two tiles", 32), ("a partial fifth tile", 75)):
         P = rng.random((4, N)).astype(np.float32)
         V = rng.standard_normal((N, 32)).astype(np.float32)

@@ -15,8 +15,7 @@ def attention(scores, V):
     return (weights / np.where(total > 0, total, 1)[:, None]) @ V, L
 
 
-def examples():
-    rng = np.random.default_rng(0)
+def examples(rng):
     V = rng.standard_normal((12, 3))
     usual = rng.standard_normal((4, 12))
     one_sided = usual.copy()

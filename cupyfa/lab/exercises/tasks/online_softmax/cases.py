@@ -5,8 +5,7 @@ import numpy as np
 from cupyfa.lab.exercises.exercise import Example
 
 
-def examples():
-    rng = np.random.default_rng(0)
+def examples(rng):
     vectors = {
         "one tile": rng.standard_normal(8),
         "a maximum that rises": np.arange(32.0),

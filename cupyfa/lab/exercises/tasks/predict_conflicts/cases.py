@@ -6,7 +6,7 @@ LANES = range(32)
 FIVES = [4 * (5 + lane % 2 + 32 * (lane // 2 % 5)) for lane in LANES[2:]]
 
 
-def examples():
+def examples(_):
     for name, addresses, cycles in (
         ("neighbouring floats", [4 * lane for lane in LANES], 1),
         ("column 0 of rows of 64 floats", [4 * 64 * lane for lane in LANES], 32),

@@ -7,7 +7,7 @@ from cupyfa.lab.exercises.exercise import Example
 SM = MULTIPROCESSORS["90"]
 
 
-def examples():
+def examples(_):
     for batch, heads, M, d, Br, Bc in (
         (4, 16, 2048, 64, 128, 32),
         (1, 2, 100, 64, 32, 32),

@@ -5,8 +5,7 @@ import numpy as np
 from cupyfa.lab.exercises.exercise import Example
 
 
-def examples():
-    rng = np.random.default_rng(0)
+def examples(rng):
     for name, N in (("one round of the ring", 16), ("three rounds", 48), ("a partial tile", 37)):
         P = rng.random((2, N)).astype(np.float32)
         V = rng.standard_normal((N, 32)).astype(np.float32)

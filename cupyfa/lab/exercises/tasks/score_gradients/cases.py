@@ -7,8 +7,7 @@ from cupyfa.lab.exercises.exercise import Example
 _CASES = (("no mask", 11, 13, 0), ("causal", 12, 12, 1), ("causal, rows without keys", 12, 7, 1))
 
 
-def examples():
-    rng = np.random.default_rng(0)
+def examples(rng):
     scale = 0.5
     for name, M, N, causal in _CASES:
         Q, K, V, dO = (rng.standard_normal((rows, 8)) for rows in (M, N, N, M))

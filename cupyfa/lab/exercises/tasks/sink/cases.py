@@ -5,8 +5,7 @@ import numpy as np
 from cupyfa.lab.exercises.exercise import Example
 
 
-def examples():
-    rng = np.random.default_rng(0)
+def examples(rng):
     heads, M, N, d = 3, 4, 6, 8
     for name, sinks, shift in (
         ("sinks among the scores", [-1, 0.5, 2], 0),

@@ -10,8 +10,7 @@ from cupyfa.lab.exercises.exercise import Example
 D = 8
 
 
-def examples():
-    rng = np.random.default_rng(0)
+def examples(rng):
     for name, lengths, M, shifts in (
         ("two parts", [6, 6], 3, (0, 0)),
         ("parts of unequal size", [10, 1, 4], 3, (0, 0, 0)),

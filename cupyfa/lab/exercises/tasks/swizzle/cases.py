@@ -5,8 +5,7 @@ import numpy as np
 from cupyfa.lab.exercises.exercise import Example
 
 
-def examples():
-    rng = np.random.default_rng(0)
+def examples(rng):
     tiles = {
         "row + column / 100": np.arange(16)[:, None] + np.arange(64) / 100,
         "random numbers": rng.standard_normal((16, 64)),

@@ -5,8 +5,7 @@ import numpy as np
 from cupyfa.lab.exercises.exercise import Example
 
 
-def examples():
-    rng = np.random.default_rng(0)
+def examples(rng):
     for name, M, N in (("one tile of keys", 5, 4), ("several tiles", 6, 10)):
         Q, Q_dot = rng.standard_normal((2, M, 3))
         K, V, K_dot, V_dot = rng.standard_normal((4, N, 3))
