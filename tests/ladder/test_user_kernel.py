@@ -60,20 +60,17 @@ def test_bare_pointers_read_the_other_layout_too(backend, tmp_path):
     close(o.swapaxes(1, 2), q, k, v)
 
 
-def test_the_next_call_uses_a_changed_header(backend, tmp_path):
+def test_the_next_call_uses_a_changed_kernel_or_header(backend, tmp_path):
     q, k, v = arrays(M=9, N=7, d=8, dv=8)
-    close(cupyfa.attention(q, k, v, kernel=bare(tmp_path), backend=backend), q, k, v)
-    kernel = bare(tmp_path, HELPER.replace("sum += real(a[i])", "sum -= real(a[i])"))
-    close(cupyfa.attention(q, k, v, kernel=kernel, backend=backend), q, -k, v)
+    for written, change in (
+        (record, {"cu": ("score *= scale", "score *= -scale")}),
+        (bare, {"helper": HELPER.replace("sum += real(a[i])", "sum -= real(a[i])")}),
+    ):
+        close(cupyfa.attention(q, k, v, kernel=written(tmp_path), backend=backend), q, k, v)
+        kernel = written(tmp_path, **change)
+        close(cupyfa.attention(q, k, v, kernel=kernel, backend=backend), q, -k, v)
     with pytest.raises(cupyfa.WrongResult, match=r"wrong result of mine on .*\n  O: error"):
         cupyfa.attention(q, k, v, kernel=kernel, backend=backend, check=True)
-
-
-def test_the_next_call_uses_a_changed_kernel(backend, tmp_path):
-    q, k, v = arrays(M=9, N=7, d=8, dv=8)
-    close(cupyfa.attention(q, k, v, kernel=record(tmp_path), backend=backend), q, k, v)
-    kernel = record(tmp_path, cu=("score *= scale", "score *= -scale"))
-    close(cupyfa.attention(q, k, v, kernel=kernel, backend=backend), q, -k, v)
 
 
 def test_run_on_every_backend(backend, tmp_path):

@@ -347,19 +347,17 @@ def test_a_tensor_map_that_cannot_be_encoded_tells_that_the_device_is_lost(devic
         device.Cuda().tensor_map(mapped)
 
 
-def test_aligned_inputs_are_not_copied(kernel, simulator):
-    for layout in ("bhsd", "bshd"):
-        plan = planned(kernel, simulator, SIZES, "float16")
+def test_aligned_inputs_and_those_of_kernels_without_boxes_are_not_copied(kernel, simulator):
+    fa2 = LADDER["forward"]["fa2"]
+    for record, sizes, layout in (
+        (kernel, SIZES, "bhsd"),
+        (kernel, SIZES, "bshd"),
+        (fa2, ODD, "bhsd"),
+    ):
+        plan = planned(record, simulator, sizes, "float16")
         inputs = inputs_of(plan, layout=layout)
         readable = readable_inputs(plan, inputs)
         assert all(readable[name] is inputs[name] for name in inputs)
-
-
-def test_a_kernel_without_boxes_needs_no_aligned_rows(simulator):
-    plan = planned(LADDER["forward"]["fa2"], simulator, ODD, "float16")
-    inputs = inputs_of(plan)
-    readable = readable_inputs(plan, inputs)
-    assert all(readable[name] is inputs[name] for name in inputs)
 
 
 def views(q, k, v):

@@ -303,17 +303,24 @@ def test_arrays_and_texts_go_through_the_pieces(far, counts, what):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form, count", [("h", 2), ("bh", 6)])
-def test_the_gradient_of_sinks_is_not_cut_where_it_is_a_sum(far, counts, form, count):
+@pytest.mark.parametrize(
+    "name, form, count, needs",
+    [
+        ("sink", "h", 2, "its smallest piece needs .* fewer"),
+        ("sink", "bh", 6, "one head of it needs"),
+        ("bias", "bhmn", 1, "the whole problem needs"),
+    ],
+)
+def test_gradients_of_arrays_are_not_cut_where_they_are_sums(far, counts, name, form, count, needs):
+    """Those of sinks are cut along heads, and those of what texts read are one piece."""
     q, k, v = of_sizes()
-    options = {"sink": of_form(form, np.float32)}
+    options = {name: of_form(form, np.float32)}
     out, lse = same(far, q, k, v, **options)
-    options |= {"kernel": "two_pass", "wrt": ("q", "sink")}
+    options |= {"kernel": "two_pass", "wrt": ("q", name)}
     same_gradients(far, (out, q, k, v, out, lse), options)
     assert counts() == [6, count]
     transfer.configure(device_bytes=4000)
-    what = "its smallest piece needs .* fewer" if form == "h" else "one head of it needs"
-    with pytest.raises(cupyfa.OutOfMemory, match=what):
+    with pytest.raises(cupyfa.OutOfMemory, match=needs):
         cupyfa.backward(out, q, k, v, out, lse, backend=far, **options)
 
 
@@ -335,16 +342,6 @@ def test_what_counts_heads_is_one_piece(far, counts, what):
         cupyfa.DeviceError, match="the whole problem needs .* fewer batch elements or heads"
     ):
         cupyfa.attention(q, k, v, kernel="fa2", backend=far, **ONE_PIECE[what])
-
-
-@pytest.mark.slow
-def test_gradients_of_what_texts_read_are_one_piece(far, counts):
-    q, k, v = of_sizes()
-    options = {"bias": of_form("bhmn", np.float32)}
-    out, lse = same(far, q, k, v, **options)
-    options |= {"kernel": "two_pass", "wrt": ("q", "bias")}
-    same_gradients(far, (out, q, k, v, out, lse), options)
-    assert counts() == [6, 1]
 
 
 @pytest.mark.slow

@@ -615,19 +615,22 @@ def peer(monkeypatch):
 
     def make(function):
         def prepare(name, engine, problem, arrays, operation):
-            if operation == "backward":
-                outputs = function(**arrays)
-            else:
-                outputs = {"O": function(*(arrays[x] for x in "QKV"))}
-            return peers.Peer(f"torch {name}", lambda: None, outputs)
+            return peers.Peer(f"torch {name}", lambda: None, function(**arrays))
 
         monkeypatch.setattr(peers, "peer", prepare)
 
     return make
 
 
-def attention(q, k, v):
-    return cupyfa.attention(q, k, v, backend="simulator", kernel="minimal")
+def attention(Q, K, V, **how):
+    return {"O": cupyfa.attention(Q, K, V, backend="simulator", kernel="minimal", **how)}
+
+
+def gradients(Q, K, V, O, lse, dO):  # noqa: E741
+    grads = cupyfa.backward(
+        *(dO, Q, K, V, O, lse), backend="simulator", kernel="two_pass", causal=True
+    )
+    return dict(zip(("dQ", "dK", "dV"), grads))
 
 
 def test_a_peer_takes_part_in_all_rounds(peer, recwarn):
@@ -637,23 +640,11 @@ def test_a_peer_takes_part_in_all_rounds(peer, recwarn):
     assert all(row.factors["torch fa2"] > 0 for row in rows[:2])
     assert rows[2].factors["torch fa2"] is None
     assert "x_torch_fa2" in rows[0].row()
+    peer(gradients)
+    rows = quick("columns", against=["cudnn"], causal=True)
+    assert names(rows) == ["baseline_backward", "columns", "torch cudnn"]
+    assert rows[1].factors["torch cudnn"] > 0 and rows[1].factors["baseline"] > 0
     assert not [w for w in recwarn if "torch" in str(w.message)]
-
-
-@pytest.mark.parametrize("at_once", [7, 1 << 16])
-def test_a_wrong_peer_is_named(peer, monkeypatch, at_once):
-    monkeypatch.setattr(tolerance, "_BLOCK", at_once)
-
-    def wrong(q, k, v):
-        out = attention(q, k, v)
-        out[0, 1, 7, 3] += 1
-        return out
-
-    peer(wrong)
-    message = r"torch math and fa2 differ by 1 at \[0, 1, 7, 3\] of .*: torch math is farther"
-    with pytest.warns(UserWarning, match=message):
-        rows = quick("fa2", against="math", alone=True)
-    assert [row.time is not None for row in rows] == [True, True]
 
 
 def test_a_peer_finds_an_error_outside_the_sample(monkeypatch, peer, by_sample):
@@ -681,32 +672,22 @@ def test_a_peer_finds_an_error_outside_the_sample(monkeypatch, peer, by_sample):
     assert other.time is not None
 
 
-def gradients(Q, K, V, O, lse, dO):  # noqa: E741
-    grads = cupyfa.backward(
-        *(dO, Q, K, V, O, lse), backend="simulator", kernel="two_pass", causal=True
-    )
-    return dict(zip(("dQ", "dK", "dV"), grads))
+@pytest.mark.parametrize("at_once", [7, 1 << 16])
+@pytest.mark.parametrize("output", ["O", "dQ", "dK", "dV"])
+def test_a_wrong_result_of_a_peer_is_named(peer, monkeypatch, output, at_once):
+    monkeypatch.setattr(tolerance, "_BLOCK", at_once)
+    kernel, results = ("fa2", attention) if output == "O" else ("rows", gradients)
+    where = "" if output == "O" else f"{output} of "
 
-
-def test_a_peer_takes_part_in_gradients(peer, recwarn):
-    peer(gradients)
-    rows = quick("columns", against=["cudnn"], causal=True)
-    assert names(rows) == ["baseline_backward", "columns", "torch cudnn"]
-    assert rows[1].factors["torch cudnn"] > 0 and rows[1].factors["baseline"] > 0
-    assert not [w for w in recwarn if "torch" in str(w.message)]
-
-
-@pytest.mark.parametrize("output", ["dQ", "dK", "dV"])
-def test_a_wrong_gradient_of_a_peer_is_named(peer, output):
     def wrong(**arrays):
-        grads = gradients(**arrays)
-        grads[output][0, 1, 7, 3] += 1
-        return grads
+        made = results(**arrays)
+        made[output][0, 1, 7, 3] += 1
+        return made
 
     peer(wrong)
-    message = rf"torch math and rows differ by 1 at \[0, 1, 7, 3\] of {output} of .*: torch math is"
-    with pytest.warns(UserWarning, match=message):
-        rows = quick("rows", against=["math"], alone=True, causal=True)
+    said = rf"torch math and {kernel} differ by 1 at \[0, 1, 7, 3\] of {where}.*: torch math is"
+    with pytest.warns(UserWarning, match=said):
+        rows = quick(kernel, against="math", alone=True, causal=output != "O")
     assert [row.time is not None for row in rows] == [True, True]
 
 

@@ -298,31 +298,26 @@ def results(own_folders, tmp_path):
     return path
 
 
-@pytest.mark.parametrize("call", ["replace", "chmod", "fdopen"])
-def test_a_full_disk_leaves_the_old_results_whole(own_folders, monkeypatch, tmp_path, call):
-    target = tmp_path / "results.json"
+@pytest.mark.parametrize(
+    "args, name, call",
+    [
+        *(((*GOOD, "--save"), "results.json", call) for call in ("replace", "chmod", "fdopen")),
+        (("ladder", "--from", "results.json", "--save"), "copy.json", "replace"),
+        (("ladder", "--from", "results.json", "--plot"), "picture.svg", "replace"),
+    ],
+)
+def test_a_full_disk_leaves_the_old_file_whole(results, monkeypatch, tmp_path, args, name, call):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    target = tmp_path / name
     target.write_text("old")
     monkeypatch.setattr(cache_folder.os, call, full)
-    done = cli(*GOOD, "--save", target, code=3)
+    done = cli(*args, target, code=3)
     assert line_of(done.stderr) == f"{target}: No space left on device"
-    says(done.stdout, "kernel +fa2")
+    says(done.stdout, "^the simulator: batch=1" if args[0] == "ladder" else "kernel +fa2")
     monkeypatch.undo()
     assert target.read_text() == "old"
-    assert {path.name for path in tmp_path.iterdir()} == {"results.json", "temporary"}
-
-
-@pytest.mark.parametrize("option, name", [("--save", "copy.json"), ("--plot", "picture.svg")])
-def test_a_full_disk_leaves_what_the_ladder_would_replace(results, monkeypatch, option, name):
-    pytest.importorskip("matplotlib")
-    target = results.with_name(name)
-    target.write_text("old")
-    monkeypatch.setattr(cache_folder.os, "replace", full)
-    done = cli("ladder", "--from", results, option, target, code=3)
-    assert line_of(done.stderr) == f"{target}: No space left on device"
-    says(done.stdout, "^the simulator: batch=1")
-    monkeypatch.undo()
-    assert target.read_text() == "old"
-    assert {x.name for x in results.parent.iterdir()} == {"results.json", name, "temporary"}
+    assert {path.name for path in tmp_path.iterdir()} == {"results.json", name, "temporary"}
 
 
 @pytest.mark.parametrize("args", [GOOD, ("ladder", "--from", "results.json")])
