@@ -17,13 +17,7 @@ from cupyfa.api import (
 )
 from cupyfa.arrays.block_mask import BlockMask, block_mask
 from cupyfa.call.call import Devices
-from cupyfa.errors import (
-    DeviceError,
-    OutOfMemory,
-    SimulatorFault,
-    Unsupported,
-    WrongResult,
-)
+from cupyfa.errors import DeviceError, OutOfMemory, SimulatorFault, Unsupported, WrongResult
 from cupyfa.ladder.kernel import Kernel, Launch
 from cupyfa.ladder.lookup import kernel, kernels
 from cupyfa.ladder.operations import Input

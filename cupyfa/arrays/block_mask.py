@@ -27,14 +27,7 @@ from cupyfa.problem.problem import Problem
 from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.choose_backend import adopt, backend_named
-from cupyfa.runtime.tile_maps import (
-    EMPTY,
-    PARTIAL,
-    DeviceMap,
-    map_of,
-    states_of,
-    states_on_device,
-)
+from cupyfa.runtime.tile_maps import EMPTY, PARTIAL, DeviceMap, map_of, states_of, states_on_device
 from cupyfa.score.expressions import Expression
 
 # A call adds this prefix to the names of a block mask's arrays.

@@ -8,13 +8,7 @@ from typing import Any
 import numpy as np
 
 from cupyfa.call.call import ARRAYS, Call, Devices, Operation
-from cupyfa.call.inputs import (
-    TANGENTS,
-    add_input_forms,
-    add_inputs,
-    check_packed,
-    describe_inputs,
-)
+from cupyfa.call.inputs import TANGENTS, add_input_forms, add_inputs, check_packed, describe_inputs
 from cupyfa.call.kernel_arrays import add_kernel_arrays, check_kernel_arrays, list_outputs
 from cupyfa.call.keywords import read_call, read_out, read_shape, read_tiles, split_keywords
 from cupyfa.call.pullback import (

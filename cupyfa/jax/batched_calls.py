@@ -17,14 +17,7 @@ from cupyfa.call.call import ARRAYS, Call
 from cupyfa.jax.array_forms import Form, ShapedCall, vary_alike
 from cupyfa.jax.custom_calls import call_on_gpu
 from cupyfa.jax.host_calls import call_on_host
-from cupyfa.problem.optional_inputs import (
-    DLSE,
-    OF_HEADS,
-    OF_PAIRS,
-    PADDED,
-    SEEDS,
-    STARTS,
-)
+from cupyfa.problem.optional_inputs import DLSE, OF_HEADS, OF_PAIRS, PADDED, SEEDS, STARTS
 from cupyfa.problem.wrt import QKV
 from cupyfa.score.expressions import Expression
 

@@ -14,15 +14,7 @@ import numpy as np
 from cupyfa.errors import Unsupported, described
 from cupyfa.problem import optional_inputs, shape_language
 from cupyfa.problem.dtypes import DTYPES, E4M3_INPUTS, INPUTS, DType, DTypeLike, dtype_named
-from cupyfa.problem.lengths import (
-    DENSE,
-    Lengths,
-    Packed,
-    Rows,
-    lengths_of,
-    pairs_of,
-    shown_lengths,
-)
+from cupyfa.problem.lengths import DENSE, Lengths, Packed, Rows, lengths_of, pairs_of, shown_lengths
 from cupyfa.problem.optional_inputs import (
     ALIBI,
     DESCALES,
@@ -39,13 +31,7 @@ from cupyfa.problem.optional_inputs import (
     Modifiers,
     Operand,
 )
-from cupyfa.problem.options import (
-    FLOAT8,
-    PLAIN,
-    AttentionOptions,
-    OptionKeywords,
-    read_size,
-)
+from cupyfa.problem.options import FLOAT8, PLAIN, AttentionOptions, OptionKeywords, read_size
 from cupyfa.problem.resizing import resized
 from cupyfa.score.expressions import Expression
 

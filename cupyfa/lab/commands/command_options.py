@@ -26,11 +26,7 @@ from cupyfa.lab.report.tables import FORMATS
 from cupyfa.lab.verify.case import LAYOUTS, TOKENS, VALUES
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Kernel
-from cupyfa.ladder.lookup import (
-    kernels as ladder_kernels,
-    record_named,
-    unknown_kernel,
-)
+from cupyfa.ladder.lookup import kernels as ladder_kernels, record_named, unknown_kernel
 from cupyfa.planner.choose_kernel import select
 from cupyfa.planner.plan import Limits
 from cupyfa.problem import shape_language
