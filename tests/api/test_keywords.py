@@ -321,23 +321,6 @@ def test_each_kernel_of_a_pullback_has_its_own_tiles(function, monkeypatch):
         }
 
 
-@pytest.mark.parametrize("function", ["vjp", "vjp of lists", "ragged vjp"])
-@pytest.mark.parametrize(
-    "given, message",
-    [
-        ({"backward_kernel": "fa2"}, "kernel 'fa2' computes forward"),
-        ({"backward_kernel": "colums"}, "kernel 'colums' is unknown"),
-        ({"backward_kernel": "columns", "backward_tiles": {"Bd": 3}}, "columns has no tile size"),
-        ({"backward_kernel": "columns", "backward_tiles": {"Br": 0}}, "Br=0 must be a positive"),
-        ({"backward_tiles": 3}, "backward_tiles is 3|tiles is 3"),
-    ],
-    ids=str,
-)
-def test_arguments_of_a_pullback_are_looked_at_by_the_call(function, given, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        FUNCTIONS[function](**given)
-
-
 def test_gradients_are_deterministic_if_asked_for_everywhere():
     from inspect import signature
 

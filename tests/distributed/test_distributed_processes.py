@@ -135,25 +135,6 @@ def test_places_that_are_given():
     assert joining._place(2, 3, 7, of_other) == (2, 3, 7)
 
 
-@pytest.mark.parametrize(
-    "given, message",
-    [
-        ({"rank": 3, "ranks": 3}, "rank is 3 and ranks is 3; pass a rank from 0 to 2"),
-        ({"rank": 0}, "rank is 0 and ranks is None; pass both"),
-        ({"rank": 0, "ranks": 0}, "ranks is 0; pass a whole number from 1"),
-        ({"timeout": 0}, "timeout is 0; pass a number of seconds above 0"),
-        ({"timeout": "3"}, "timeout is '3'; pass a number of seconds above 0"),
-        ({"timeout": float("inf")}, "timeout is inf; pass a number of seconds above 0, at most"),
-        ({"over": "mpi", "device": 0}, "device is 0, but with over='mpi' .*; leave device out"),
-        ({"over": "tcp"}, "over is 'tcp'; use 'nccl' or 'mpi'"),
-    ],
-    ids=lambda x: None,
-)
-def test_wrong_groups(given, message):
-    with pytest.raises(ValueError, match=message):
-        ranks.group(**given)
-
-
 def test_a_process_that_nobody_has_launched_is_alone(monkeypatch):
     for names in joining._LAUNCHERS:
         for name in names:

@@ -130,8 +130,6 @@ def test_the_mask_of_a_seed_in_memory():
     for given, numbers in IN_MEMORY:
         kept = cupyfa.dropout_mask(given, **sizes)
         np.testing.assert_array_equal(kept, cupyfa.dropout_mask(numbers, **sizes))
-    with pytest.raises(ValueError, match=r"dropout_seed has shape \(2,\)"):
-        cupyfa.dropout_mask(Dropout(0.4, np.array([1, 2])), **sizes)
 
 
 @pytest.mark.sampled(8)

@@ -40,8 +40,9 @@ from cupyfa import (
     Scaled,
     Simulator,
     Unsupported,
+    distributed,
 )
-from cupyfa.lab.bench import sweeps
+from cupyfa.lab.bench import suite, sweeps
 from cupyfa.lab.verify import failures
 from cupyfa.lab.verify.case import Case
 from cupyfa.ladder.kernel import Matmul
@@ -98,8 +99,13 @@ def of_wrt(wrt, function=None):
     return cupyfa.vjp(a(4, 8), a(4, 8), a(4, 8), wrt=wrt, kernel="does not exist", **reads)
 
 
+def vjp(x=None, **options):
+    x = a(4, 8) if x is None else x
+    return cupyfa.vjp(x, x, x, backend="simulator", **options)
+
+
 def pulled(*gradients, **options):
-    _, pullback = cupyfa.vjp(a(4, 8), a(4, 8), a(4, 8), backend="simulator")
+    _, pullback = vjp()
     return pullback(*gradients, **options)
 
 
