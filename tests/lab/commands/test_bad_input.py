@@ -99,6 +99,10 @@ def of_wrt(wrt, function=None):
     return cupyfa.vjp(a(4, 8), a(4, 8), a(4, 8), wrt=wrt, kernel="does not exist", **reads)
 
 
+def with_number(n):
+    return attention(score_mod="score + (1 if n > 0 else 0)", captured={"n": n})
+
+
 def vjp(x=None, **options):
     x = a(4, 8) if x is None else x
     return cupyfa.vjp(x, x, x, backend="simulator", **options)
