@@ -17,6 +17,7 @@ from cupyfa.problem.dtypes import E4M3, E4M3_INPUTS
 from cupyfa.problem.lengths import pairs_of
 from cupyfa.problem.optional_inputs import (
     DESCALES,
+    GRADIENT,
     OFFSET,
     PADDED,
     PAGE_TABLE,
@@ -533,7 +534,7 @@ def _expected_tangents(
     for i in range(p.directions):
         one, its = p.with_options(directions=1), slice(i * p.batch, (i + 1) * p.batch)
         along = {x: y[its] if x in _MOVED else y for x, y in inputs.items()}
-        along |= {x: inputs[x][i : i + 1] for x in inputs if x.startswith(gradient_of(""))}
+        along |= {x: inputs[x][i : i + 1] for x in inputs if x.startswith(GRADIENT)}
         found.append(_expected_tangents_along(along, one, roundings, None))
     for r, name in product(roundings, ("O_dot", "lse_dot")):
         of_each = zip(*(x[r][name] for x in found))

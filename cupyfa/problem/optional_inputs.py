@@ -332,9 +332,17 @@ class Operand:
         return self.name if self.name == ROW_MAX else f"mods.{self.name}"
 
 
+GRADIENT = "d_"  # begins the names of gradients, and of tangents, of arrays that change scores
+
+
 def gradient_of(name: str) -> str:
     """Returns the name of an array's gradient among an operation's outputs."""
-    return f"d_{name}"
+    return f"{GRADIENT}{name}"
+
+
+def is_of_scores(name: str) -> bool:
+    """Returns whether an operation's input is an array that expressions read, or its tangent."""
+    return name.startswith(("mods.", GRADIENT))
 
 
 def name_of(name: str) -> str:

@@ -23,7 +23,7 @@ from cupyfa.problem.optional_inputs import (
     MAPS,
     SEEDS,
     Operand,
-    gradient_of,
+    is_of_scores,
     name_of,
     written,
 )
@@ -138,7 +138,7 @@ class Prepared(OfThisProcess):
         self._new = [(x.shape, plan.outputs[x.name][1]) for x in results]
         self._views = {
             name: partial(_reshaped, plan.arrays[name][0])
-            if name in own or name.startswith(("mods.", gradient_of("")))
+            if name in own or is_of_scores(name)
             else partial(viewed, plan.problem, layout, axes)
             for name, axes in operation.axes_of(plan.problem).items()
         }

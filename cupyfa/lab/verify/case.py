@@ -25,6 +25,7 @@ from cupyfa.problem.optional_inputs import (
     BIAS,
     DESCALES,
     DLSE,
+    GRADIENT,
     LENGTHS,
     MASK,
     PADDED,
@@ -33,7 +34,7 @@ from cupyfa.problem.optional_inputs import (
     STARTS,
     USED,
     Operand,
-    gradient_of,
+    is_of_scores,
 )
 from cupyfa.problem.problem import Problem, whole
 from cupyfa.problem.resizing import indices_of
@@ -151,8 +152,7 @@ class Case:
             self._pad(arrays)
         if "lse" in inputs:
             arrays |= _forward(p, arrays, backend)
-        of_scores = "mods.", gradient_of("")  # arrays that expressions read, and their tangents
-        read = {name: x for name, x in arrays.items() if name.startswith(of_scores)}
+        read = {name: x for name, x in arrays.items() if is_of_scores(name)}
         made = arranged({name: arrays[name] for name in inputs if name not in read}, self.layout)
         made |= {
             name: _arranged(x, "bshd" if self.layout == "packed" else self.layout)
@@ -172,7 +172,7 @@ class Case:
         pick = np.random.default_rng((self.seed, *b"sequence"))
         chosen = int(pick.integers(len(self.problem.lengths[0].rows)))
         for name, array in arrays.items():
-            if name.startswith(gradient_of("")):  # the tangent of an array of scores
+            if name.startswith(GRADIENT):  # the tangent of an array of scores
                 continue
             of = self.problem.lengths[name in OF_KEYS]
             array[:, :, ~of.is_in_a_sequence()] = math.nan
@@ -217,8 +217,7 @@ class Case:
         """Fills the unused rows of batch elements with NaN, which must not affect results."""
         for name, array in arrays.items():
             of = f"mods.{PADDED[name in OF_KEYS]}"
-            is_of_rows = not name.startswith(("mods.", gradient_of("")))
-            if of in arrays and array.ndim > 2 and is_of_rows:
+            if of in arrays and array.ndim > 2 and not is_of_scores(name):
                 for element, length in zip(array, arrays[of]):
                     element[:, length:] = math.nan
 
