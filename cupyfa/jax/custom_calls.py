@@ -198,12 +198,9 @@ def encode(
         for at, place, like in launch.maps:
             buffer, start = places[place.array] if like.address else (-1, 0)
             encoded = backend.tensor_map(like._replace(address=0))
-            words += [at, buffer, start + place.offset, *_as_words(encoded)]
+            words += [at, buffer, start + place.offset]
+            words += np.frombuffer(encoded.tobytes(), np.int64).tolist()
     return words
-
-
-def _as_words(encoded: np.ndarray) -> list[int]:
-    return np.frombuffer(encoded.tobytes(), np.int64).tolist()
 
 
 def _inputs(backend: Backend, shaped: ShapedCall, padding: Sequence[int]) -> dict[str, Any]:

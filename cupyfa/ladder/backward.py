@@ -319,11 +319,6 @@ SHARING_SCRATCH = {
 }
 
 
-def _of_delta(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the number of row tiles whose sums are cleared; 0 for a packed batch without rows."""
-    return row_tiles(p, c) if p.M else 0
-
-
 def mma_delta(
     sums: Formula,
     entry: str = "mma_delta",
@@ -338,7 +333,7 @@ def mma_delta(
         entry,
         args="O dO delta dQ_sum.data counts.data counts_size M heads mods",
         numbers={"counts_size": counts},
-        grid=_of_delta,
+        grid=lambda p, c: row_tiles(p, c) if p.M else 0,  # a packed batch may have no rows
         threads=lambda p, c: THREADS,
         constants={constant: sums, "is_packed": lambda p, c: p.sequences is not None},
     )
@@ -762,10 +757,6 @@ def wgmma_part_width(p: Problem, c: SimpleNamespace) -> int:
     return 64 if is_wide(p) or (c.Br == 64 and p.d > 64) else round_up(p.d, 16)
 
 
-def wgmma_sums_width(p: Problem, c: SimpleNamespace) -> int:
-    return round_up(p.d, wgmma_part_width(p, c))
-
-
 def wgmma_shared(p: Problem, c: SimpleNamespace) -> int:
     """Returns the bytes of shared memory for tiles in TMA boxes of 64 columns, dS, each
     warpgroup's share of dQ, row sums and mbarriers.
@@ -890,7 +881,10 @@ WGMMA_COLUMNS = Kernel(
     features=OF_SEQUENCES,
     scratch={
         "row_sums": (lambda p, c: 2 * row_tiles(p, c) * c.Br, "real"),
-        "dQ_sum": (lambda p, c: row_tiles(p, c) * c.Br * wgmma_sums_width(p, c), "real"),
+        "dQ_sum": (
+            lambda p, c: row_tiles(p, c) * c.Br * round_up(p.d, wgmma_part_width(p, c)),
+            "real",
+        ),
         "counts": (lambda p, c: 4 * counts_size(p, c), "byte"),
         "key_sums": (lambda p, c: 4 * key_sums_size(p, c), "real"),
     },

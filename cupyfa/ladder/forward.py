@@ -1055,17 +1055,12 @@ WGMMA_SLICES = rung(
 )
 
 
-def half_boxes(p: Problem) -> int:
-    """Returns the number of TMA boxes that hold half of the columns of V, rounded up."""
-    return cdiv(cdiv(p.dv, 2), 64)
-
-
 def wgmma_latent_shared(p: Problem, c: SimpleNamespace) -> int:
     """Returns the bytes of shared memory for Q, the ring of tiles of K or V, P, two maxima and two
     sums of each thread of a warpgroup, the barriers, and a flag for each warp.
     """
-    d_boxes = cdiv(p.d, 64)
-    boxes = max(d_boxes, 2 * half_boxes(p))
+    d_boxes, half_boxes = cdiv(p.d, 64), cdiv(cdiv(p.dv, 2), 64)
+    boxes = max(d_boxes, 2 * half_boxes)
     tiles = 128 * (c.Br * d_boxes + c.stages * c.Bc * boxes)
     barriers = 8 * (1 + c.stages * (d_boxes + 2))
     return round_up(tiles + 2 * c.Br * c.Bc + 16 * 128 + barriers + 8, 1024)

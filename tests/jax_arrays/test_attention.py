@@ -110,7 +110,16 @@ def total(found):
     return (out * DOUT).sum() + (lse * DLSE).sum()
 
 
-def compare(case, backend):
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "reference",
+        pytest.param("simulator", marks=pytest.mark.slow),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
+)
+def test_values_and_gradients_are_those_of_jax(case, backend):
     numbers, arrays, _ = CASES[case]
     floats = {x: y for x, y in arrays.items() if y.dtype.kind == "f"}
     others = {x: y for x, y in arrays.items() if x not in floats}
@@ -126,23 +135,6 @@ def compare(case, backend):
     )
     for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_values_and_gradients_are_those_of_jax(case):
-    compare(case, "reference")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_the_simulator_has_the_values_and_gradients_of_jax(case):
-    compare(case, "simulator")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES)
-def test_the_gpu_has_the_values_and_gradients_of_jax(case):
-    compare(case, "cuda")
 
 
 @pytest.mark.parametrize("case", ["causal", "bias", "sink"])

@@ -20,10 +20,6 @@ FP8 = FORWARD["wgmma_fp8"]
 E4M3 = ml_dtypes.float8_e4m3fn
 
 
-def as_e4m3(x):
-    return np.clip(x, -448, 448).astype(np.float32).astype(E4M3)
-
-
 def planned(backend=None, tiles=None, **sizes):
     problem = Problem.of_sizes(**{"heads": 1, "dtype": "float16", **sizes})
     return planning.plan(FP8, problem, (backend or Simulator()).limits, **(tiles or {}))
@@ -45,7 +41,8 @@ def test_conversions_are_to_nearest_even_and_saturate():
           b[i] = pack_e4m3(a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3]);
     """
     launch(body.replace("COUNT", str(bits.size)), x, bits)
-    got, want = bits.view(np.uint8), as_e4m3(x).view(np.uint8)
+    want = np.clip(x, -448, 448).astype(np.float32).astype(E4M3).view(np.uint8)
+    got = bits.view(np.uint8)
     numbers = ~np.isnan(x)
     assert (got[numbers] == want[numbers]).all()
     assert (got[~numbers] & 0x7F == 0x7F).all()
@@ -113,12 +110,9 @@ def test_float8_must_be_requested():
     with pytest.raises(cupyfa.Unsupported, match=r"computes float16 in float16; .*wgmma_fp8"):
         planning.plan(FORWARD["wgmma"], asked, limits)
     with pytest.raises(cupyfa.Unsupported) as refused:  # the message must not suggest float8
-        planning.plan(FORWARD["mma_pipelined"], replace_d(problem, 300), limits)
+        wide = Problem.of_sizes(M=problem.M, d=300, dtype=problem.dtype.name)
+        planning.plan(FORWARD["mma_pipelined"], wide, limits)
     assert "wgmma_fp8" not in str(refused.value)
-
-
-def replace_d(problem, d):
-    return Problem.of_sizes(M=problem.M, d=d, dtype=problem.dtype.name)
 
 
 def test_masked_keys_do_not_change_the_scale_of_others():

@@ -151,11 +151,8 @@ def test_same_precision_rounds_every_step(precision):
     np.testing.assert_array_equal(out, r(out))
     np.testing.assert_allclose(lse, (s.max(-1, keepdims=True) + np.log(total))[..., 0], rtol=1e-6)
     exact, _ = reference.attention(q, k, v, scale=0.3)
-    assert 0 < np.abs(out - exact).max() < 20 * float(reference_eps(precision))
-
-
-def reference_eps(precision):
-    return ml_dtypes.finfo("float16" if precision == "tf32" else precision).eps
+    eps = ml_dtypes.finfo("float16" if precision == "tf32" else precision).eps
+    assert 0 < np.abs(out - exact).max() < 20 * float(eps)
 
 
 @pytest.mark.parametrize("precision", ["float16", "bfloat16"])

@@ -23,22 +23,15 @@ def headings(text):
     return re.findall(r"^## (.+)$", text, re.M)
 
 
-def prose(text):
-    """Returns the text without code blocks and without HTML comments."""
-    return re.sub(r"^```.*?^```$|<!--.*?-->", "", text, flags=re.M | re.S)
-
-
-def rows_of_tables(text):
-    return [len(x.splitlines()) - 2 for x in re.findall(r"(?:^\|.*\n)+", text, re.M)]
-
-
 @pytest.mark.parametrize("name", STEPS)
 def test_a_page_has_the_outline_and_few_words(name):
     text = read(name)
     assert headings(text) == OUTLINE
-    assert len(prose(text).split()) <= MOST_WORDS
+    prose = re.sub(r"^```.*?^```$|<!--.*?-->", "", text, flags=re.M | re.S)
+    assert len(prose.split()) <= MOST_WORDS
     measured = text.split("## Measured")[1].split("## Exercises")[0]
-    assert all(rows <= MOST_ROWS for rows in rows_of_tables(measured))
+    tables = re.findall(r"(?:^\|.*\n)+", measured, re.M)
+    assert all(len(table.splitlines()) - 2 <= MOST_ROWS for table in tables)
 
 
 def sources():

@@ -210,17 +210,13 @@ def _work(
             elif action == "copy":
                 arrays = (x.name if x.name in timeline.arrays else ""), ""
             reads, writes = arrays or _ARRAYS[operation].get(action, ("", ""))
-            if writes == "dQ dK dV" and (action == "epilogue" or _has_passes(timeline)):
+            of_pass = "two_pass" in timeline.entry or "slices" in timeline.entry
+            if writes == "dQ dK dV" and (action == "epilogue" or of_pass):
                 writes = next((y for part, y in _RESULTS.items() if part in timeline.entry), writes)
             if x.name == "cp.async":
                 yield x, _Work(action, x.name, *_copied(timeline, x, *size))
             else:
                 yield x, _Work(action, x.name, reads, writes, visit.row, visit.key)
-
-
-def _has_passes(timeline: Timeline) -> bool:
-    """Returns whether a backward launch computes only some of the gradients."""
-    return "two_pass" in timeline.entry or "slices" in timeline.entry
 
 
 def _softmax(of_tile: Sequence[Span]) -> list[Span]:

@@ -50,10 +50,6 @@ def cli(*args, env=None, code=0):
     return done
 
 
-def as_json(**options):
-    return {row["thing"]: row for row in json.loads(cli("--format", "json", **options).stdout)}
-
-
 @pytest.mark.slow
 def test_every_probe_has_a_finding():
     seen = []
@@ -236,7 +232,8 @@ def test_cupys_import_message_is_reduced_to_the_error(monkeypatch, wheels):
 @pytest.mark.slow
 def test_a_cupy_cache_that_cannot_be_written_is_reported_though_another_is_used(tmp_path):
     (tmp_path / "file").write_text("")
-    found = as_json(env={"CUPY_CACHE_DIR": str(tmp_path / "file" / "cache")})
+    env = {"CUPY_CACHE_DIR": str(tmp_path / "file" / "cache")}
+    found = {row["thing"]: row for row in json.loads(cli("--format", "json", env=env).stdout)}
     assert found["CuPy"]["state"] == OK and found["CuPy's cache"]["state"] == FAULT
 
 
