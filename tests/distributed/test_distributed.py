@@ -407,38 +407,15 @@ def test_a_wrong_argument_of_one_rank_is_the_error_of_all(given, error, words):
     assert len({*ranks.threads(2, of_rank, timeout=20)}) == 1
 
 
-@pytest.mark.parametrize(
-    "others, message",
-    [
-        (
-            {"causal": True},
-            "options must be equal on all ranks: none on ranks 0, 2; causal=bottom-right on",
-        ),
-        (
-            {"M": 25, "q": X[:, :, :8]},
-            "sizes .*: M=24 on ranks 0, 2; M=25 on rank 1; pass rows=, the total number",
-        ),
-        (
-            {x: X.astype("f2") for x in "qkv"},
-            "dtype must be equal .*: float32 on .*; float16 on rank",
-        ),
-        ({"tiles": {"Br": 32, "Bc": 16}}, "kernel and tiles must be equal"),
-        (
-            {"scale": 0.25, "score_mod": "score * scale", "captured": {"scale": 2.0}},
-            r"options .*: none on ranks 0, 2; captured.scale=2.0, scale=0.25, score_mod=score \*",
-        ),
-        ({"schedule": "ring"}, "the call must be equal .* forward number 1 .* schedule='ring'"),
-        ({x: np.ones((2, 2, 8, 4), "f4") for x in "qkv"}, "sizes must be equal .*batch=1.*batch=2"),
-        (
-            {"backend": OTHER},
-            "the device must be equal .* ranks 0, 2; .*rs=7.* on rank 1",
-        ),
-    ],
-    ids=lambda x: None,
-)
-def test_calls_that_differ_are_the_same_error_on_all_ranks(others, message):
+TWICE = np.ones((2, 2, 8, 4), "f4")
+
+
+@pytest.mark.parametrize("given, words", table("distributed/differing_calls.txt", 1))
+def test_calls_that_differ_are_the_same_error_on_all_ranks(given, words):
+    others = eval(f"dict({given})")
+
     def of_rank(group):
-        with pytest.raises(ValueError, match=message) as caught:
+        with pytest.raises(ValueError, match=".*".join(words)) as caught:
             attention(group=group, **(others if group.rank == 1 else {}))
         assert str(caught.value).endswith(" on all ranks")
         assert group.sent == 2 * (64 + 8 * 401)

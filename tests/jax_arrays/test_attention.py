@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.cli import table
 from numpy.testing import assert_array_equal
 
 import cupyfa
@@ -333,28 +334,11 @@ def test_packed_sequences_and_their_gradients():
 # Errors, which are raised while a program is traced
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"k": K[:, :, :, :4]}, ValueError, "d, the last axis of q and k, must be equal"),
-        ({"k": K[:, :1].repeat(3, 1), "v": V[:, :1].repeat(3, 1)}, ValueError, "not a multiple"),
-        ({"is_causal": True}, TypeError, "write causal=True"),
-        ({"backend": "cupy"}, ValueError, "use one of auto, cuda, simulator, reference"),
-        ({"kernel": "fa4"}, ValueError, "fa4"),
-        ({"backend": "simulator", "kernel": "mma_tma"}, Unsupported, "mma_tma"),
-        ({"score_mod": "score * x", "captured": {"x": 1.0, "y": "2"}}, TypeError, "y is "),
-        ({"bias": BIAS[:, :4]}, ValueError, "bias has shape"),
-        ({"q": Q.astype("int32")}, TypeError, "q has dtype int32"),
-        ({"q": Q.tolist()}, TypeError, "pass a JAX or NumPy array"),
-        ({"deterministic": 1}, TypeError, "deterministic"),
-        ({"mask": cupyfa.block_mask(mask_mod="key <= query", M=M, N=N)}, Unsupported, "BlockMask"),
-    ],
-    ids=lambda x: "" if isinstance(x, type) else None,
-)
-def test_errors_are_raised_while_tracing(arguments, error, message):
-    given = {"q": Q, "k": K, "v": V, **arguments}
-    with pytest.raises(error, match=message):
-        jax.make_jaxpr(lambda: attention(**given))()
+@pytest.mark.parametrize(("given", "error", "words"), table("jax_arrays/bad_calls.txt"))
+def test_errors_are_raised_while_tracing(given, error, words):
+    arguments = {"q": Q, "k": K, "v": V, **eval(f"dict({given})")}
+    with pytest.raises(eval(error), match=".*".join(words)):
+        jax.make_jaxpr(lambda: attention(**arguments))()
 
 
 def test_attention_of_traced_arrays_names_the_function_for_jax():
