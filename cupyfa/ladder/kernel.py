@@ -134,10 +134,11 @@ class Launch(_Record):
     awaits_all: whether every thread calls wait_for_launch_before() before its first access to
         global memory. Such a launch begins early even as the first of a call, when the previous
         kernel in the stream is one of the program.
-    unawaited: names of arrays, separated by blanks, that the launch reads without waiting. The
-        previous launch must only read them, too, and call wait_for_launch_before() before
+    unawaited: names of arrays, separated by blanks, that the launch reads without waiting, as
+        "row_sums", or "mods.lengths_k" for an option; or a formula that returns them. The previous
+        launch must only read them, too, and call wait_for_launch_before() before
         launch_dependents(), so that the launches that write these arrays have ended when this one
-        begins. Then only one block of this launch has to wait.
+        begins. Then only one block has to wait.
     walks: the tile maps of a block mask by which the launch skips tiles (see extent.cuh), as
         ``{"key_tiles": lambda p, c: (c.Br, c.Bc)}``: "key_tiles" if it loops over the keys of a row
         tile, "row_tiles" if it loops over the rows of a key tile. The formula returns the rows and
@@ -162,7 +163,7 @@ class Launch(_Record):
     in_rounds: bool = False
     begins_early: bool = False
     awaits_all: bool = False
-    unawaited: str = ""
+    unawaited: str | Callable[[Problem, SimpleNamespace], str] = ""
     walks: Mapping[str, Walk] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -610,8 +611,9 @@ _LAUNCH_RULES: Rules = {
         set(x.numbers) <= {name for name, form in x.arrays if not form}
         and all(map(callable, x.numbers.values()))
     ),
-    "unawaited must be names in args of a launch with begins_early=True": lambda x: (
-        set(x.unawaited.split()) <= {name for name, _ in x.arrays if x.begins_early}
+    "unawaited must be names in args of a launch with begins_early=True, or a formula": lambda x: (
+        callable(x.unawaited)
+        or dict(_arrays_of(x.unawaited)).keys() <= {name for name, _ in x.arrays if x.begins_early}
     ),
     "awaits_all must be False without begins_early=True, and with unawaited arrays": lambda x: (
         not x.awaits_all or (x.begins_early and not x.unawaited)

@@ -235,6 +235,8 @@ class _Planner:
         self.check_formulas(launch, counts if is_needed else (1,), threads, shared_bytes)
         x, y, z, *_ = (*counts, 1, 1) if is_needed else (0, 1, 1)
         self.check_limits((x, y, z), threads, shared_bytes)
+        names = launch.unawaited
+        unawaited = names if isinstance(names, str) else names(p, of_grid)
         own = {
             name: self.constant(f"{name} of {entry}", formula)
             for name, formula in launch.constants.items()
@@ -284,6 +286,7 @@ class _Planner:
             arguments=self.arguments(launch, of_grid),
             target=kernel.target,
             begins_early=self.limits.may_begin_early(launch),
+            unawaited=frozenset(unawaited.split()),
         )
 
     def softcap(self) -> dict[str, bool]:

@@ -102,6 +102,7 @@ class PlannedLaunch(Shown):
     )
     recording: Recording | None = None
     begins_early: bool = False  # whether the launch uses programmatic dependent launch
+    unawaited: frozenset[str] = frozenset()  # arrays that it reads without waiting, if it does
     keeps: frozenset[str] = frozenset()  # arrays that the next launch may read without waiting
     slices: Slices = field(default_factory=dict)  # the heads that the launch sees
 

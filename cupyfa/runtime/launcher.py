@@ -256,7 +256,7 @@ def _unawaited(step: PlannedLaunch | PlannedMatmul | None) -> frozenset[str]:
     """Returns the arrays that a step reads without waiting for the launch before it."""
     if not isinstance(step, PlannedLaunch) or step.recording or not all(step.grid):
         return frozenset()
-    return frozenset(step.launch.unawaited.split() if step.begins_early else ())
+    return step.unawaited if step.begins_early else frozenset()
 
 
 def _call_all(together: threading.Lock, calls: Sequence[Callable[[], Any]]) -> None:

@@ -128,7 +128,7 @@ class Simulator(Backend):
             self.workers,
             early=launch.begins_early,
             waits_first=bool(launch.keeps),
-            one_waits=bool(launch.launch.unawaited),
+            one_waits=bool(launch.unawaited),
         )
 
     def variable(self, prepared: Any, name: str, size: int) -> np.ndarray:
