@@ -25,7 +25,7 @@ from cupyfa.ladder.common import (
     warps_of_scores,
     with_cleared_rest,
 )
-from cupyfa.ladder.kernel import MOST_BOX_ROWS, Formula, Kernel, Launch, Matmul, padded
+from cupyfa.ladder.kernel import MOST_BOX_ROWS, Constant, Formula, Kernel, Launch, Matmul, padded
 from cupyfa.ladder.softmax import softmax_launch
 from cupyfa.ladder.split_float32 import (
     OPERANDS,
@@ -539,6 +539,34 @@ def maxima_of_split(p: Problem) -> int:
     return 2 if p.modifiers.has_row_max else 1
 
 
+# In mma_split_kv, if longer batch elements have more splits: splits of each, and bytes for results.
+MOST_BALANCED, MOST_SCRATCH = 32, 1 << 27
+
+
+def pays_to_balance(p: Problem, c: SimpleNamespace, splits: int) -> bool:
+    """Returns whether longer batch elements should have more than ``splits`` splits.
+
+    If lengths are equal after all, this costs 0.4 µs on an H200, or 2 µs with one split, since no
+    merge would then be launched. So keys that fill the arrays must take a hundred times as long to
+    read: 60 or 238 tiles for each of 132 SMs, at about 1 µs. In proportion to the number of SMs, a
+    few tiles are enough in the simulator. The device itself balances many tiles of rows. Keys in
+    e4m3 have not been measured.
+    """
+    has_lengths = p.batch > 1 and p.modifiers.used[1]
+    may_differ = has_lengths and visible_keys(p, c) == p.N and not p.modifiers.is_e4m3
+    on_each_sm = p.batch * p.kv_heads * cdiv(p.N, c.Bc) / c.multiprocessors
+    is_worth_it = on_each_sm >= (0.45 if splits > 1 else 1.8) * c.multiprocessors
+    has_few = p.M * p.group <= FEW_ROWS and packed_tiles(p, c) <= 4 * c.multiprocessors
+    scratch = 4 * p.batch * p.heads * p.M * MOST_BALANCED * (p.dv + 2)
+    is_possible = 2 * splits <= MOST_BALANCED and scratch <= MOST_SCRATCH
+    return may_differ and is_worth_it and has_few and is_possible
+
+
+def balancing(balances: Constant = lambda p, c: False) -> dict[str, Constant]:
+    """Returns constants that say whether longer batch elements have more splits, and how many."""
+    return {"balances": balances, "most_splits": lambda p, c: MOST_BALANCED}
+
+
 def scratch_of_splits(splits: Formula, width: Callable[[Problem], int]) -> dict[str, Any]:
     """Returns the scratch for partial results of splits; its arrays are empty for one split."""
 
@@ -574,32 +602,55 @@ def merge_splits(splits: Formula) -> Launch:
         grid=lambda p, c: p.M * p.heads * p.batch if splits(p, c) > 1 else None,
         threads=lambda p, c: MERGE_WARPS * WARP,
         shared=lambda p, c: 4 * MERGE_WARPS * (round_up(p.dv, 16) + 2),
-        constants={"at_once": splits_at_once(splits)},
+        constants={"at_once": splits_at_once(splits), **balancing()},
         numbers={"num_splits": splits},
         begins_early=True,
         awaits_all=True,
     )
 
 
-def split_kv(splits: Formula) -> Kernel:
-    """Makes the record of mma_split_kv with a formula for the number of splits."""
+def split_kv(splits: Formula, may_differ: Callable[..., bool] = pays_to_balance) -> Kernel:
+    """Makes the record of mma_split_kv.
+
+    splits: the formula for the number of splits, of each batch element if lengths are equal.
+    may_differ: whether longer elements may have more, a function of p, c and this number.
+    """
+
+    def balances(p: Problem, c: SimpleNamespace) -> bool:
+        return may_differ(p, c, splits(p, c))
+
+    def most(p: Problem, c: SimpleNamespace) -> int:
+        return MOST_BALANCED if balances(p, c) else splits(p, c)
+
+    def blocks(p: Problem, c: SimpleNamespace) -> int:
+        number = splits(p, c)
+        return packed_tiles(p, c) * (max(number, 2) if balances(p, c) else number)
+
+    merge = merge_splits(splits)
+    merge = replace(
+        merge,
+        grid=lambda p, c: p.M * p.heads * p.batch if most(p, c) > 1 else None,
+        constants={**merge.constants, **balancing(balances)},
+        awaits_all=False,
+        unawaited=lambda p, c: "mods.lengths_k" if balances(p, c) else "",
+    )
     return rung(
         MMA_PIPELINED,
         "mma_split_kv",
         "split-KV: blocks share the keys of a row tile, a second launch merges their results",
         launch={
             "args": f"Q K V O lse {SPLITS} num_splits sizes heads group scale mods",
-            "grid": lambda p, c: packed_tiles(p, c) * splits(p, c),
+            "grid": blocks,
             "threads": lambda p, c: WARP * c.Br // c.Wr * key_warps(p, c),
             "shared": split_kv_shared,
-            "constants": {"pack_gqa": pack_gqa, "key_warps": key_warps},
+            "constants": {"pack_gqa": pack_gqa, "key_warps": key_warps, **balancing(balances)},
             "numbers": {"num_splits": splits},
             "walks": {},
             "begins_early": True,
             "awaits_all": True,
         },
-        then=(merge_splits(splits),),
-        scratch=scratch_of_splits(splits, width=lambda p: round_up(p.dv, 16)),
+        then=(merge,),
+        scratch=scratch_of_splits(most, width=lambda p: round_up(p.dv, 16)),
         tiles=SPLIT_KV_TILES,
         candidates={
             "Br": (16, 32, 64, 128),
@@ -1251,7 +1302,10 @@ def _in_splits(name: str, splits: int | None, is_e4m3: bool) -> Kernel:
     if name == "fa2_split_kv" and splits is not None:
         return with_cleared_rest(fa2_split_kv(lambda p, c: splits), *REST)
     formula = filling_splits if is_e4m3 else num_splits
-    made = split_kv(formula if splits is None else lambda p, c: splits)
+    if splits is None:
+        made = split_kv(formula)
+    else:
+        made = split_kv(lambda p, c: splits, may_differ=lambda *_: False)
     if not is_e4m3:
         return with_cleared_rest(rounded_first(made), *REST)
     return replace(

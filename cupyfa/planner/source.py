@@ -19,7 +19,12 @@ INCLUDE = KERNELS / "include"
 # folders for launches in which the constant is true; their headers say how a block ends.
 RECORDING = KERNELS / "timeline"
 WITH = KERNELS / "with"
-ENDS = {"finishes": "finishing", "shares_groups": "sharing", "splits_keys": "splitting"}
+ENDS = {
+    "finishes": "finishing",
+    "shares_groups": "sharing",
+    "splits_keys": "splitting",
+    "balances": "balancing",
+}
 # Headers that the host includes with a problem's expressions (cuda_source.header).
 _OF_EXPRESSIONS = ("score_mod", "staged_bias_tile", "dropout")
 _copies: dict[Path, Path] = {}  # folders of kernel files, and the folders to read instead

@@ -1,17 +1,13 @@
 // mma_split_kv: `mma_pipelined`, with the keys of a tile of Q split among several blocks.
 //
-// With few queries there are few tiles of Q, and most multiprocessors would be idle. Here each of
-// `num_splits` blocks processes one split of the keys, and merge_splits combines their results
-// (Flash-Decoding). K and V pass through a ring of `stages` tiles, which keeps enough loads in
-// flight to saturate the memory bandwidth. A single split writes O and lse itself.
-//
-// A tile of few rows would occupy only one warp. Instead the keys of each tile are divided among
-// `key_warps` warps, whose accumulators are added at the end.
+// With few queries there are few tiles of Q, and most multiprocessors would be idle. So several
+// blocks process one split of the keys each, and merge_splits combines their results, unless there
+// is one (Flash-Decoding). A ring of `stages` tiles of K and V keeps enough loads in flight. Since
+// a tile of few rows would occupy one warp, `key_warps` warps share its keys and add their results.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
-//   O_splits [batch, heads, M, num_splits, stored_width]
-//   max_splits, sum_splits [batch, heads, M, num_splits]
-//   grid (cdiv(M * pack_gqa, Br) * num_splits * heads / pack_gqa * batch)
+//   O_splits [batch, heads, M, most_splits, stored_width]    max_splits, sum_splits: one for each
+//   grid (cdiv(M * pack_gqa, Br) * planned * heads / pack_gqa * batch; see split_order.cuh)
 //   block (32 * Br / Wr * key_warps)
 //   the host sets: scalar, result, operand, real, Br, Bc, Wr, stages, pack_gqa, key_warps, d, dv,
 //   threads, shared_bytes and options (extent.cuh)
@@ -22,6 +18,7 @@
 #include <attention/score.cuh>
 #include <attention/store_rows.cuh>
 #include <attention/tile_mask.cuh>
+#include <forward/parts/split_order.cuh>
 #include <forward/parts/stored_products.cuh>
 #include <forward/parts/warp_split_kv.cuh>
 #include <ptx/cp_async.cuh>
@@ -112,11 +109,10 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
                          task.lane, task.scales, task.values);
 }
 
-// Writes the results of the warp's rows for merge_splits: the row maxima, the sums of P relative to
-// them, and O before normalization.
+// Writes results of the warp's rows for merge_splits: maxima, sums relative to them, undivided O.
 __device__ void store_split(const Fragments<Wr, width>& O, const OwnRows& rows, float* O_splits,
-                            float* max_splits, float* sum_splits, int split, int num_splits,
-                            int batch, int head, int heads, int all_rows, int lane) {
+                            float* max_splits, float* sum_splits, int split, int most, int batch,
+                            int head, int heads, int all_rows, int lane) {
   const timeline::Phase phase(timeline::epilogue);
   const int M = rows.extent.M, stored = ragged ? all_rows : M;  // rows per head
 #pragma unroll
@@ -127,7 +123,7 @@ __device__ void store_split(const Fragments<Wr, width>& O, const OwnRows& rows, 
     sum += __shfl_xor_sync(full_warp, sum, 2);
     if (row >= M * pack_gqa) continue;
     const long long first = (long long)(batch * heads + head * pack_gqa + row % pack_gqa) * stored;
-    const long long place = (first + row / pack_gqa) * num_splits + split;
+    const long long place = (first + row / pack_gqa) * most + split;
     if (lane % 4 == 0) {
       max_splits[place * stored_maxima] = rows.maximum[i / 2][i % 2];
       if (has_row_max) max_splits[place * stored_maxima + 1] = rows.row_max(i);
@@ -143,19 +139,22 @@ __device__ void store_split(const Fragments<Wr, width>& O, const OwnRows& rows, 
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
     Tensor<const operand> Q, StoredKeys K, StoredValues V, Tensor<result> O, Tensor<real> lse,
-    float* O_splits, float* max_splits, float* sum_splits, int num_splits, Sizes sizes, int heads,
+    float* O_splits, float* max_splits, float* sum_splits, int planned, Sizes sizes, int heads,
     int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
   const int tiles = cdiv(sizes.M * pack_gqa, Br);
-  if (gridDim.x / (tiles * num_splits) * 1LL * sizes.M * pack_gqa <= few_rows) launch_dependents();
-  const auto [index, head, batch] = place(blockIdx.x, tiles * num_splits, heads / pack_gqa);
+  if (!balances && gridDim.x / (tiles * planned) * 1LL * sizes.M * pack_gqa <= few_rows)
+    launch_dependents();
+  Place own = place(blockIdx.x, tiles * planned, heads / pack_gqa);
+  const int num_splits = splits_of(planned, own, tiles, heads / pack_gqa, sizes, mods);
+  const auto [index, head, batch] = own;
   // Reversed order: the longest tiles first. Blocks that read the same keys are adjacent.
   const int first_row = (tiles - 1 - index % tiles) * Br;
   const int lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size;
   const int own_row = warp / key_warps * Wr, key_warp = warp % key_warps;
-  wait_for_launch_before();
+  if (!balances) wait_for_launch_before();
   const Extent extent = extent_of(sizes, mods, batch, head * pack_gqa);
-  if (!extent.has_tile_of_rows(first_row / pack_gqa)) return;
+  if ((balances && num_splits == 0) || !extent.has_tile_of_rows(first_row / pack_gqa)) return;
   const Scorer<real> scorer = {scale, mods};
   const int kv_head = head * pack_gqa / group;
   const Head queries(Q, batch, head * pack_gqa, extent.M * pack_gqa);
@@ -193,12 +192,13 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
   }
   // Recomputes the block's position, so that it occupies no registers during the loop.
   const int same_tiles = cdiv(opaque(sizes.M) * pack_gqa, Br);
-  const Place same = place(opaque(int(blockIdx.x)), same_tiles * num_splits, heads / pack_gqa);
+  const Place same =
+      balances ? own : place(opaque(int(blockIdx.x)), same_tiles * planned, heads / pack_gqa);
   const int row = (same_tiles - 1 - same.tile % same_tiles) * Br;
   finish_stored(task.scales, sums, lane);
   if (num_splits > 1) {
-    store_split(sums, rows, O_splits, max_splits, sum_splits, same.tile / same_tiles, num_splits,
-                same.batch, same.head, heads, sizes.M, lane);
+    store_split(sums, rows, O_splits, max_splits, sum_splits, same.tile / same_tiles,
+                balances ? most_splits : num_splits, same.batch, same.head, heads, sizes.M, lane);
     return;
   }
   if (needs_repair(sums, rows)) {

@@ -807,7 +807,8 @@ def test_the_driver_gets_the_arguments_that_a_launch_would_have(driver, kernel):
 def test_launches_begin_early_after_another_or_if_they_wait_for_all(driver, awaits_all):
     from cupyfa.runtime.cuda import device as cuda
 
-    kernel, how = FORWARD["mma_split_kv"], {"begins_early": True, "awaits_all": awaits_all}
+    kernel = FORWARD["mma_split_kv"]
+    how = {"begins_early": True, "awaits_all": awaits_all, "unawaited": ""}
     kernel = replace(kernel, launches=[replace(x, **how) for x in kernel.launches])
     plan = planned(kernel, Simulator(), {"heads": 2, "M": 1, "N": 300, "d": 32}, "float16")
     arrays = arrays_of(plan)

@@ -1,6 +1,5 @@
 #pragma once
-// Splits the keys of a tile among warps that share the same rows. Each warp has its own
-// accumulators, which are added in shared memory at the end; the first warp gets the result.
+// Splits the keys of a tile among warps that share rows, and adds their accumulators at the end.
 
 #include <attention/row_state.cuh>
 #include <tile/warp.cuh>
@@ -11,8 +10,7 @@ template <int count, int height, int columns>
 __device__ __forceinline__ operand (&keys_from(operand (&tile)[height][columns], int first))
     [count][columns] { return reinterpret_cast<operand(&)[count][columns]>(tile[first]); }
 
-// A warp's accumulators (O and row sums) and row maxima. m counts fragments of 16 rows, n fragments
-// of 8 columns.
+// A warp's accumulators (O and row sums) and row maxima: m fragments of 16 rows, n of 8 columns.
 template <int m, int n>
 struct WarpSums : RowMaxima<2 * m * warp_size> {
   float4 O[m * n][warp_size];
@@ -20,8 +18,7 @@ struct WarpSums : RowMaxima<2 * m * warp_size> {
 };
 
 // Adds the accumulators of all warps that share rows, through shared memory (`all`). Each warp adds
-// its share of the fragments; the first warp gets the result. Every thread of the block must call
-// this.
+// its share of the fragments; the first one gets the result. All threads of the block call this.
 template <int warps, int m, int n, int pack_gqa>
 __device__ __forceinline__ void add_up(WarpSums<m, n>* all, int warp, float (&O)[m][n][4],
                                        Rows<m * step, pack_gqa>& rows, int lane) {
@@ -64,8 +61,7 @@ __device__ __forceinline__ void add_up(WarpSums<m, n>* all, int warp, float (&O)
 #pragma unroll
     for (int w = 0; w < warps; ++w) {
       const float4 o = all[w].O[i][lane];
-      const float (&own)[2 * m] = factor[w];
-      const float upper = own[2 * row], lower = own[2 * row + 1];
+      const float upper = factor[w][2 * row], lower = factor[w][2 * row + 1];
       total.x += upper * o.x, total.y += upper * o.y;
       total.z += lower * o.z, total.w += lower * o.w;
     }

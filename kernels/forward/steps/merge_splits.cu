@@ -1,22 +1,19 @@
 // merge_splits: merges the results of all splits of the keys into rows of O (Flash-Decoding).
 //
 // The sums of a split are relative to its own maximum. They are rescaled to the largest maximum so
-// far, added in a fixed order, and divided once: an online softmax over splits instead of tiles. A
-// split without visible keys has sums of 0 and the lowest maximum, so it contributes nothing. Rows
-// with wrong results (nonfinite.cuh) are recomputed here from Q, K and V.
+// far, added in a fixed order, and divided once: an online softmax over splits. A split without
+// visible keys has sums of 0 and the lowest maximum. Rows with wrong results are recomputed here.
 //
-//   Q [batch, heads, M, d]    K, V [batch, kv_heads, N, d | dv]
-//   O_splits [batch, heads, M, num_splits, width]
-//   max_splits, sum_splits [batch, heads, M, num_splits]
-//   O [batch, heads, M, dv]    lse [batch, heads, M]
+//   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
+//   O_splits [batch, heads, M, most_splits, width]    max_splits, sum_splits: one for each split
 //   grid (M * heads * batch)    block (threads): the warps share the splits and load `at_once` of
 //   them at a time; a lane owns four of every 128 columns
-//   the host sets: scalar, result, operand, real, at_once, d, dv, threads, shared_bytes and options
-//   (extent.cuh)
+//   the host sets: scalar, result, operand, real, at_once, d, dv, threads, shared_bytes, options
 #include <attention/kv_dtype.cuh>
 #include <attention/nonfinite.cuh>
 #include <attention/row_max.cuh>
 #include <attention/score.cuh>
+#include <forward/parts/split_order.cuh>
 #include <ptx/dependent_launch.cuh>
 #include <tile/math.cuh>
 #include <tile/shared.cuh>
@@ -37,15 +34,18 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 
 extern "C" __global__ __launch_bounds__(threads) void merge_splits(
     const float* O_splits, const float* max_splits, const float* sum_splits, Tensor<result> O,
-    Tensor<real> lse, int num_splits, Tensor<const operand> Q, StoredKeys K, StoredValues V,
+    Tensor<real> lse, int planned, Tensor<const operand> Q, StoredKeys K, StoredValues V,
     Sizes sizes, int heads, int group, real scale, Mods mods) {
-  launch_dependents();
-  wait_for_launch_before();
+  if (!balances || planned > 1) launch_dependents();  // else early blocks would crowd some SMs
+  const int num_splits = splits_of(planned, blockIdx.x, heads, sizes, mods);
+  const bool is_written = balances && num_splits == 1;           // by the only split
+  if (!is_written || blockIdx.x == 0) wait_for_launch_before();  // else one block's is enough
+  if (is_written) return;
   Shared& shared = shared_memory<Shared>();
   const auto [row, head, batch] = place(blockIdx.x, sizes.M, heads);
   if (!extent_of(sizes, mods, batch).has_tile_of_rows(row)) return;  // no split computed this row
   const int lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size;
-  const long long first = (long long)blockIdx.x * num_splits;
+  const long long first = (long long)blockIdx.x * (balances ? most_splits : num_splits);
 
   float maximum = -largest, sum = 0;
   float4 o[rounds] = {};

@@ -1,6 +1,6 @@
 #pragma once
-// The dtype of stored keys and values: here the operands' dtype. For e4m3 with scales the host
-// replaces this header with kernels/with/attention/kv_dtype.cuh.
+// The dtype of stored keys and values: that of operands. For e4m3 with scales the host replaces
+// this header with kernels/with/attention/kv_dtype.cuh.
 
 #include <attention/batch.cuh>
 
