@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import tempfile
 import time
 from collections import Counter
@@ -36,6 +37,8 @@ OUT_OF_TIME = "out of time"
 VERDICTS = (FOUND, MISSED, EQUIVALENT, NOT_COMPILED, INVALID, OUT_OF_TIME)
 _OTHER_SEEDS = (1, 2)  # of cases whose programs are compared
 _LONGEST_CASE = 20.0  # seconds that a case of a mutant may run
+# Names of positions that are always 0 in kernels of an operation.
+_ZERO = {"softmax": re.compile(rb"\b(?:batch|head)\b")}
 _EQUIVALENTS = Path(__file__).with_name("equivalents.csv")
 
 
@@ -184,6 +187,8 @@ class _Trier:
         self._trap = "__builtin_trap" if backend.name == "simulator" else "__trap"
         self._arch = _arch(backend)
         self._known = known_equivalents(name_of(kernel))
+        record = record_named(kernel) if isinstance(kernel, str) else kernel
+        self._operation = record.operation
 
     def require_right(self, workers: Sequence[Process]) -> None:
         """Raises ValueError if the kernel itself fails a case."""
@@ -202,7 +207,7 @@ class _Trier:
 
     def _judged(self, worker: Process, mutant: Mutant) -> tuple[str, str, int | None]:
         """Returns the verdict on a mutant, the reason, and the number of the case that found it."""
-        if reason := self._known.get(_key(mutant)):
+        if reason := self._known.get(_key(mutant)) or equal_positions(mutant, self._operation):
             return EQUIVALENT, reason, None
         programs = [x for of in self._programs(mutant) for x in of]
         if not self._changes(mutant, mutant.change.probe.format(trap="__trap"), programs):
@@ -304,6 +309,20 @@ def _reason(outcome: Outcome) -> str:
     errors = [x for x in outcome.message.splitlines() if "error:" in x]  # of a compiler
     (first, *_) = errors or outcome.message.splitlines() or [""]
     return f"{outcome.kind}: {first}" if first else outcome.kind
+
+
+def equal_positions(mutant: Mutant, operation: str) -> str | None:
+    """Returns a reason if a mutant of a file of the ladder exchanges positions that are always 0.
+
+    operation: that of the mutant's kernel.
+    """
+    zero = _ZERO.get(operation) if mutant.root == source.KERNELS else None
+    if zero is None:
+        return None
+    before, after = mutant.code[mutant.change.start : mutant.change.end], mutant.change.new.encode()
+    if zero.sub(b"0", before) != zero.sub(b"0", after):
+        return None
+    return f"a {operation} has one batch element and one head"
 
 
 def known_equivalents(kernel: str | None = None) -> dict[tuple[str, str, str], str]:

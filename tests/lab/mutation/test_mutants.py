@@ -105,6 +105,18 @@ def test_a_mutant_may_be_equivalent_in_one_kernel_only():
     assert of_others < of_fa2 < set(trials.known_equivalents())
 
 
+def test_positions_that_are_0_in_every_softmax_are_equal(own):
+    def told(name):
+        record = record_named(name)
+        every = mutants_of(record)
+        return [x for x in every if trials.equal_positions(x, record.operation)]
+
+    assert told("softmax_online") and not told("fa2") and not told(own)
+    for mutant in told("softmax_online"):
+        assert mutant.kind in ("wrong index", "indices swapped") and "+ 1" not in mutant.change.new
+        assert mutant.before.count("row)") == mutant.after.count("row)")
+
+
 def test_without_tree_sitter_the_remedy_is_named(monkeypatch):
     for cached in (syntax._parser, changes):
         cached.cache_clear()
