@@ -1,12 +1,13 @@
 // mma_split_kv: `mma_pipelined`, with the keys of a tile of Q split among several blocks.
 //
-// With few queries there are few tiles of Q, and most multiprocessors would be idle. So several
-// blocks process one split of the keys each, and merge_splits combines their results, unless there
-// is one (Flash-Decoding). A ring of `stages` tiles of K and V keeps enough loads in flight. Since
-// a tile of few rows would occupy one warp, `key_warps` warps share its keys and add their results.
+// With few queries there are few tiles of Q, and most multiprocessors would be idle. Here several
+// blocks process one split of the keys each, and merge_splits combines their results; a single
+// split writes O and lse itself (Flash-Decoding). A ring of `stages` tiles of K and V keeps enough
+// loads in flight. A tile of few rows would occupy one warp, so `key_warps` warps share its keys.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
-//   O_splits [batch, heads, M, most_splits, stored_width]    max_splits, sum_splits: one for each
+//   O_splits [batch, heads, M, most_splits, stored_width]
+//   max_splits, sum_splits [batch, heads, M, most_splits]
 //   grid (cdiv(M * pack_gqa, Br) * planned * heads / pack_gqa * batch; see split_order.cuh)
 //   block (32 * Br / Wr * key_warps)
 //   the host sets: scalar, result, operand, real, Br, Bc, Wr, stages, pack_gqa, key_warps, d, dv,

@@ -5,7 +5,7 @@
 // visible keys has sums of 0 and the lowest maximum. Rows with wrong results are recomputed here.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
-//   O_splits [batch, heads, M, most_splits, width]    max_splits, sum_splits: one for each split
+//   O_splits [batch, heads, M, most_splits, width]    max_splits, sum_splits [..., most_splits]
 //   grid (M * heads * batch)    block (threads): the warps share the splits and load `at_once` of
 //   them at a time; a lane owns four of every 128 columns
 //   the host sets: scalar, result, operand, real, at_once, d, dv, threads, shared_bytes, options

@@ -1,11 +1,11 @@
 #pragma once
-// Programmatic dependent launch, on Hopper and later, of launches with `begins_early` in records.
+// Programmatic dependent launch: a launch with `begins_early` in its record may start while the
+// previous launch finishes. For other launches, and before Hopper, these functions do nothing.
 #include <ptx/arch.cuh>
 
 // Waits until the previous launch has ended; all of its writes are then visible. Threads call this
 // before they read what earlier launches write, or write what they use; with `awaits_all`, before
-// all accesses. At least one thread of each block calls it, or one of the launch if the record has
-// `unawaited` arrays, so that no launch ends before the previous one.  PTX: griddepcontrol.wait
+// all accesses. At least one thread of each block calls it; with `unawaited`, one of the launch.
 __device__ __forceinline__ void wait_for_launch_before() {
   if constexpr (on_hopper) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
