@@ -164,8 +164,9 @@ def attention(
         arrays on several GPUs and reports progress.
     tiles: tile sizes of the kernel, for example ``{"Br": 64, "Bc": 32}``; missing ones are chosen.
         With a cache also ``{"splits": n}`` (split-KV): the keys of a row are divided into n parts,
-        one per block; the default depends on the device and the batch. With a fixed n, the bits of
-        a sequence's results do not depend on the other sequences.
+        one per block; the default depends on the device, the batch, the capacity and, in large
+        caches, the lengths. With a fixed n, the bits of a sequence's results do not depend on the
+        other sequences.
     out: the output array, or the dtype of a new one. With "float32", float16 and bfloat16 inputs
         return the float32 result before its last rounding, for results that are merged or added
         later. By default out has the dtype of the inputs; for float8_e4m3fn inputs it is "bfloat16"

@@ -546,11 +546,11 @@ MOST_BALANCED, MOST_SCRATCH = 32, 1 << 27
 def pays_to_balance(p: Problem, c: SimpleNamespace, splits: int) -> bool:
     """Returns whether longer batch elements should have more than ``splits`` splits.
 
-    If lengths are equal after all, this costs 0.4 µs on an H200, or 2 µs with one split, since no
-    merge would then be launched. So keys that fill the arrays must take a hundred times as long to
-    read: 60 or 238 tiles for each of 132 SMs, at about 1 µs. In proportion to the number of SMs, a
-    few tiles are enough in the simulator. The device itself balances many tiles of rows. Keys in
-    e4m3 have not been measured.
+    If lengths are equal, balancing costs 0.4 µs on an H200; with one split 2 µs, because no merge
+    would otherwise be launched. It is therefore used only if full arrays take more than a hundred
+    times as long to read: 60 tiles per SM, 238 for one split, at about 1 µs each, on 132 SMs. The
+    limit scales with the number of SMs, so that small problems in the simulator are balanced, too.
+    With many row tiles the device itself balances the load. Keys in e4m3 were not measured.
     """
     has_lengths = p.batch > 1 and p.modifiers.used[1]
     may_differ = has_lengths and visible_keys(p, c) == p.N and not p.modifiers.is_e4m3
@@ -599,7 +599,8 @@ def merge_splits(splits: Formula) -> Launch:
     return Launch(
         "merge_splits",
         args=f"{SPLITS} O lse num_splits Q K V sizes heads group scale mods",
-        grid=lambda p, c: p.M * p.heads * p.batch if splits(p, c) > 1 else None,
+        grid=lambda p, c: p.M * p.heads * p.batch,
+        needed=lambda p, c: splits(p, c) > 1,
         threads=lambda p, c: MERGE_WARPS * WARP,
         shared=lambda p, c: 4 * MERGE_WARPS * (round_up(p.dv, 16) + 2),
         constants={"at_once": splits_at_once(splits), **balancing()},
@@ -629,7 +630,7 @@ def split_kv(splits: Formula, may_differ: Callable[..., bool] = pays_to_balance)
     merge = merge_splits(splits)
     merge = replace(
         merge,
-        grid=lambda p, c: p.M * p.heads * p.batch if most(p, c) > 1 else None,
+        needed=lambda p, c: most(p, c) > 1,
         constants={**merge.constants, **balancing(balances)},
         awaits_all=False,
         unawaited=lambda p, c: "mods.lengths_k" if balances(p, c) else "",
@@ -692,7 +693,8 @@ def fa2_split_kv(splits: Formula) -> Kernel:
             Launch(
                 "merge_rows",
                 args=f"{SPLITS} O lse num_splits sizes heads mods",
-                grid=lambda p, c: p.M * p.heads * p.batch if splits(p, c) > 1 else None,
+                grid=lambda p, c: p.M * p.heads * p.batch,
+                needed=lambda p, c: splits(p, c) > 1,
                 threads=lambda p, c: MERGE_WARPS * WARP,
                 numbers={"num_splits": splits},
             ),

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Formula = Callable[[Problem, SimpleNamespace], int]
 Constant = Callable[[Problem, SimpleNamespace], float]  # returns a float, an int or a bool
-Grid = Callable[[Problem, SimpleNamespace], "int | tuple[int, ...] | None"]
+Grid = Callable[[Problem, SimpleNamespace], "int | tuple[int, ...]"]
 Float = Callable[[Problem, SimpleNamespace], float]
 Walk = Callable[[Problem, SimpleNamespace], "tuple[int, int] | None"]  # tile size (rows, keys)
 Reference = Callable[[Arrays, Problem, SimpleNamespace], Mapping[str, Any]]
@@ -109,13 +109,15 @@ class Launch(_Record):
         - ``mods``, the struct Mods that is declared above the file: the arrays and numbers of
           options that modify scores. It is empty for unmodified scores.
 
-    grid, threads, shared: the number of blocks (or up to three numbers, or None if the launch has
-        nothing to do and is left out), threads per block, and bytes of dynamic shared memory.
+    grid, threads, shared: the number of blocks (or up to three numbers), threads per block, and
+        bytes of dynamic shared memory.
     constants: additional constants to declare above the file, as ``{"name": lambda p, c: …}``:
         bools, integers, or floats, which are rounded to single precision.
     file: the path of the file, if it is neither in the folder of the kernel's operation nor in
         ``steps`` there.
     when: whether a problem needs this launch.
+    needed: whether a problem needs this launch with the constants ``c``; a plan leaves it out
+        otherwise.
     boxes: rows per TMA box, at most 256, for each ``Q.map``, as ``{"Q": lambda p, c: c.Br}``. A box
         has 64 columns of 16 bits or 128 of 8 bits, and its rows must be aligned to 16 bytes.
         Unaligned arrays (odd d, negative strides, broadcast axes, odd offsets) are copied to
@@ -157,6 +159,7 @@ class Launch(_Record):
     constants: Mapping[str, Constant] = field(default_factory=dict)
     file: str | Path | None = None
     when: Callable[[Problem], bool] = lambda p: True
+    needed: Callable[[Problem, SimpleNamespace], bool] = lambda p, c: True
     boxes: Mapping[str, Formula] = field(default_factory=dict)
     box_heads: Mapping[str, Formula] = field(default_factory=dict)
     numbers: Mapping[str, Formula] = field(default_factory=dict)
@@ -176,6 +179,11 @@ class Launch(_Record):
     def arrays(self) -> tuple[tuple[str, str], ...]:
         """Names of the arguments, each with its form: "", "data" or "map"."""
         return _arrays_of(self.args)
+
+    def reads(self, names: str) -> bool:
+        """Returns whether each name is that of an argument, or mods.NAME of an option's array."""
+        known = {name for name, _ in self.arrays}
+        return all(x in known or ("mods" in known and x[:5] == "mods.") for x in names.split())
 
 
 @dataclass(frozen=True)
@@ -604,6 +612,7 @@ _LAUNCH_RULES: Rules = {
     "threads must be a formula, lambda p, c: …": lambda x: callable(x.threads),
     "shared must be a formula, lambda p, c: …": lambda x: callable(x.shared),
     "when must be a formula, lambda p: …": lambda x: callable(x.when),
+    "needed must be a formula, lambda p, c: …": lambda x: callable(x.needed),
     f"walks must be {{name: lambda p, c: (rows, keys)}} for {', '.join(MAPS)}": lambda x: (
         set(x.walks) <= set(MAPS) and all(map(callable, x.walks.values()))
     ),
@@ -612,8 +621,7 @@ _LAUNCH_RULES: Rules = {
         and all(map(callable, x.numbers.values()))
     ),
     "unawaited must be names in args of a launch with begins_early=True, or a formula": lambda x: (
-        callable(x.unawaited)
-        or dict(_arrays_of(x.unawaited)).keys() <= {name for name, _ in x.arrays if x.begins_early}
+        callable(x.unawaited) or not x.unawaited or (x.begins_early and x.reads(x.unawaited))
     ),
     "awaits_all must be False without begins_early=True, and with unawaited arrays": lambda x: (
         not x.awaits_all or (x.begins_early and not x.unawaited)

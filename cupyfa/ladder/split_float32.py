@@ -45,12 +45,12 @@ def pays_for_gradients(p: Problem, c: SimpleNamespace) -> bool:
 
 def pays_for_short_gradients(p: Problem, c: SimpleNamespace) -> bool:
     """Returns whether splitting pays off in the backward pass with small tiles for short heads."""
-    fits = 32 < max(p.d, p.dv) <= 64 and p.M >= 40
+    fits = 32 < max(p.d, p.dv) <= 64 and p.M >= 40 and p.M * p.group <= 64
     return pays_for_gradients(p, c) or (fits and has_rows(p, c, each=128))
 
 
 def has_rows(p: Problem, c: SimpleNamespace, *, each: int) -> bool:
-    """Returns whether all heads together have `each` rows per multiprocessor; no ragged batch."""
+    """Returns whether all heads have `each` rows per multiprocessor; False for a ragged batch."""
     return p.sequences is None and p.batch * p.heads * p.M >= each * c.multiprocessors
 
 

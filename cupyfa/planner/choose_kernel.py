@@ -24,8 +24,8 @@ from cupyfa.score.expressions import Expression
 
 _ALIKE = 0.98  # speeds with a larger ratio count as equal, because measurements are noisy
 # "auto" selects a baseline only if it needs at most _MOST_SCRATCH bytes, and if the problem has at
-# least _LEAST_SCORES scores, because launch overhead dominates for smaller problems. It also needs
-# heads with more than _SMALL rows, keys or columns.
+# least _LEAST_SCORES scores, because launch overhead dominates for smaller problems; forward also
+# only if heads have more than _SMALL rows, keys or columns.
 _MOST_SCRATCH, _LEAST_SCORES, _SMALL = 1 << 30, 1 << 23, 64
 
 
@@ -275,7 +275,8 @@ def _drawback(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
     scores = problem.batch * problem.heads * problem.M * problem.N
     if is_baseline and (problem.is_masked or problem.has_mask):
         return "it computes masked scores too"
-    if is_baseline and max(problem.M, problem.N, problem.d, problem.dv) <= _SMALL:
+    is_small = max(problem.M, problem.N, problem.d, problem.dv) <= _SMALL
+    if is_baseline and is_small and kernel.operation == "forward":
         return "cuBLAS is slow for such small products"
     if is_baseline and scores < _LEAST_SCORES:
         return f"{scores:,} scores take less time than its launches"

@@ -123,6 +123,7 @@ class _Planner:
 
     def plan(self) -> Plan:
         steps = self.kernel.evaluated("when", self.kernel.steps, self.problem)
+        steps = tuple(x for x in steps if isinstance(x, Matmul) or self.needs(x))
         return Plan(
             kernel=self.kernel,
             problem=self.problem,
@@ -132,6 +133,10 @@ class _Planner:
             outputs=self.outputs,
             floats=self.floats,
         )
+
+    def needs(self, launch: Launch) -> bool:
+        what, c = f"needed of {launch.entry}", self.on_device()
+        return bool(self.kernel.evaluated(what, launch.needed, self.problem, c))
 
     def on_device(self, **more: int) -> SimpleNamespace:
         """Returns the namespace for formulas that may depend on the device."""
@@ -229,14 +234,11 @@ class _Planner:
         of_grid = self.on_device(round=number)
         blocks = self.kernel.evaluated(f"grid of {entry}", launch.grid, p, of_grid)
         counts = tuple(blocks) if isinstance(blocks, Sequence) else (blocks,)
-        is_needed = blocks is not None
         threads = self.kernel.evaluated(f"threads of {entry}", launch.threads, p, c)
         shared_bytes = self.kernel.evaluated(f"shared of {entry}", launch.shared, p, c)
-        self.check_formulas(launch, counts if is_needed else (1,), threads, shared_bytes)
-        x, y, z, *_ = (*counts, 1, 1) if is_needed else (0, 1, 1)
+        self.check_formulas(launch, counts, threads, shared_bytes)
+        x, y, z, *_ = (*counts, 1, 1)
         self.check_limits((x, y, z), threads, shared_bytes)
-        names = launch.unawaited
-        unawaited = names if isinstance(names, str) else names(p, of_grid)
         own = {
             name: self.constant(f"{name} of {entry}", formula)
             for name, formula in launch.constants.items()
@@ -286,8 +288,20 @@ class _Planner:
             arguments=self.arguments(launch, of_grid),
             target=kernel.target,
             begins_early=self.limits.may_begin_early(launch),
-            unawaited=frozenset(unawaited.split()),
+            unawaited=self.unawaited(launch, of_grid),
         )
+
+    def unawaited(self, launch: Launch, c: SimpleNamespace) -> frozenset[str]:
+        """Returns the names of arrays that a launch reads without waiting."""
+        names, what = launch.unawaited, f"unawaited of {launch.entry}"
+        if callable(names):
+            names = self.kernel.evaluated(what, names, self.problem, c)
+        if not isinstance(names, str) or not launch.reads(names):
+            raise ValueError(
+                f"{self.kernel.name}: the record's {what} is {names!r}; it must be one string of "
+                "names of arrays in args, or mods.NAME for an array of an option"
+            )
+        return frozenset(names.split())
 
     def softcap(self) -> dict[str, bool]:
         """Returns constants: whether to softcap whole tiles, and whether to approximate tanh."""

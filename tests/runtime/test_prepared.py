@@ -781,19 +781,18 @@ def test_the_driver_gets_the_arguments_that_a_launch_would_have(driver, kernel):
 
     first, second = ({x: on_device(*about) for x, about in plan.arrays.items()} for _ in range(2))
     launcher = Launcher(engine, plan, first)
-    launches = [x for x in plan.launches if all(x.grid)]
     for arrays in (first, second, first):
         driver.clear()
         addresses = tuple(x.data.ptr for x in arrays.values())
         launcher(addresses, 42)
-        assert len(driver) == len(launches)
+        assert len(driver) == len(plan.launches)
         products = [step for step in plan.steps if isinstance(step, Matmul)]
         for step, product in zip(products, engine.products[-len(products) :]):
             for x, (address, shape, strides) in zip((step.a, step.b, step.out), product):
                 array = seen(step, arrays)[x.removesuffix(".T")]
                 array = array.swapaxes(-1, -2) if x.endswith(".T") else array
                 assert (address, shape, strides) == (array.data.ptr, array.shape, array.strides)
-        for step, (_, grid, threads, shared, stream, pointers) in zip(launches, driver):
+        for step, (_, grid, threads, shared, stream, pointers) in zip(plan.launches, driver):
             assert (grid, threads, shared) == (step.grid, step.threads, step.shared_bytes)
             assert stream == 42
             values = arguments(engine, step, seen(step, arrays))

@@ -80,8 +80,7 @@ def is_on_few_blocks(plan: Plan, limits: Limits) -> bool:
         if x.launch.in_rounds or "num_splits" in x.numbers:
             continue
         blocks = x.launch.grid(plan.problem, fixed)
-        counts = blocks if isinstance(blocks, Sequence) else (blocks or 0,)
-        if math.prod(counts) > math.prod(x.grid):
+        if math.prod(blocks if isinstance(blocks, Sequence) else (blocks,)) > math.prod(x.grid):
             return True
     return False
 

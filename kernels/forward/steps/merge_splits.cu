@@ -36,10 +36,10 @@ extern "C" __global__ __launch_bounds__(threads) void merge_splits(
     const float* O_splits, const float* max_splits, const float* sum_splits, Tensor<result> O,
     Tensor<real> lse, int planned, Tensor<const operand> Q, StoredKeys K, StoredValues V,
     Sizes sizes, int heads, int group, real scale, Mods mods) {
-  if (!balances || planned > 1) launch_dependents();  // else early blocks would crowd some SMs
+  if (!balances || planned > 1) launch_dependents();  // else the next call crowds some SMs
   const int num_splits = splits_of(planned, blockIdx.x, heads, sizes, mods);
   const bool is_written = balances && num_splits == 1;           // by the only split
-  if (!is_written || blockIdx.x == 0) wait_for_launch_before();  // else one block's is enough
+  if (!is_written || blockIdx.x == 0) wait_for_launch_before();  // else one block's wait is enough
   if (is_written) return;
   Shared& shared = shared_memory<Shared>();
   const auto [row, head, batch] = place(blockIdx.x, sizes.M, heads);

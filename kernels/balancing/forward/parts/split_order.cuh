@@ -1,7 +1,7 @@
 #pragma once
 // The splits of a split-KV kernel if lengths differ: longer batch elements have more of them.
 //
-// For each tile of rows and head the grid has `planned` blocks for each element, and at least two.
+// For each row tile and head, the grid has max(`planned`, 2) blocks per batch element.
 // If all elements have equally many tiles of keys, each has `planned` splits. Otherwise splits have
 // the smallest number of tiles for which there are enough blocks. All lanes of a warp call these
 // functions together.
@@ -94,9 +94,9 @@ __device__ __forceinline__ int find_split(Place& own, const Elements<Arrays>& el
   return 0;
 }
 
-// Waits for the launch before, lets merge_splits begin, which may then read lengths before it
-// waits, and sets the place of a block, which is given for equal numbers of splits. Returns the
-// number of splits of its batch element; 0 for a surplus block.
+// Waits for the previous launch, then lets merge_splits begin, which may therefore read lengths
+// before it waits. `own` is the block's place if all elements have `planned` splits; otherwise it
+// is replaced. Returns the number of splits of the element, or 0 for a surplus block.
 template <class Arrays>
 __device__ __forceinline__ int splits_of(int planned, Place& own, int tiles, int heads,
                                          const Sizes& sizes, const Arrays& mods) {
