@@ -5,6 +5,8 @@ import gc
 import os
 import random
 import signal
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -111,6 +113,28 @@ def pytest_collection_modifyitems(config, items):
     others.sort(key=lambda item: item.path.name != "test_every_rung.py")
     items[:] = [*others, *spread(of_gpu)]
     return result
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Runs a test marked ``alone`` in its own process if pytest-xdist runs others before it.
+
+    Threads that these leave behind, such as those of JAX, call CUDA at any time. That invalidates a
+    capture in CUDA's global mode, and the stream of JAX.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ or not pyfuncitem.get_closest_marker("alone"):
+        return None
+    config, command = pyfuncitem.config, [sys.executable, "-m", "pytest", pyfuncitem.nodeid]
+    command += [y for x in config.option.plugins if x.startswith("no:") for y in ("-p", x)]
+    of_xdist = ("PYTEST_XDIST", "PYTEST_CURRENT_TEST")
+    environment = {x: y for x, y in os.environ.items() if not x.startswith(of_xdist)}
+    done = subprocess.run(
+        command, cwd=config.rootpath, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    if " passed" not in done.stdout:
+        pytest.skip(f"skipped in its own process:\n{done.stdout}")
+    return True
 
 
 def brings_new(item, seen, names):

@@ -10,7 +10,7 @@ import cupyfa
 from cupyfa.errors import Unsupported
 from cupyfa.planner.source import ROOT
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda")]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.usefixtures("cuda")]
 CAUSAL = {"causal": True}
 GRADIENTS = {**CAUSAL, "deterministic": True}
 FUNCTIONS = (

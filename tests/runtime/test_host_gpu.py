@@ -213,6 +213,7 @@ def test_uploads_and_downloads_overlap(monkeypatch):
     assert any(share_beside() > 0.5 for _ in range(20))
 
 
+@pytest.mark.alone
 def test_a_graph_updates_a_block_mask():
     import cupy
 
@@ -250,6 +251,7 @@ def test_a_graph_updates_a_block_mask():
             np.testing.assert_array_equal(of_mask.states(rows, keys), on_host.states(rows, keys))
 
 
+@pytest.mark.alone
 def test_a_graph_reads_seeds_each_time():
     import cupy
 
