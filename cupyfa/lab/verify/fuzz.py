@@ -85,9 +85,14 @@ SAMPLES = {"simulator": 64, "cuda": 160}  # default number of samples per kernel
 _ONE_IS_LOWEST = 7  # one in this many samples has scores near the limits of float32
 TOGETHER = 4  # number of successive samples that share one compilation
 _MOST_WORK = {"simulator": 3 * 2**24, "cuda": 2**29}  # maximum multiply-adds per case
+_MOST_IN_TILES = {"simulator": 2**24, "cuda": 2**29}  # the same if all tiles count as full
 _MOST_SCORES = 2**14  # maximum scores per case if sizes matter less than options and expressions
 _FEW_KEYS = 8  # smallest limit of a window in such a case
 _MOST_REPAIRED = 512  # maximum rows and keys per case to repair; each occupies a whole block
+# Share of the work per case if gradients have values with which kernels on tensor cores compute all
+# rows and keys once more, one by one. This takes about 30 times as long.
+_RECOMPUTED, _RECOMPUTED_SHARE = ("lowest", "nan", "inf"), 32
+_SPLIT_PRODUCTS = 3  # number of products in place of one if operands are split
 _ATTEMPTS = 8  # number of attempts to draw a sample that kernel and backend support
 _WITH_SAME = 4  # number of successive attempts at a combination that compile the same
 # Kinds of (query, key) lengths; "many" exceeds what the kernel processes at once.
@@ -104,7 +109,7 @@ _HEADS = (
 _DIMS = ("odd", 64, "edge", "usual", 128, "wide")
 _USUAL_DIMS = (8, 16, 32, 48, 80, 96, 112, 144, 160, 192, 208, 256)
 _PLAIN_DIM = 64
-_NARROW, _NARROW_GROUP = 64, 3
+_NARROW, _NARROW_GROUP = 64, 3  # largest d and dv of groups with narrow heads
 _WIDEST = 640  # largest d drawn for kernels that support any d
 # Kinds of lengths, and (batch, kv_heads, query heads per key head), for heads with so few rows that
 # several may share a row tile.
@@ -171,8 +176,21 @@ class Fuzz:
 
         The first attempts at a combination keep what is compiled and draw other sizes.
         """
-        turns = _Turns(self.seed, i // TOGETHER, attempt)
+        turns = _Turns(self.seed, self._first_alike(i // TOGETHER), attempt)
         return replace(turns, attempt=attempt // _WITH_SAME) if self._combination(turns) else turns
+
+    def _first_alike(self, group: int) -> int:
+        """Returns the group whose compiled choices a group shares, usually the group itself.
+
+        Once the groups of a cycle meet all pairs of options, further ones draw other sizes for the
+        combinations of this cycle, in turn.
+        """
+        begin = group // len(_GROUPS) * len(_GROUPS) + _COMBINED
+        combined = range(begin, group)
+        if group < begin or self._combination(_Turns(self.seed, group)):
+            return group
+        found = [x for x in combined if self._combination(_Turns(self.seed, x))]
+        return found[(group - begin) % len(found)] if found else group
 
     def _kind(self, turns: "_Turns") -> str:
         if self._lengths:
@@ -300,9 +318,17 @@ class Fuzz:
         """Returns whether the group computes gradients for small d and dv without a window."""
         return self._operation == "backward" and turns.i % len(_GROUPS) == _NARROW_GROUP
 
+    def _is_small(self, turns: "_Turns") -> bool:
+        """Returns whether sizes matter less for the group than options and expressions."""
+        return self._combination(turns) is not None or self._kind(turns) == "expressions"
+
     def _is_ragged(self, turns: "_Turns") -> bool:
         """Returns whether the group has ragged batches, with drawn or the caller's lengths."""
         return self._kind(turns).startswith("sequences")
+
+    def _has_lengths(self, turns: "_Turns") -> bool:
+        """Returns whether batch elements of the group have lengths, which several have to show."""
+        return self._kind(turns) in ("pages", "new tokens", "padded")
 
     def _has_texts(self, turns: "_Turns") -> bool:
         """Returns whether expressions, arrays and dropout are drawn for the group."""
@@ -334,8 +360,9 @@ class Fuzz:
         # If array sizes are compiled into the kernel, all samples of the group have the same sizes.
         if any(" elements = " in x.mods for x in plan.launches):
             sizes = turns.choose("lengths", _LENGTHS)
+            each_values = "lowest" if repairs_rows(record) else "normal"  # values differ by sample
             problem = self._sized(
-                compiled, plan, turns, turns, turns.random("sizes"), "normal", sizes, crowd
+                compiled, plan, turns, turns, turns.random("sizes"), each_values, sizes, crowd
             )
         else:
             problem = self._sized(compiled, plan, turns, each, pick, values, lengths, crowd)
@@ -418,7 +445,7 @@ class Fuzz:
         d = self._dim(turns, "d")
         other = turns.choose("other dv", (False, False, False, True)) and self._has("dv")
         dv = self._dim(turns, "dv") if other else d
-        if self._is_narrow(turns):
+        if combination or self._is_narrow(turns):
             d, dv = min(d, _NARROW), min(dv, _NARROW)
         if combination:
             texts = turns.choose("texts of combinations", TEXTS_IN_TURN)
@@ -580,8 +607,7 @@ class Fuzz:
         N = tile.length(of_keys, tile.keys, tile.stages, pick)
         if p.is_softmax:
             return Problem.of_row_sizes(min(M, 2**21 // max(N, 1)), N, p.dtype.name)
-        is_packed = any("pack_gqa" in x.constants for x in plan.launches)
-        how = {"shares": bool(p.operands), "is_packed": is_packed}
+        how = {"shares": bool(p.operands), "is_packed": tile.packs_heads}
         batch, kv_heads, group = self._heads(turns, each, values, are_few, **how)
         if p.operands or p.options.changed.keys() & {*TEXTS}:  # sizes 0 and 1 compile differently
             M, N = max(M, 2), max(N, 2)
@@ -599,8 +625,10 @@ class Fuzz:
             p = transforms.make_ragged(p, p.lengths if self._lengths else drawn, **heads)
         else:
             p = transforms.resize(p, batch=batch, M=M, N=N, **heads)
-        is_small = self._combination(turns) or self._kind(turns) == "expressions"
+        is_small = self._is_small(turns)
         p = self._smaller(p, values, scores=_MOST_SCORES if is_small else None)
+        if self._operation == "backward" and not (crowd or p.lengths or self._has_lengths(turns)):
+            p = self._with_fewer_tiles(p, tile)
         if crowd is None and of_rows == "many" and is_on_few_blocks(plan, self.backend.limits):
             p = self._crowded(p, plan)
         p = self._in_form(p)
@@ -637,8 +665,7 @@ class Fuzz:
         if values in ("nan", "inf"):  # the repair launch must find the right one of several heads
             batch, kv_heads, group = 2, 2, turns.choose("group", (2, 5, 3)) if is_packed else 2
         else:
-            of_lengths = self._kind(turns) in ("pages", "new tokens", "padded")
-            usual = _HEADS_OF_LENGTHS if of_lengths or shares else _HEADS
+            usual = _HEADS_OF_LENGTHS if self._has_lengths(turns) or shares else _HEADS
             batch, kv_heads, group = _FEW_HEADS if are_few else each.choose("heads", usual)
             # The number of query heads may be compiled in, so samples of a group share it.
             group = group if group == 1 else turns.choose("group", (2, 5, 3))
@@ -662,9 +689,14 @@ class Fuzz:
         In the simulator, rows and keys that need repair take the most time. scores: the maximum
         number of scores; None for no maximum.
         """
-        most = _MOST_WORK[self.backend.name] // (1 if values in FINITE else 4)
+        is_split, gradients = repairs_rows(self._record(p)), self._operation == "backward"
+        most = _MOST_WORK[self.backend.name] // (_SPLIT_PRODUCTS if is_split and gradients else 1)
+        if gradients and values in _RECOMPUTED:
+            most //= _RECOMPUTED_SHARE
+        elif values not in FINITE:
+            most //= 4
         least = 2 if p.operands else 1  # minimum batch size and number of heads
-        is_repaired = values in _REPAIRED and repairs_rows(self._record(p))
+        is_repaired = values in _REPAIRED and is_split
         while (
             work_of(p, self._operation) > most
             or (is_repaired and repaired_of(p, self._operation) > _MOST_REPAIRED)
@@ -684,6 +716,22 @@ class Fuzz:
                 p = transforms.resize(p, M=p.M // 2)
             else:
                 p = transforms.resize(p, N=p.N // 2)
+        return p
+
+    def _with_fewer_tiles(self, p: Problem, tile: Tile) -> Problem:
+        """Drops batch elements and heads beyond two while the tiles, when full, are much work.
+
+        A kernel computes all elements of a tile, and gradients take several products of each.
+        """
+        few = [
+            ("batch", lambda p: {"batch": 2}),
+            ("kv_heads", lambda p: {"heads": 2 * p.group, "kv_heads": 2}),
+            ("group", lambda p: {"heads": 2 * p.kv_heads}),
+        ]
+        for name, sizes in few[: 2 if tile.packs_heads else 3]:
+            is_much = tile.work_of(p, self._operation) > _MOST_IN_TILES[self.backend.name]
+            if is_much and getattr(p, name) > 2:
+                p = transforms.resize(p, **sizes(p))
         return p
 
     @property

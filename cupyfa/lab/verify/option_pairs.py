@@ -38,7 +38,7 @@ Pair = tuple[str, str]  # in alphabetical order
 # Draws a score_mod or mask_mod, and the forms of what it captures.
 DrawText = Callable[[random.Random, str], tuple[str, Mapping[str, Any]]]
 
-_MOST = 12  # largest number of options in a combination
+_MOST = 16  # largest number of options in a combination
 _OF_STORED = 3  # weight of a pair with a way of storing rows, as it excludes the other ways
 _STARTS = 40  # number of combinations of which the one with most unmet pairs is taken
 # Ways of storing rows, which exclude each other, and the kinds of groups of samples that have them.

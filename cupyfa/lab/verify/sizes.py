@@ -8,17 +8,19 @@ from functools import partial
 from types import SimpleNamespace
 
 from cupyfa.ladder.common import WARP
-from cupyfa.ladder.tiles import TILE_KEYS, TILE_ROWS
+from cupyfa.ladder.tiles import TILE_KEYS, TILE_ROWS, round_up
 from cupyfa.planner.plan import Limits, Plan
-from cupyfa.problem.lengths import Lengths, Packed
+from cupyfa.problem.lengths import Lengths, Packed, pairs_of
 from cupyfa.problem.options import Window
 from cupyfa.problem.problem import Problem
 
 _STAGES = ("stages", "Qs")  # names of constants that hold a number of stages
 _MANY_BLOCKS, _ODD_BLOCKS = 44, 33  # numbers of multiprocessors to simulate
 _COUNTED = 64  # largest d for which many short heads are processed by persistent blocks
+_NARROW = 64  # largest dv for which persistent blocks take tiles in turn
 _BOX = 64  # columns per slice of d that TMA copies
 _REST = 257, 600  # range of the number of rows to add that belong to no sequence
+_LEFT = 2  # fewest rows of an array without rows that belong to a sequence
 _EMPTY = 0.03  # probability of a length of 0
 _ROWS_OF_SEQUENCES = (  # kinds of (query, key) lengths; the first pair is always drawn
     *(("edge", "beyond"), ("beyond", "edge"), ("below", "edge"), ("none", "below")),
@@ -46,11 +48,19 @@ class Tile:
         is_sliced = plan.kernel.largest_d is None and (boxed or "Bd" in constants)
         self.slice = constants.get("Bd", _BOX) if is_sliced else math.inf
         self.has_splits = any("num_splits" in x.numbers for x in plan.launches)
+        self.packs_heads = any("pack_gqa" in x.constants for x in plan.launches)
 
     def is_left(self, p: Problem) -> bool:
         """Returns whether the stages are too few for all keys or, for gradients, for all rows."""
         rows = self.row_stages * self.rows
         return self.stages * self.keys < p.N or (self.row_stages > 1 and rows < p.M)
+
+    def work_of(self, p: Problem, operation: str) -> int:
+        """Returns the number of multiply-adds if every row and key tile counts as full."""
+        group = p.group if self.packs_heads else 1
+        sizes = pairs_of(*p.lengths) if p.lengths else [(p.M, p.N)] * p.batch
+        scores = sum(round_up(M * group, self.rows) * round_up(N, self.keys) for M, N in sizes)
+        return _multiply_adds(scores * p.heads // group, p, operation)
 
     def length(self, kind: str, size: int, stages: int, pick: random.Random) -> int:
         """Draws a number of rows or keys of this kind, relative to tiles of ``size``."""
@@ -104,10 +114,14 @@ def crowds_of(p: Problem, tile: Tile, pick: random.Random) -> list[Crowd | None]
         keys = tile.keys * pick.randrange(34, 41) - pick.randrange(2)
         few_heads = 1, 1, pick.choice((1, 2))
         found += [Crowd(few_heads, pick.choice((1, 2)), keys, _MANY_BLOCKS), None]
-    if tile.is_persistent and p.right is not None:  # two tiles per head; some blocks are idle
+    if tile.is_persistent and p.right is not None:  # two tiles per head
         rows = tile.rows + pick.randrange(1, tile.rows)
-        heads = pick.choice(((2, 4, 4), (8, 4, 1)))
-        found += [Crowd(heads, rows, pick.randrange(1, 12), _ODD_BLOCKS), None]
+        if p.dv > _NARROW:  # some blocks are idle
+            heads = pick.choice(((2, 4, 4), (8, 4, 1)))
+            found += [Crowd(heads, rows, pick.randrange(1, 12), _ODD_BLOCKS), None]
+        else:  # the halves of the first tile see different numbers of key tiles
+            offset = 2 * tile.keys - tile.rows // 2 - pick.randrange(tile.rows // 2)
+            found.append(Crowd((1, 4, 1), rows, rows + max(offset, 0)))
     if tile.counts_heads:  # persistent blocks, or each head's last block computes dQ
         is_plain = max(p.d, p.dv) <= _COUNTED and p.window == (None, None) and not p.has_mask
         heads = 2, 132 if is_plain else 66, 1
@@ -124,8 +138,11 @@ def with_long_rows(p: Problem) -> Problem:
 
 def work_of(p: Problem, operation: str = "forward") -> int:
     """Returns the number of multiply-adds of an operation."""
-    forward = p.heads * p.pairs * (p.d + p.dv)
-    return forward * {"backward": 5, "tangent": 6}.get(operation, 2) // 2
+    return _multiply_adds(p.heads * p.pairs, p, operation)
+
+
+def _multiply_adds(scores: int, p: Problem, operation: str) -> int:
+    return scores * (p.d + p.dv) * {"backward": 5, "tangent": 6}.get(operation, 2) // 2
 
 
 def repaired_of(p: Problem, operation: str = "forward") -> int:
@@ -174,7 +191,10 @@ def lengths_near(tile: "Tile", like: Packed, pick: random.Random, *, is_full: bo
 
 
 def without_rows(packed: Packed, pick: random.Random) -> Packed:
-    """Returns the lengths with sequences of no rows, and none between them, on one side or both."""
+    """Returns the lengths with sequences of no rows, on one side or both.
+
+    Some rows belong to no sequence, as an array without any compiles to other programs.
+    """
     empty = pick.choice(((True, False), (False, True), (True, True)))
     q, k = (_emptied(x) if is_empty else x for x, is_empty in zip(packed, empty))
     return q, k
@@ -182,7 +202,7 @@ def without_rows(packed: Packed, pick: random.Random) -> Packed:
 
 def _emptied(x: Lengths) -> Lengths:
     zeros = (0,) * len(x.rows)
-    return Lengths(zeros, x.used and zeros)
+    return Lengths(zeros, x.used and zeros, x.before, max(x.after, _LEFT))
 
 
 def with_long_rest(packed: Packed, pick: random.Random) -> Packed:

@@ -115,12 +115,27 @@ def test_samples_of_combinations_depend_on_seed_and_number_only():
     assert alone == [drawing.sample(i) for i in range(last + 1)][-1]
 
 
+def test_groups_after_all_pairs_are_met_draw_other_sizes():
+    drawing = Fuzz(cupyfa.kernel("two_pass"), SIMULATOR)
+    last = SAMPLES["simulator"] // TOGETHER - 1
+    first = drawing._first_alike(last)
+    assert _COMBINED <= first < last
+
+    def cases(group):
+        return [drawing.sample(group * TOGETHER + i).case for i in range(TOGETHER)]
+
+    def kinds(group):
+        return {(x.problem.dtype, x.problem.d, *x.problem.wrt) for x in cases(group)}
+
+    assert kinds(first) == kinds(last) and not {*cases(first)} & {*cases(last)}
+
+
 def test_rare_lengths():
     for used in (False, True):
         for seed in range(6):
             packed = some_lengths(used=used)
             sides = without_rows(packed, random.Random(seed))
-            assert 0 in {x.total for x in sides} <= {0, packed[0].total}
+            assert {x.total for x in sides} >= {2} and 0 in {sum(x.counts) for x in sides}
             assert [len(x.rows) for x in sides] == [len(x.rows) for x in packed]
             assert [x.used is None for x in sides] == [not used] * 2
             longer = with_long_rest(packed, random.Random(seed))
