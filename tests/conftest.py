@@ -128,9 +128,8 @@ def pytest_pyfunc_call(pyfuncitem):
     command += [y for x in config.option.plugins if x.startswith("no:") for y in ("-p", x)]
     of_xdist = ("PYTEST_XDIST", "PYTEST_CURRENT_TEST")
     environment = {x: y for x, y in os.environ.items() if not x.startswith(of_xdist)}
-    done = subprocess.run(
-        command, cwd=config.rootpath, env=environment, capture_output=True, text=True, check=False
-    )
+    how = {"capture_output": True, "text": True, "timeout": 300, "check": False}
+    done = subprocess.run(command, cwd=config.rootpath, env=environment, **how)
     assert done.returncode == 0, done.stdout + done.stderr
     if " passed" not in done.stdout:
         pytest.skip(f"skipped in its own process:\n{done.stdout}")
