@@ -827,10 +827,10 @@ def test_a_kernel_that_the_driver_does_not_find(compiled):
 
 
 def test_more_registers_than_a_block_has_by_what_the_driver_tells(compiled):
-    attributes = {"NUM_REGS": 200, "MAX_THREADS_PER_BLOCK": 32}
+    attributes = {"NUM_REGS": 200, "MAX_THREADS_PER_BLOCK": 16}
     with pytest.raises(cupyfa.Unsupported) as raised:
         compiled(lambda binary, entry: SimpleNamespace(attribute=attributes.get))
-    says(str(raised.value), "uses 200 registers", "at most 32 threads fit", "smaller tiles")
+    says(str(raised.value), "uses 200 registers", "at most 16 threads fit", "smaller tiles")
 
 
 def test_cuda_errors_are_one_line(monkeypatch):
