@@ -134,13 +134,13 @@ class Launch(_Record):
         launch begins when all blocks of the previous launch have ended or called
         launch_dependents().
     awaits_all: whether every thread calls wait_for_launch_before() before its first access to
-        global memory. Such a launch begins early even as the first of a call, when the previous
-        kernel in the stream is one of the program.
+        global memory. The first launch of a call begins early only with this, because the kernel
+        before it in the stream, which may write any array, is one of the caller's.
     unawaited: names of arrays, separated by blanks, that the launch reads without waiting, as
         "row_sums", or "mods.lengths_k" for an option; or a formula that returns them. The previous
         launch must only read them, too, and call wait_for_launch_before() before
         launch_dependents(), so that the launches that write these arrays have ended when this one
-        begins. Then only one block has to wait.
+        begins. Then only one block of this launch has to wait.
     walks: the tile maps of a block mask by which the launch skips tiles (see extent.cuh), as
         ``{"key_tiles": lambda p, c: (c.Br, c.Bc)}``: "key_tiles" if it loops over the keys of a row
         tile, "row_tiles" if it loops over the rows of a key tile. The formula returns the rows and

@@ -182,8 +182,8 @@ class Fuzz:
     def _first_alike(self, group: int) -> int:
         """Returns the group whose compiled choices a group shares, usually the group itself.
 
-        Once the groups of a cycle meet all pairs of options, further ones draw other sizes for the
-        combinations of this cycle, in turn.
+        Once the groups of a cycle meet all pairs of options, each further group reuses a
+        combination of this cycle and draws other sizes.
         """
         begin = group // len(_GROUPS) * len(_GROUPS) + _COMBINED
         combined = range(begin, group)

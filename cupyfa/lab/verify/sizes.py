@@ -17,7 +17,7 @@ from cupyfa.problem.problem import Problem
 _STAGES = ("stages", "Qs")  # names of constants that hold a number of stages
 _MANY_BLOCKS, _ODD_BLOCKS = 44, 33  # numbers of multiprocessors to simulate
 _COUNTED = 64  # largest d for which many short heads are processed by persistent blocks
-_NARROW = 64  # largest dv for which persistent blocks take tiles in turn
+_NARROW = 64  # largest dv of cases whose warpgroups see different numbers of key tiles
 _BOX = 64  # columns per slice of d that TMA copies
 _REST = 257, 600  # range of the number of rows to add that belong to no sequence
 _LEFT = 2  # fewest rows of an array without rows that belong to a sequence
