@@ -401,6 +401,7 @@ def _said(args):
     return done.output
 
 
+@pytest.mark.slow
 def test_a_replayed_file_with_odd_texts_is_printed_plainly(tmp_path):
     path = write_failure(tmp_path)
     for place in (("message",), ("made_with", "device"), ("made_with", "cupyfa"), ("kernel",)):

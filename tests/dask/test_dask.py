@@ -167,6 +167,7 @@ def test_gradients_of_lse_and_of_merged_keys():
     require_right(found, given, chunked, fan_in=4, dout=dout, dlse=dlse, **options)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16])
 def test_merged_results_are_rounded_once(dtype):
     given = arrays(**{**SIZES, "dtype": dtype})

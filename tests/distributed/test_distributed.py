@@ -158,6 +158,7 @@ def test_bytes_are_those_of_the_formula(schedule, one_head_in_a_step):
     assert [*sent] == [formula(p, 3, rank, schedule) for rank in range(3)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_results_of_16_bits_without_their_last_rounding(schedule):
     given = arrays(**{**SIZES, "dtype": "float16"})
@@ -216,6 +217,7 @@ def test_every_run_gives_the_same_bits(schedule):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.slow
 def test_a_ring_of_many_ranks_merges_before_its_end(monkeypatch):
     """Some ranks have no rows.
 

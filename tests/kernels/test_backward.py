@@ -97,7 +97,7 @@ def test_blocks_go_from_one_tile_of_keys_to_the_next(backend, monkeypatch, sizes
     guard.checked(backend, plan, inputs_of(plan), {})
 
 
-@pytest.mark.each_choice
+@pytest.mark.few(1)
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize(
     "fewest_persistent, sizes",
@@ -127,7 +127,7 @@ def test_blocks_share_the_query_heads_of_a_group(
 IN_ORDER = ("mma_columns", "mma_two_pass", "mma_f64_columns", "wgmma_two_pass")
 
 
-@pytest.mark.each_choice
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", IN_ORDER)
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize(

@@ -291,6 +291,7 @@ def test_texts_compile_for_the_oldest_tensor_cores(text):
     assert compile_launch(launch, "75").warnings == ()
 
 
+@pytest.mark.slow
 def test_every_launch_of_every_record_is_compiled():
     names = {param.values[1].entry for param in cases()}
     for name, *sizes, others in without_spills():

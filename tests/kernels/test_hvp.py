@@ -36,6 +36,7 @@ def arrays(seed=0, dtype="float64", shapes=SHAPES):
     return qkv, dout, drawn(*shapes, dtype=dtype, seed=seed + 100)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("how", OPTIONS, ids=range(len(OPTIONS)))
 def test_products_are_finite_differences_of_gradients(backend, how):
     qkv, dout, tangents = arrays()

@@ -221,7 +221,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("change, sizes, flagged", CHANGES.values(), ids=CHANGES)
 @EACH_BACKWARD
 def test_flags_of_gradients(backend, kernel, change, sizes, flagged):

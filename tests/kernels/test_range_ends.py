@@ -268,6 +268,7 @@ def test_scores_of_two_to_the_26(contracting, kernel):
     assert (np.abs(out) <= 1.01 * np.abs(v).max()).all()
 
 
+@pytest.mark.few(8)
 @pytest.mark.each_choice
 @pytest.mark.parametrize("kernel", able("score", "forward", "backward"), ids=lambda x: x.name)
 def test_infinite_keys_under_a_softcap_leave_other_keys_finite(backend, kernel):

@@ -222,6 +222,7 @@ def test_infinity_times_a_tangent_of_none_is_not_nan():
     assert np.isnan(d_out[0, 0, 4]).all() and np.isfinite(d_out[0, 0, 5:]).all()
 
 
+@pytest.mark.each_choice
 @KERNELS
 @pytest.mark.parametrize("directions", [1, 2, 4, 8])
 def test_several_directions_are_those_of_each(backend, kernel, directions):

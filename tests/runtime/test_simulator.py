@@ -647,6 +647,7 @@ def test_zig_is_the_fallback_compiler(monkeypatch):
     assert machine.compiler() == wheel
 
 
+@pytest.mark.slow
 def test_cxx_names_the_compiler_unless_it_is_no_such_compiler(monkeypatch):
     monkeypatch.delenv("CUPYFA_COMPILER", raising=False)
     monkeypatch.delenv("CXX", raising=False)

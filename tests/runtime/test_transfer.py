@@ -441,6 +441,7 @@ def test_nan_stays_in_its_row_when_keys_are_merged(far):
     assert np.isnan(lse[0, 0]).nonzero()[0].tolist() == [7]
 
 
+@pytest.mark.slow
 def test_largest_scores_of_pieces_are_those_of_the_whole(far):
     q, k, v = arrays(2, 4, 50, 16, N=70)
     q[0, 0, 7, 0] = np.nan
@@ -831,6 +832,7 @@ def test_sequences_of_16_bits_go_through_the_pieces(far, counts, kernel, back):
     assert max(counts()) > 2
 
 
+@pytest.mark.slow
 def test_sequences_with_lists_dropout_and_checks(far, counts):
     """Calls with dropout are not divided, since the mask depends on the index of a sequence."""
     transfer.configure(piece_bytes=35_000)

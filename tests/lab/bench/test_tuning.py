@@ -423,6 +423,7 @@ def test_a_later_tuning_replaces_an_earlier_one(engine):
 SIZES = ("-B", 1, "-H", 2, "-M", 20, "-d", 8, "--budget", 60, "--backend", "simulator")
 
 
+@pytest.mark.slow
 def test_the_command_succeeds_if_one_candidate_is_right(laps, engine):
     done = cli("tune", laps, *SIZES)
     assert "laps=1 " in done.stdout and "wrong" in done.stdout

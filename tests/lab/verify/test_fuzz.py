@@ -96,7 +96,17 @@ def test_what_a_problem_covers():
     )
 
 
-@pytest.mark.parametrize("name", ["fa2", "v3", "mma_tf32", "wgmma_columns", "softmax_safe", "auto"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fa2",
+        "v3",
+        "mma_tf32",
+        "wgmma_columns",
+        "softmax_safe",
+        pytest.param("auto", marks=pytest.mark.slow),
+    ],
+)
 def test_a_sample_is_one_that_the_kernel_runs_and_depends_on_seed_and_number_only(name):
     many = samples(name, 30, seed=3)
     assert all(planned(drawn).problem for drawn in many)
@@ -131,6 +141,7 @@ def test_the_first_sample_is_plain_and_others_are_not(name):
     assert masked.causal == "top-left"
 
 
+@pytest.mark.slow
 def test_choices_take_turns():
     cases = [drawn.case for drawn in samples("fa2", 200)]
     problems = [case.problem for case in cases]
@@ -165,7 +176,9 @@ def has_text(p):
     return p.options.score_mod is not None or p.options.mask_mod is not None
 
 
-@pytest.mark.parametrize("kernel", ["fa2", "two_pass", "v3", "auto"])
+@pytest.mark.parametrize(
+    "kernel", ["fa2", "two_pass", "v3", pytest.param("auto", marks=pytest.mark.slow)]
+)
 def test_more_than_a_third_of_the_samples_have_texts_or_arrays(kernel):
     record = None if kernel == "auto" else record_named(kernel)
     drawn = [Fuzz(record, SIMULATOR).sample(i).case.problem for i in range(SINGLY)]
@@ -185,6 +198,7 @@ def test_more_than_a_third_of_the_samples_have_texts_or_arrays(kernel):
             assert [(x.name, x.shape) for x in p.operands] == [("x", (p.N,))]
 
 
+@pytest.mark.slow
 def test_gradients_of_lse_and_seeds_in_memory_are_drawn():
     def of(name):
         problems = [x.case.problem for x in samples(name, 80) if not x.case.problem.lengths]
@@ -201,7 +215,9 @@ def test_gradients_of_lse_and_seeds_in_memory_are_drawn():
     assert not any(Fuzz(plain, SIMULATOR).sample(i).case.problem.operands for i in range(64))
 
 
-@pytest.mark.parametrize("kernel", ["fa2", "wgmma_columns", "v3", "auto"])
+@pytest.mark.parametrize(
+    "kernel", ["fa2", "wgmma_columns", "v3", pytest.param("auto", marks=pytest.mark.slow)]
+)
 def test_the_eighth_group_is_of_ragged_batches(kernel):
     drawn = [x.case for x in samples(kernel, 40)]
     packed = [i for i, case in enumerate(drawn) if case.problem.lengths]
@@ -297,6 +313,7 @@ def test_the_gradient_of_a_bias_alone_is_drawn(seed):
     assert len(alone) >= 3 and all({*p.wrt} - {"sink"} == {"bias"} for p in alone)
 
 
+@pytest.mark.slow
 def test_arrays_whose_gradients_are_asked_for_are_drawn_in_any_combination():
     found = {
         (frozenset(p.wrt), len([x for x in p.operands if x.is_differentiable]))
