@@ -119,8 +119,8 @@ def pytest_collection_modifyitems(config, items):
 def pytest_pyfunc_call(pyfuncitem):
     """Runs a test marked ``alone`` in its own process if pytest-xdist runs others before it.
 
-    Threads that these leave behind, such as those of JAX, call CUDA at any time. That invalidates a
-    capture in CUDA's global mode, and the stream of JAX.
+    Earlier tests may leave threads running, for example those of JAX. A call of CUDA from such a
+    thread invalidates a capture in global mode and puts JAX's stream into an error state.
     """
     if "PYTEST_XDIST_WORKER" not in os.environ or not pyfuncitem.get_closest_marker("alone"):
         return None

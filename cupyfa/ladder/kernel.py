@@ -134,8 +134,8 @@ class Launch(_Record):
         launch begins when all blocks of the previous launch have ended or called
         launch_dependents().
     awaits_all: whether every thread calls wait_for_launch_before() before its first access to
-        global memory. The first launch of a call begins early only with this, because the kernel
-        before it in the stream, which may write any array, is one of the caller's.
+        global memory. The first launch of a call may begin early only if this is True: it follows
+        a kernel of the caller in the stream, and that kernel may write any array.
     unawaited: names of arrays, separated by blanks, that the launch reads without waiting, as
         "row_sums", or "mods.lengths_k" for an option; or a formula that returns them. The previous
         launch must only read them, too, and call wait_for_launch_before() before
