@@ -51,6 +51,8 @@ def main(names):
     for kernel in chosen.values():
         if "places" in kernel.features:
             launch_modified(kernel)
+        if "paged" in kernel.features:
+            launch_decoding(kernel)
 
 
 def has_ring(kernel):
@@ -99,6 +101,28 @@ def launch_modified(kernel):
         given = (cupy.ones_like(out), q, k, v, out, lse)
         for wrt in (("q", "k", "v", "bias", "slope", "sink"), ("bias",)):
             cupyfa.backward(*given, wrt=wrt, kernel=kernel, **how)
+
+
+def launch_decoding(kernel):
+    """Appends two rotated tokens to sequences in a paged cache and computes their attention.
+
+    One sequence is empty, in one the new tokens begin a page, and in one they fill two pages.
+    """
+    rng, of = np.random.default_rng(0), dtype_named(usual_dtype(kernel)).numpy
+    lengths, most, page_size = np.array([0, 64, 31], "i4"), 5, 16
+    shapes = (
+        (len(lengths) * most, 1, page_size, 64),
+        (len(lengths), 1, 2, 64),
+        (len(lengths), 2, 2, 64),
+    )
+    k, v, new_k, new_v, q = (
+        cupy.asarray(rng.standard_normal(shapes[i]).astype(of)) for i in (0, 0, 1, 1, 2)
+    )
+    pages = cupy.asarray(rng.permutation(len(k)).astype("i4").reshape(len(lengths), most))
+    angles = rng.random((most * page_size, 32))
+    rotary = [cupy.asarray(x(angles).astype(np.float32)) for x in (np.cos, np.sin)]
+    cache = cupyfa.KVCache(k, v, cupy.asarray(lengths), pages, rotary=rotary)
+    cupyfa.attention(q, cache, append=(new_k, new_v), kernel=kernel)
 
 
 if __name__ == "__main__":
