@@ -263,6 +263,8 @@ MOST_SPLITS = 4096
 MOST_PARTS = 4  # num_splits tries up to this many times the waves of a single split
 LONG_WAVES = 20  # with more waves, the tail is at most 5 %, and more splits gain nothing
 FEW_ROWS = 64  # up to this many rows per key head, the kernel is limited by reading keys
+LONG_STEPS = 32  # from this many K/V tiles per SM on, more blocks hide the latency of small pages
+MERGED_BYTE = 5  # bytes of K and V that can be read while one byte of partial results is merged
 
 
 def mma_shared(p: Problem, c: SimpleNamespace, buffers: int = 1) -> int:
@@ -316,22 +318,60 @@ def num_splits(p: Problem, c: SimpleNamespace) -> int:
     """Returns the smallest number of splits whose estimated time is within 5 % of the best.
 
     Each split has at least one K/V tile. The time of a wave (`blocks_per_sm` blocks on each SM) is
-    estimated as the number of K/V tiles per split, plus 1. The search covers up to four times the
-    waves of a single split.
+    estimated as the number of K/V tiles per split, plus 1. Partial results add `merge_time` for
+    each split. The search covers up to four times the waves of a single split.
     """
-    return fastest_splits(p, c, packed_tiles(p, c), c.blocks_per_sm)
+    blocks_per_sm = 2 if hides_small_pages(p, c) else c.blocks_per_sm
+    return fastest_splits(p, c, packed_tiles(p, c), blocks_per_sm, merge_time(p, c))
 
 
-def fastest_splits(p: Problem, c: SimpleNamespace, tiles: int, blocks_per_sm: int) -> int:
-    """Returns `num_splits` for a number of row tiles."""
+def hides_small_pages(p: Problem, c: SimpleNamespace) -> bool:
+    """Returns whether two blocks per SM read pages of 16 keys, although one would do.
+
+    Copies of such pages are short, and one block does not have enough of them in flight: 128,000
+    keys took 142 µs with one block, 128 with two (H200, d = 128). Short sequences, which a block
+    reads in few steps, are not worth a second one.
+    """
+    has_small = p.pages > 0 and p.page_size <= 16 and 64 < p.d <= 128
+    steps = packed_tiles(p, c) * cdiv(visible_keys(p, c), c.Bc)
+    return has_small and c.blocks_per_sm == 1 and steps >= LONG_STEPS * c.multiprocessors
+
+
+def merge_time(p: Problem, c: SimpleNamespace) -> float:
+    """Returns the time to store and merge one split of all rows, in K/V tiles.
+
+    A byte of partial results takes as long as MERGED_BYTE bytes of K and V. With few rows per key
+    head they are too few to matter, and 0 is returned.
+    """
+    if p.M * p.group <= FEW_ROWS:
+        return 0
+    partial = 4 * p.batch * p.heads * p.M * p.dv / c.multiprocessors
+    return MERGED_BYTE * partial / (2 * c.Bc * (p.d + p.dv))
+
+
+def fastest_splits(
+    p: Problem, c: SimpleNamespace, tiles: int, blocks_per_sm: int, merging: float = 0
+) -> int:
+    """Returns `num_splits` for a number of row tiles; merging is `merge_time`."""
     tiles, at_a_time = max(tiles, 1), blocks_per_sm * c.multiprocessors
     most = max(cdiv(visible_keys(p, c), c.Bc), 1)
     least = cdiv(tiles, at_a_time)
     waves = range(least, least * (MOST_PARTS if least <= LONG_WAVES else 1) + 1)
-    shortest = {n: cdiv(most, min(n * at_a_time // tiles, most)) for n in waves}
-    enough = 21 * min(n * (length + 1) for n, length in shortest.items()) // 20
-    lengths = [enough // n - 1 for n, length in shortest.items() if n * (length + 1) <= enough]
-    return min(cdiv(most, length) for length in lengths)
+
+    def time(n: int, length: int) -> float:
+        return n * (length + 1) + merging * cdiv(most, length)
+
+    def best_length(n: int) -> int:
+        """Returns the number of tiles per split that takes least time in n waves."""
+        shortest = cdiv(most, min(n * at_a_time // tiles, most))
+        return max(shortest, min(round((merging * most / n) ** 0.5), most))
+
+    lengths = {n: best_length(n) for n in waves}
+    enough = 1.05 * min(time(*x) for x in lengths.items())
+    for n, length in lengths.items():
+        while time(n, length + 1) <= enough:
+            lengths[n] = length = length + 1
+    return min(cdiv(most, length) for n, length in lengths.items() if time(n, length) <= enough)
 
 
 def filling_splits(p: Problem, c: SimpleNamespace) -> int:

@@ -138,7 +138,7 @@ def test_no_split_has_more_than_its_share_of_the_keys(tmp_path, lengths, splits)
 
 def test_the_grid_has_at_least_two_splits_for_each_element():
     for batch, N in (2, 32768), (8, 8192), (16, 16384), (64, 4096):
-        plan, alike = planned(batch, N), planned(batch, N, page_size=None)
+        plan, alike = (planned(batch, N, page_size=x) for x in (64, None))
         assert is_balanced(plan) and not is_balanced(alike)
         splits = alike.launches[0].grid[0] // (batch * 8)
         assert plan.launches[0].grid[0] == batch * 8 * max(splits, 2)
@@ -153,7 +153,7 @@ def test_the_grid_has_at_least_two_splits_for_each_element():
         (1, {}),  # nothing to balance
         (8, {"window": (1000, 0)}),  # all elements see about as many keys
         (8, {"M": 64}),  # many rows of each key head
-        (16, {"N": 4096}),  # one split, which needs no merge
+        (16, {"N": 4096, "page_size": 64}),  # one split, which needs no merge
         (8, {"N": 1024}),  # too few keys
         (64, {"N": 32768, "M": 4}),  # too much scratch
         (100, {"N": 32768}),  # many tiles, which the device balances

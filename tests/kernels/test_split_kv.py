@@ -122,6 +122,25 @@ def test_splits_are_the_fewest_of_those_that_take_hardly_longer(batch, N):
     assert splits(plan) == min(number for number, took in times.items() if took <= enough)
 
 
+@pytest.mark.parametrize("rows", [{"heads": 128, "M": 1}, {"heads": 8, "M": 64}])
+@pytest.mark.parametrize("N", [2048, 8192, 131072])
+def test_splits_of_many_rows_have_several_tiles(rows, N):
+    plan = h100(kv_heads=1, N=N, **rows)
+    assert 1 < splits(plan) <= N / plan.constants["Bc"] / 2
+
+
+@pytest.mark.parametrize("batch, N", [(1, 131072), (16, 8192), (16, 4096)])
+def test_two_blocks_per_sm_read_small_pages(batch, N):
+    small, large = (h100(batch=batch, N=N, page_size=x, **DECODE) for x in (16, 64))
+    assert small.constants == large.constants and large.constants["blocks_per_sm"] == 1
+    assert large.launches[0].grid[0] <= 132 < small.launches[0].grid[0] <= 264
+
+
+def test_few_small_pages_are_read_by_one_block_per_sm():
+    small, large = (h100(N=8192, page_size=x, **DECODE) for x in (16, 64))
+    assert splits(small) == splits(large)
+
+
 def test_a_split_has_at_least_one_tile_of_visible_keys():
     Bc = h100(N=100, **DECODE).constants["Bc"]
     assert splits(h100(N=100, **DECODE)) == -(-100 // Bc)
