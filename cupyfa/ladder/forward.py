@@ -918,9 +918,9 @@ MMA_SLICES = rung(
 BLOCKS = [(Br, Bc, 2) for Br in (128, 64) for Bc in (64, 32, 16)]  # Br, Bc, stages
 
 
-def staged_pairs(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the bytes of a bias tile in shared memory, with padded rows; 0 without a bias."""
-    return c.Br * (c.Bc * bias_bytes(p) + 16) if bias_bytes(p) else 0
+def staged_pairs(p: Problem, c: SimpleNamespace, tiles: int = 1) -> int:
+    """Returns the bytes of a bias for some key tiles, with padded rows; 0 without a bias."""
+    return c.Br * (tiles * c.Bc * bias_bytes(p) + 16) if bias_bytes(p) else 0
 
 
 WGMMA_LAUNCH = Launch(
@@ -968,6 +968,20 @@ WGMMA_OVERLAP = rung(
     },
     tflops={"float16": {64: 397, 128: 616, 256: 723}, "bfloat16": {64: 400, 128: 631, 256: 737}},
 )
+LARGEST_SHARED = 227 * 1024  # bytes of shared memory per block on Hopper
+
+
+def kept_tiles(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the number of key tiles for which wgmma_persistent keeps a bias; 0 if it does not.
+
+    It keeps a bias that all batch elements share, if all its keys fit into shared memory.
+    """
+    is_even = not (p.is_masked or p.is_ragged or p.modifiers.constants["has_key_tiles"])
+    tiles = cdiv(p.N, c.Bc)
+    fits = tma_shared(p, c, staged_pairs(p, c, tiles)) <= LARGEST_SHARED
+    return tiles if batch_first(p) and is_even and fits else 0
+
+
 WGMMA_PERSISTENT = rung(
     WGMMA_OVERLAP,
     "wgmma_persistent",
@@ -976,7 +990,12 @@ WGMMA_PERSISTENT = rung(
     launch={
         "args": "Q.map K.map V.map Q K V O lse sizes heads group scale batch mods",
         "grid": lambda p, c: min(c.multiprocessors, row_tiles(p, c)),
-        "constants": {**STAGES_BIAS, "batch_first": lambda p, c: batch_first(p)},
+        "shared": lambda p, c: tma_shared(p, c, staged_pairs(p, c, max(kept_tiles(p, c), 1))),
+        "constants": {
+            **STAGES_BIAS,
+            "batch_first": lambda p, c: batch_first(p),
+            "kept_tiles": kept_tiles,
+        },
     },
     tiles=TileChoice.of(
         "Br Bc stages Q_stages",
@@ -1017,6 +1036,7 @@ WGMMA_FP16X2 = rung(
             for name in OPERANDS.split()
         },
         "shared": wgmma_fp16x2_shared,
+        "constants": {**STAGES_BIAS, "batch_first": lambda p, c: batch_first(p)},
     },
     then=(REPAIR_SPLIT_OUTPUT,),
     tiles=TileChoice.of(

@@ -16,7 +16,8 @@ KERNELS = ROOT / "kernels"
 INCLUDE = KERNELS / "include"
 # Folders whose headers override headers of INCLUDE and KERNELS: RECORDING for recorded launches,
 # WITH for lengths, pages, modified scores and scales that may be negative. ENDS maps constants to
-# folders for launches in which the constant is true; their headers say how a block ends.
+# folders for launches in which the constant is not 0; their headers say how a block ends, or
+# that it keeps a bias.
 RECORDING = KERNELS / "timeline"
 WITH = KERNELS / "with"
 ENDS = {
@@ -24,6 +25,7 @@ ENDS = {
     "shares_groups": "sharing",
     "splits_keys": "splitting",
     "balances": "balancing",
+    "kept_tiles": "keeping",
 }
 # Headers that the host includes with a problem's expressions (cuda_source.header).
 _OF_EXPRESSIONS = ("score_mod", "staged_bias_tile", "dropout")

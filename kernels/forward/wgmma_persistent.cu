@@ -128,7 +128,7 @@ struct Consumer {
     const int lane = threadIdx.x % warp_size;
     shared.bias.own().complete();
     if (!ragged || rows.extent.N > 0)  // captured arrays have no elements for an empty sequence
-      scorer.apply(S, rows, first_key, task.is_full<Bc>(first_key), shared.bias.own());
+      scorer.apply(S, rows, first_key, task.is_full<Bc>(first_key), shared.bias.own(first_key));
     if (const int next = task.after<Bc>(first_key); next < task.kv_end)
       shared.bias.own().load(rows, next);
     const bool risen = is_masked(rows.extent, task.row, Br, first_key, Bc)
@@ -187,7 +187,7 @@ struct Consumer {
     skip_values(skips);
     finish(O, rows, task);
     rows = rows_of(next);
-    shared.bias.own().load(rows, next.kv_begin);
+    shared.bias.own().load(rows, next.kv_begin, next.head == task.head && next.row == task.row);
     wgmma_wait_group<0>(flat(S));
     release_keys();
     softmax(next, next.kv_begin, factor);

@@ -11,5 +11,5 @@ using StagedBiasColumns = NoBias;
 
 template <class Staged, int warps>
 struct OfWarps {
-  __device__ __forceinline__ NoBias own() { return {}; }
+  __device__ __forceinline__ NoBias own(int = 0) { return {}; }
 };

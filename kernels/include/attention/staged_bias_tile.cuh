@@ -12,8 +12,9 @@ __device__ __forceinline__ void wait_for_bias() {
   __syncwarp();
 }
 
-// Starts copying `rows` rows of `keys` keys. Elements past the end become 0.
-template <int bytes, int rows, int keys, class Place, class At>
+// Starts copying `rows` rows of `keys` keys. Elements past the end become 0. If `waits`, earlier
+// copies have ended before.
+template <int bytes, int rows, int keys, bool waits = true, class Place, class At>
 __device__ __forceinline__ void copy_bias(const Place& of, int first_row, int first_key, At at) {
   constexpr int in_chunk = 16 / bytes, chunks = keys / in_chunk, at_once = warp_size / chunks;
   const int lane = threadIdx.x % warp_size, own = lane / chunks, key = lane % chunks * in_chunk;
@@ -28,7 +29,7 @@ __device__ __forceinline__ void copy_bias(const Place& of, int first_row, int fi
       if (own < at_once && (rows % at_once == 0 || i + own < rows))
         cp_async(at(i + own, lane % chunks), from, all_exist ? 16 : bytes_of(i + own));
   };
-  wait_for_bias();  // copies of a skipped tile may be in flight
+  if constexpr (waits) wait_for_bias();  // copies of a skipped tile may be in flight
   if (first_row + rows <= of.M && first_key + keys <= of.N)
     copy(true);
   else
@@ -43,7 +44,7 @@ struct StagedBias {
   alignas(16) char rows[16][n * 8 * bytes + 16];  // padded against bank conflicts
 
   template <class Rows>
-  __device__ __forceinline__ void load(const Rows& own, int first_key) {
+  __device__ __forceinline__ void load(const Rows& own, int first_key, bool = false) {
     const int first_row = own.first - threadIdx.x % warp_size / 4;
     copy_bias<bytes, 16, 8 * n>(own.extent, first_row, first_key,
                                 [&](int row, int chunk) { return &rows[row][chunk * 16]; });
@@ -53,14 +54,18 @@ struct StagedBias {
   struct Part {
     unsigned r[4];
   };
-  __device__ __forceinline__ Part part(int half, int j) const {
+  __device__ __forceinline__ Part part(int half, int j) const { return part_of(rows, 0, half, j); }
+  // Reads from rows of any width; the tile begins at byte `at`.
+  template <int width>
+  __device__ static __forceinline__ Part part_of(const char (&rows)[16][width], int at, int half,
+                                                 int j) {
     const int lane = threadIdx.x % warp_size, first = j / 2 * 8 * bytes;
     Part part;
     if constexpr (bytes == 2) {
       const int from = min(first + lane / 8 * 16, (n - 1) * 16);
-      ldmatrix(part.r, SharedAddress(&rows[half * 8 + lane % 8][from]));
+      ldmatrix(part.r, SharedAddress(&rows[half * 8 + lane % 8][at + from]));
     } else {
-      const char* own = &rows[half * 8 + lane / 4][first + lane % 4 * 2];
+      const char* own = &rows[half * 8 + lane / 4][at + first + lane % 4 * 2];
 #pragma unroll
       for (int i = 0; i < 4; ++i) part.r[i] = *reinterpret_cast<const unsigned short*>(own + i * 8);
     }
@@ -117,10 +122,4 @@ struct StagedBiasColumns {
   }
 };
 
-// One tile per consumer warp; the four producer warps come first.
-template <class Staged, int warps>
-struct OfWarps<Staged, warps, true> {
-  Staged staged[warps];
-
-  __device__ __forceinline__ Staged& own() { return staged[threadIdx.x / warp_size - 4]; }
-};
+#include <attention/warp_bias.cuh>

@@ -19,5 +19,5 @@ template <class Staged, int warps, bool used = Staged::is_used>
 struct OfWarps;
 template <class Staged, int warps>
 struct OfWarps<Staged, warps, false> {
-  __device__ __forceinline__ NoBias own() { return {}; }
+  __device__ __forceinline__ NoBias own(int = 0) { return {}; }
 };
