@@ -49,6 +49,10 @@ def named(names: str, *sizes: Sequence[int]) -> tuple[dict[str, int], ...]:
     return tuple(dict(zip(names.split(), each, strict=True)) for each in sizes)
 
 
+def _no_tiles(p: Problem) -> Tiles:
+    return ()
+
+
 @dataclass(frozen=True, repr=False)
 class TileChoice(Shown):
     """A kernel's tile sizes by head dimension, architecture and number of rows.
@@ -61,13 +65,14 @@ class TileChoice(Shown):
     few_rows: tiles for groups of query heads that have at most this many rows in total, as in
         ``{16: {64: tiles}}``.
     on: tiles measured on an architecture, as in ``{"90": {64: tiles}}``.
+    of_problem: a formula for the tiles of special problems; an empty sequence for others.
     up_to: tiles by largest head dimension, as in ``{64: tiles}``.
     usual: all other tiles, in order of preference.
 
     The inner keys of ``short``, ``few_rows`` and ``on`` are largest head dimensions, too. Within
-    ``on`` and ``up_to``, tiles that leave many key slots empty, or compute far more scores, come
-    last. ``blocks_per_sm`` is the number of blocks of usual tiles that run on one multiprocessor at
-    a time.
+    ``on``, ``of_problem`` and ``up_to``, tiles that leave many key slots empty, or compute far more
+    scores, come last. ``blocks_per_sm`` is the number of blocks of usual tiles that run on one
+    multiprocessor at a time.
     """
 
     usual: Tiles = ({},)
@@ -75,6 +80,7 @@ class TileChoice(Shown):
     on: Mapping[str, TilesByD] = field(default_factory=dict)
     few_rows: Mapping[int, TilesByD] = field(default_factory=dict)
     short: TilesByD = field(default_factory=dict)
+    of_problem: Callable[[Problem], Tiles] = _no_tiles
     blocks_per_sm: int = 1
 
     @classmethod
@@ -86,7 +92,7 @@ class TileChoice(Shown):
                 return {key: tiles(each) for key, each in sizes.items()}
             return named(names, *sizes)
 
-        choices = {name: tiles(sizes) for name, sizes in others.items()}
+        choices = {name: x if callable(x) else tiles(x) for name, x in others.items()}
         return cls(tiles(usual), blocks_per_sm=blocks_per_sm, **choices)
 
     @property
@@ -112,7 +118,11 @@ class TileChoice(Shown):
         def masked_keys(tile: Tile) -> int:
             return max(tile.get("Bc", 1), p.N // _FEW) if p.is_masked else 0
 
-        measured = [*_of_d(p, self.on.get(arch or "", {})), *_of_d(p, self.up_to)]
+        measured = [
+            *_of_d(p, self.on.get(arch or "", {})),
+            *self.of_problem(p),
+            *_of_d(p, self.up_to),
+        ]
         least = min(map(scores, measured), default=0)
         measured.sort(key=lambda x: (is_mostly_empty(x), scores(x) > _MORE * least))
         rows = min((x for x in self.few_rows if p.M * p.group <= x), default=0)

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 from helpers.broken_kernels import changed
-from helpers.problems import FORWARD, inputs_of, name, require_same_bits
+from helpers.problems import FORWARD, drawn, inputs_of, name, require_same_bits
 
+import cupyfa
 from cupyfa import Problem, WrongResult
 from cupyfa.lab.analysis.resources import limits_of
 from cupyfa.planner import choose_kernel as planning
@@ -75,7 +76,8 @@ def test_the_bias_is_copied_once_for_each_head_and_row_tile(backend, tmp_path):
 
 def test_alphafolds_bias_is_kept():
     plan = planned(limits_of("90"), 132, {}, **ALPHAFOLD, bias="bf16[1hmn]")
-    assert kept(plan) == 2 and plan.launches[0].grid == (132, 1, 1)
+    assert kept(plan) == 4 and plan.launches[0].grid == (132, 1, 1)
+    assert plan.constants["Br"] == 256  # one tile of rows, for four warpgroups of consumers
 
 
 @pytest.mark.parametrize(
@@ -85,7 +87,8 @@ def test_alphafolds_bias_is_kept():
         {"bias": "bf16[bhmn]"},
         {"bias": "bf16[1h1n]"},
         {"bias": "f32[1hmn]"},  # is not copied to shared memory
-        {"bias": "bf16[1hmn]", "batch": 1},
+        {"bias": "bf16[1hmn]", "batch": 3},
+        {"bias": "bf16[1hmn]", "M": 2048},  # many tiles of rows
         {"bias": "bf16[1hmn]", "N": 2048},  # does not fit
         {"bias": "bf16[1hmn]", "causal": True},  # tiles of different lengths
         {"bias": "bf16[1hmn]", "window": (40, 10)},
@@ -94,3 +97,11 @@ def test_alphafolds_bias_is_kept():
 )
 def test_other_biases_are_not_kept(sizes):
     assert kept(planned(limits_of("90"), 132, {}, **{**ALPHAFOLD, **sizes})) == 0
+
+
+def test_the_bias_of_a_block_mask_is_not_kept(backend):
+    shapes = [(5, 4, 150, 16), (5, 4, 90, 16), (5, 4, 90, 16), (1, 4, 150, 90)]
+    q, k, v, bias = drawn(*shapes, dtype="float16")
+    blocks = cupyfa.block_mask(mask_mod="key < 40", M=150, N=90, backend=backend.name)
+    how = {"kernel": PERSISTENT, "tiles": SMALL, "backend": backend, "check": True}
+    cupyfa.attention(q, k, v, bias=bias, mask=blocks, **how)
