@@ -33,7 +33,7 @@ from cupyfa.ladder.split_float32 import (
     pays_for_short_gradients,
     row_slabs,
 )
-from cupyfa.ladder.tiles import TileChoice, cdiv, named
+from cupyfa.ladder.tiles import TileChoice, Tiles, cdiv, named
 from cupyfa.problem.optional_inputs import KEY_TILES, MAPS
 from cupyfa.problem.problem import Problem, round_up
 
@@ -819,6 +819,19 @@ WGMMA_TWO_PASS_COLUMNS = replace(
     # In addition to Q and dO, each stage holds row sums and 4 mbarriers.
     shared=lambda p, c: wgmma_two_pass_shared(p, c.Bc, c.stages, c.Br, 8 * c.Br + 32),
 )
+
+
+def tiles_of_few_rows(p: Problem) -> Tiles:
+    """Returns tiles of 128 rows for up to 256 rows of 65 to 80 columns, as in DiT.
+
+    On an H200 they take 1.15 ms instead of 1.20 at d = 72, 1.12 instead of 1.23 at d = 80. With
+    more rows or columns, their single stage is slower.
+    """
+    is_plain = not (p.is_masked or p.operands) and p.options.changed.keys() <= {"scale"}
+    is_measured = is_plain and 64 < max(p.d, p.dv) <= 80 and 128 < p.M <= 256
+    return named("Br Bc stages dS_stages", (128, 128, 1, 1)) if is_measured else ()
+
+
 WGMMA_COLUMNS = Kernel(
     "wgmma_columns",
     "Hopper: warpgroups own 64 keys; transposed scores keep P and dS in registers",
@@ -868,6 +881,7 @@ WGMMA_COLUMNS = Kernel(
         "Br Bc stages dS_stages",
         [(64, 128, 2, 2), (64, 128, 2, 1), (64, 128, 1, 1)],
         up_to={64: [(128, 128, 2, 2)], 128: [(64, 128, 2, 2)], 256: [(64, 64, 2, 1)]},
+        of_problem=tiles_of_few_rows,
     ),
     candidates={"Br": (64, 128), "Bc": (64, 128), "stages": (1, 2, 3), "dS_stages": (1, 2)},
     rules={

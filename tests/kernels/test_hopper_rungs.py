@@ -9,10 +9,12 @@ from helpers.problems import FORWARD, inputs_of, name, require_same_bits
 import cupyfa
 from cupyfa import Problem
 from cupyfa.lab.analysis.resources import limits_of
+from cupyfa.ladder import LADDER
 from cupyfa.planner import choose_kernel as planning
 from cupyfa.runtime import guard
 from cupyfa.runtime.simulator import Simulator
 
+ALL = FORWARD | LADDER["backward"]
 RUNGS = [kernel for kernel in FORWARD.values() if kernel.name.startswith("wgmma")]
 EACH = pytest.mark.parametrize("kernel", RUNGS, ids=name)
 PERSISTENT = [FORWARD[x] for x in ("wgmma_persistent", "wgmma_fp16x2")]
@@ -221,3 +223,32 @@ def test_up_to_three_warpgroups_of_consumers(kernel, consumers, threads):
     assert threads in [x.threads for x in plan.launches if x.entry == kernel.name]
     results = [checked(Simulator(schedule=schedule), plan) for schedule in (None, 1, 2)]
     require_same_bits(*results)
+
+
+SHORT = (
+    ("wgmma_persistent", {"M": 256, "N": 256, "d": 32}, 256),
+    ("wgmma_persistent", {"M": 200, "N": 130, "d": 24, "dv": 32}, 256),
+    ("wgmma_columns", {"M": 256, "N": 200, "d": 72}, 128),
+    ("wgmma_columns", {"M": 240, "N": 250, "d": 80, "dv": 65}, 128),
+)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name, sizes, Br", [SHORT[i] for i in (0, 2, 1, 3)])
+def test_many_short_heads_have_large_tiles(backend, name, sizes, Br):
+    """Large tiles need many heads, a device's worth of them, which a device with one SM has."""
+    plan = planned(ALL[name], backend, multiprocessors=1, tiles={}, heads=2, **sizes)
+    assert plan.constants["Br"] == Br
+    checked(backend, plan)
+
+
+@pytest.mark.parametrize("name, sizes, Br", SHORT)
+def test_other_problems_have_smaller_tiles(name, sizes, Br):
+    def rows(**others):
+        problem = Problem.of_sizes(
+            **{**sizes, "batch": 100, "heads": 16, **others}, dtype="float16"
+        )
+        return planning.plan(ALL[name], problem, limits_of("90")).constants["Br"]
+
+    assert rows() == Br
+    assert all(rows(**x) < Br for x in ({"causal": True}, {"softcap": 5.0}, {"d": 96}, {"M": 300}))
