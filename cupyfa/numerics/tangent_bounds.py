@@ -106,6 +106,7 @@ def push_forward(
         weight = reference.weight_of_sink(tile.sink, lse)
         of_sink = np.where(weight == 0, 0.0, weight * sink_dot)
     lse_dot = weighted.sum(-1) + of_sink
+    lse_dot[np.isnan(lse)] = np.nan  # with a sink of infinity too, where a row sees no key
     out_dot = reference.sum_unmasked(tile.dropped(weighted), tile.v, tile.masked)
     if v_dot is not None:
         out_dot += reference.sum_unmasked(tile.dropped(P), v_dot, tile.masked)

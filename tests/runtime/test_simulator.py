@@ -220,6 +220,13 @@ def test_accesses_of_the_same_global_memory():
     assert "block (0, 0, 0) wrote and this block reads byte 0 of A with no atomic between" in what
 
 
+def test_a_byte_of_global_memory_may_have_one_writer():
+    A = np.zeros(64, np.uint8)
+    launch("A[threadIdx.x] = 1;", A, threads=64)
+    what = fault("A[threadIdx.x == 63 ? 62 : threadIdx.x] = 1;", A, threads=64).what
+    assert "race" in what and "byte 62 of A" in what
+
+
 def test_a_plain_write_races_with_the_atomics_of_other_threads():
     body = code("a_plain_write_races_with_the_atomics_of_other_threads")
     A = np.zeros(64, np.int32)

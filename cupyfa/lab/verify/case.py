@@ -31,6 +31,7 @@ from cupyfa.problem.optional_inputs import (
     PADDED,
     PAGE_TABLE,
     SEEDS,
+    SINK,
     STARTS,
     USED,
     Operand,
@@ -46,7 +47,8 @@ from cupyfa.score.expressions import Expression
 
 # Kinds of input values; each kind reveals different faults.
 VALUES = {
-    "scales": "normal, times a power of two for each head of V and for each row of dO",
+    "scales": "normal, times a power of two for each head of Q, K and V and for each row of dO; "
+    "those of Q and K cancel in scores",
     "normal": "normally distributed",
     "uniform": "from 0 to 1: sums grow instead of cancelling",
     "integers": "-2 … 2: products are exact",
@@ -89,6 +91,8 @@ _NEAR_THE_END = 1e38  # magnitude of products q·k that approach the float32 max
 _MOST_OF_LOWEST = 1.8
 _LEAST_OF_LOWEST = 1.5  # magnitude in rows and keys with all products near the lower end
 _ALL_LOWEST = 3  # one in this many rows has them, with the last key head
+_FAR_ABOVE = 15.0  # a sink that leaves little weight to keys
+_LINES = 0.1  # fraction of the rows, and of the keys, that half of the masks hide
 _FAR = 2**31 + 64  # stride in elements
 _SEEN = 0.8  # fraction of a mask's elements that are True
 _GROUPS = 4  # number of distinct integers in a captured array
@@ -144,6 +148,8 @@ class Case:
             for name, x in inputs.items()
             if name not in ("O", "lse") and not name.startswith("mods.")
         }
+        if self.values == "scales" and "Q" in arrays:
+            self._scale_heads(arrays)
         self._poison(arrays)
         arrays |= {x.input: self._read(x) for x in p.modifiers.arrays}
         if p.pages and p.cached is None:  # cached problems already have lengths and pages
@@ -159,6 +165,19 @@ class Case:
             for name, x in read.items()
         }
         return self.completed(made, kernel) if kernel else made
+
+    def _scale_heads(self, arrays: dict[str, np.ndarray]) -> None:
+        """Multiplies the heads of K by powers of two, and the heads of Q by their reciprocals."""
+        rng = np.random.default_rng((self.seed, *b"scales"))
+        k, dtype = arrays["K"], arrays["K"].dtype
+        most = ml_dtypes.finfo(dtype).maxexp // 6
+        powers = rng.integers(-most, most + 1, (len(arrays["Q"]), k.shape[1], 1, 1))
+        if self.problem.pages:  # which belong to no batch element
+            powers = powers[:1]
+        of_heads = {"K": powers, "Q": -powers.repeat(self.problem.group, 1)}
+        for name, exponents in of_heads.items():
+            x = np.ldexp(arrays[name].astype(np.float64), exponents)
+            arrays[name] = (x.clip(-E4M3_MOST, E4M3_MOST) if dtype == E4M3 else x).astype(dtype)
 
     def _poison(self, arrays: Arrays) -> None:
         """Writes NaN to padding rows, which belong to no sequence.
@@ -193,6 +212,8 @@ class Case:
         least = p.M if self.tokens in WRITTEN else 0
         edges = [x for x in (0, 1, size - 1, size, size + 1, p.N - 1, p.N) if least <= x <= p.N]
         lengths = np.resize(rng.permutation(edges or [p.N]), p.batch)
+        if rng.random() < 0.5:  # a tile that ends after the keys reads past the end of the table
+            lengths[-1:] = p.N
         table = rng.permutation(p.pages)[: p.batch * most].reshape(p.batch, most)
         may_share = p.batch > 1 and self.tokens not in WRITTEN
         for i in np.flatnonzero(rng.random(p.batch) < 0.5)[:1] if may_share else ():
@@ -275,6 +296,8 @@ class Case:
             return _in_tiles(x.shape, rng)
         if x.captured.kind == "bool":
             drawn = rng.random(x.shape) < _SEEN
+            if x.name == MASK:
+                drawn[_some_lines(drawn.shape, rng)] = False
             if x.name == MASK and drawn.size and not drawn.any():  # make one pair visible
                 drawn.flat[0] = True
             return drawn
@@ -285,12 +308,31 @@ class Case:
             return np.sort(rng.integers(0, most + 1, x.shape), axis=-1).astype(dtype)
         if x.name == ALIBI:
             return (1 - rng.random(x.shape)).astype(dtype)
+        if x.name == SINK:
+            return self._sinks(x, rng)
         array = (rng.standard_normal(x.shape) * (1 if x.name == BIAS else 0.5)).astype(dtype)
         if x.name == BIAS and array.size and self.values == "lowest":
             _spread_ends(array, p.dtype.sums, rng)
         if x.name == BIAS and array.size and self.values in ("nan", "inf"):
+            array[_some_lines(x.shape, rng)] = -np.inf
             array[tuple(rng.integers(0, x.shape))] = np.nan if self.values == "nan" else -np.inf
         return array
+
+    def _sinks(self, x: Operand, rng: np.random.Generator) -> np.ndarray:
+        """Draws sinks near the scores, one far above them, one of -infinity, some of +infinity.
+
+        A sink of +infinity makes the rows of its head NaN. So only "nan" and "inf" have it, and,
+        in forward passes, other values that are not FINITE.
+        """
+        sinks = 0.5 * rng.standard_normal(x.shape)
+        places = rng.permutation(sinks.size)
+        spoils = self.values not in FINITE and self.operation == "forward"
+        ends = [(_FAR_ABOVE, 0.5), (-np.inf, 0.5)]
+        ends.append((np.inf, 1.0 if self.values in ("nan", "inf") else 0.5 * spoils))
+        for place, (end, share) in zip(places, ends):
+            if rng.random() < share:
+                sinks.flat[place] = end
+        return sinks.astype(x.numpy)
 
     def _table(self, rng: np.random.Generator, most: int) -> np.ndarray:
         """Draws a cache's page table [batch, most]: pages in random order, then -1 as padding."""
@@ -416,6 +458,15 @@ def _spread_products(x: np.ndarray, name: str, dtype: np.dtype) -> None:
     elif size < most:
         x[:, -1:] = -low[:, -1:]
     x *= min(size, most)
+
+
+def _some_lines(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+    """Draws whole rows and columns of an array of pairs, in half of the cases none."""
+    *_, M, N = shape
+    share = _LINES * (rng.random() < 0.5)
+    rows, keys = (rng.random(n) < share for n in (M, N))
+    of_all = rows[:, None] & (M > 1) | keys & (N > 1)
+    return np.broadcast_to(of_all, shape)
 
 
 def _in_tiles(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:

@@ -13,6 +13,7 @@ of each cycle combine options such that every pair of them is met.
 import math
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -31,6 +32,7 @@ from cupyfa.lab.verify.option_pairs import (
 )
 from cupyfa.lab.verify.random_modifiers import MODIFIED, OF_SEQUENCES, some_arrays, some_expressions
 from cupyfa.lab.verify.sizes import (
+    STAGES,
     Crowd,
     Tile,
     crowds_of,
@@ -122,6 +124,9 @@ _MASKS = (None, "bottom-right", None, "top-left")
 _SIDES = ("neither", "both", "neither", "left", "neither", "right")
 _SEEDS = ("i64[1]", "u64[1]", "i32[1]", "u32[1]")
 _FEW_ROWS = 48
+_OTHER_STAGES = 0.75  # share of other tiles that differ in the number of stages, if they can
+_LONG_PADDING = 257, 400  # range of the rows of a padded array with more than a block has threads
+_OF_LONG_PADDING = 16  # maximum number of keys in such a case
 _NEAR = tuple(layout for layout in LAYOUTS if layout != "far")
 _OF_CACHES = ("bhsd", "bshd", "reversed", "gaps", "unaligned")  # layouts for new tokens
 _OF_PAGES = ("bhsd", "reversed", "columns")  # layouts for groups with pages; rows are aligned
@@ -353,12 +358,15 @@ class Fuzz:
         if self._kind(turns) == "new tokens":
             tokens = each.choose("tokens", tuple(TOKENS)[1:])
             values, layout = each.choose("values", _OF_TOKENS), each.choose("layout", _OF_CACHES)
+        if self._kind(turns) == "gradient of a bias" and i % TOGETHER == 1:
+            values = each.choose("values", ("nan", "inf"))  # which make kernels recompute rows
         if self._is_lowest(compiled, turns, each) and not is_plain:
             values = "lowest"
         if crowd := self._crowd(compiled, plan, turns, each, lengths):
             values = each.choose("values", ("normal", "uniform"))
         # If array sizes are compiled into the kernel, all samples of the group have the same sizes.
-        if any(" elements = " in x.mods for x in plan.launches):
+        has_sizes = any(" elements = " in x.mods for x in plan.launches)
+        if has_sizes:
             sizes = turns.choose("lengths", _LENGTHS)
             each_values = "lowest" if repairs_rows(record) else "normal"  # values differ by sample
             problem = self._sized(
@@ -366,7 +374,7 @@ class Fuzz:
             )
         else:
             problem = self._sized(compiled, plan, turns, each, pick, values, lengths, crowd)
-        problem = self._in_kind(problem, turns, pick)
+        problem = self._in_kind(problem, turns, pick, is_free=not (has_sizes or self.arrays))
         if not problem.is_softmax:
             problem = self._scaled(problem, values, pick)
         tokens = tokens if problem.d > 1 else "cached"  # rotations need two columns
@@ -395,8 +403,13 @@ class Fuzz:
         found = crowds_of(p, Tile(plan), each.random("crowd itself"))
         return each.choose("crowd", found) if found else None
 
-    def _in_kind(self, p: Problem, turns: "_Turns", pick: random.Random) -> Problem:
-        """Adds the features that the group tests: pages, padded lengths or descales."""
+    def _in_kind(
+        self, p: Problem, turns: "_Turns", pick: random.Random, *, is_free: bool
+    ) -> Problem:
+        """Adds the features that the group tests: pages, padded lengths or descales.
+
+        is_free: whether the samples of the group may have different sizes.
+        """
         kind = self._kind(turns)
         if kind in ("pages", "new tokens"):
             sizes = _SMALL_PAGES if kind == "pages" else _PAGE_SIZES
@@ -405,11 +418,20 @@ class Fuzz:
                 p = transforms.resize(p, M=min(max(p.M, 1), max(p.N, 1), size))
             return p.in_pages(size)
         if kind == "padded":
-            p = transforms.pad(p, turns.choose("padded", _SIDES_PADDED))
+            sides = turns.choose("padded", _SIDES_PADDED)
+            if "q" in sides and is_free and pick.random() < 1 / TOGETHER:
+                p = self._with_long_padding(p, pick)
+            p = transforms.pad(p, sides)
         if p.dtype == E4M3_INPUTS and not p.is_ragged:
             count = turns.choose("descales", (3, 1, 2))
             p = transforms.add_descales(p, turns.random("descales itself").sample("qkv", count))
         return p
+
+    def _with_long_padding(self, p: Problem, pick: random.Random) -> Problem:
+        """Returns the problem with more rows than a block has threads, and few keys and heads."""
+        heads = {"heads": 2 * p.group, "kv_heads": 2}
+        rows, keys = pick.randrange(*_LONG_PADDING), min(p.N, _OF_LONG_PADDING)
+        return transforms.resize(p, batch=2, M=rows, N=keys, **heads)
 
     def _plain(self, i: int) -> Drawn:
         """Returns a sample for a kernel without a valid plan; running it reports the reason."""
@@ -581,12 +603,33 @@ class Fuzz:
     def _constants(self, record: Kernel, p: Problem, turns: "_Turns") -> Mapping[str, int]:
         """Returns the plan's constants.
 
-        About half of the groups use a small ``room`` for score tiles, which forces more rounds.
+        One in four groups has another tile than the planner's. About half of the groups use a small
+        ``room`` for score tiles, which forces more rounds.
         """
         constants = dict(self._plan(record, p, {}).constants)
+        if turns.i and turns.choose("other tile", (False, False, False, True)):
+            constants = self._other_tile(record, p, constants, turns.random("other tile itself"))
         if "room" in constants and turns.choose("room", (True, False)):
             constants["room"] = turns.random("room itself").randrange(2, 9)
         return constants
+
+    def _other_tile(
+        self, record: Kernel, p: Problem, usual: dict[str, int], pick: random.Random
+    ) -> dict[str, int]:
+        """Changes one of the tile sizes or, most often, a number of stages.
+
+        Values are those that tuning tries. Returns the usual constants if the kernel has no others.
+        """
+        names = pick.sample([*record.candidates], len(record.candidates))
+        if pick.random() < _OTHER_STAGES:
+            names.sort(key=lambda name: name not in STAGES)
+        for name in names:
+            others = [x for x in record.candidates[name] if x != usual[name]]
+            for value in pick.sample(others, len(others)):
+                tile = {x: usual[x] for x in record.choice.names} | {name: value}
+                with suppress(Unsupported, ValueError):
+                    return dict(self._plan(record, p, tile).constants)
+        return usual
 
     def _sized(
         self,
@@ -681,7 +724,12 @@ class Fuzz:
         others = 1 if is_asked else 7
         if not each.choose("offset", (False,) * others + (True,)):
             return p
-        return p.with_options(offset=each.random("offset itself").randint(-p.M, p.N + 1))
+        pick = each.random("offset itself")
+        if p.left is None or "window" in (self.options or {}) or pick.random() < 0.5:
+            return p.with_options(offset=pick.randint(-p.M, p.N + 1))
+        # The windows of most rows, or of half of them, begin past the last key.
+        near, past = min(p.left, p.M // 4), pick.choice((p.M // 2, p.M // 8))
+        return p.with_options(offset=p.N - past + near, window=(near, p.right))
 
     def _smaller(self, p: Problem, values: str, scores: int | None = None) -> Problem:
         """Drops heads, then rows, then keys, until the problem is quick to check.

@@ -27,6 +27,9 @@ _PLACES: dict[str, tuple[str, ...]] = {
     "M|N": ("query", "key"),
 }
 _OF_PLACES = ("batch", "head", "query", "key", "position", "queries", "keys")
+_OF_PAIRS = ("query", "key", "position")
+_WIDE = ("distant", "long[batch]", "ulong[key]", "(distant - key)")  # integers of 64 bits
+_DIVISORS = ("-1", "-3", "5", "(key + 1)", "(1 + abs(long[batch]))")
 _KINDS = {"b": "bool", "i": "whole", "u": "whole", "f": "number"}
 _DEEPEST = 3  # maximum nesting depth of functions and operators
 _OF_ONE = [x for x in FUNCTIONS.values() if len(x.arguments) == 1]
@@ -55,6 +58,17 @@ def draw_expression(
     text = drawer.score() if kind == "score" else f"key == 0 or {drawer.condition(_DEEPEST)}"
     read = Expression.of(f"{kind}_mod", text).captured
     return text, {name: form for name, form in names.items() if name in read}
+
+
+def draw_integers(rng: random.Random) -> tuple[str, dict[str, Form]]:
+    """Draws a sum with all operators of integers, of 32 and of 64 bits.
+
+    Returns the sum, whose magnitude stays below 5, and the forms of CAPTURED that it reads.
+    """
+    drawer = _Drawer(rng, CAPTURED, has_score=False)
+    text = " + ".join(f"0.05 * (({x}) % 7)" for x in drawer.operators_of_integers())
+    read = Expression.of("score_mod", text).captured
+    return text, {name: form for name, form in CAPTURED.items() if name in read}
 
 
 class _Drawer:
@@ -108,6 +122,19 @@ class _Drawer:
             lambda: f"(({a}) % 1000) ** 2",
             lambda: f"where({self.condition(depth - 1)}, {a}, {b})",
         )
+
+    def operators_of_integers(self) -> list[str]:
+        """Draws each binary operator with two indices or small integers, and with a wide one."""
+        found = []
+        for wide in (False, True):
+            for operator in "+-*":
+                a, b = self.rng.sample(_OF_PAIRS, 2)
+                a = self._pick(_WIDE) if wide else a
+                found.append(f"{a} {operator} {b}")
+            for operator in ("//", "%"):
+                a = self._pick(_WIDE) if wide else f"({self._pick(_OF_PAIRS)} - 9)"
+                found.append(f"({a} {operator} {self._pick(_DIVISORS)})")
+        return found
 
     def condition(self, depth: int) -> str:
         """Draws a condition that holds for some (query, key) pairs."""

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cupyfa.lab.verify.random_expressions import draw_expression
+from cupyfa.lab.verify.random_expressions import draw_expression, draw_integers
 from cupyfa.problem.optional_inputs import MASK, OF_PAIRS, OPTIONAL_INPUTS, OWN_ARRAYS
 from cupyfa.score.functions import DIFFERENTIABLE
 
@@ -62,10 +62,12 @@ _SHARES = {False: 0.5, True: 0.6}  # of draws that have an array of heads, and a
 def some_expressions(pick: random.Random) -> dict[str, Any]:
     """Draws a score_mod and possibly a mask_mod, with the arrays and numbers that they capture.
 
-    The score_mod ends with a weighted sum of all differentiable functions.
+    The score_mod ends with a weighted sum of all differentiable functions, and one of all operators
+    of integers.
     """
     score, read = draw_expression(pick, "score")
-    score = f"{score} + {_of_functions(pick)}"
+    whole, of_integers = draw_integers(pick)
+    score, read = f"{score} + {_of_functions(pick)} + {whole}", {**read, **of_integers}
     if pick.random() < 0.3:
         score = f"where(query % 4 == 1 or key % 5 == 0, {_LOWEST}, {score})"
     if pick.random() < 0.5:

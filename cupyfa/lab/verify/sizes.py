@@ -14,7 +14,7 @@ from cupyfa.problem.lengths import Lengths, Packed, pairs_of
 from cupyfa.problem.options import Window
 from cupyfa.problem.problem import Problem
 
-_STAGES = ("stages", "Qs")  # names of constants that hold a number of stages
+STAGES = ("stages", "Qs")  # names of constants that hold a number of stages
 _MANY_BLOCKS, _ODD_BLOCKS = 44, 33  # numbers of multiprocessors to simulate
 _COUNTED = 64  # largest d for which many short heads are processed by persistent blocks
 _NARROW = 64  # largest dv of cases whose warpgroups see different numbers of key tiles
@@ -40,8 +40,8 @@ class Tile:
         at_a_time = WARP if any(name in constants for name in TILE_ROWS) else threads
         self.rows = max((constants[x] for x in TILE_ROWS if x in constants), default=1)
         self.keys = max((constants[x] for x in TILE_KEYS if x in constants), default=at_a_time)
-        self.has_ring = any(x in constants for x in _STAGES)
-        self.stages = max((constants[x] for x in _STAGES if x in constants), default=2)
+        self.has_ring = any(x in constants for x in STAGES)
+        self.stages = max((constants[x] for x in STAGES if x in constants), default=2)
         self.row_stages = self.stages if plan.kernel.operation == "backward" else 1
         self.span = constants.get("span", 0)
         boxed = any(x.boxes for x in plan.launches)

@@ -8,7 +8,7 @@ import numpy as np
 from cupyfa import errors
 from cupyfa.arrays import block_mask
 from cupyfa.errors import Unsupported
-from cupyfa.lab.verify import failures, sampling
+from cupyfa.lab.verify import failures, sampling, unchecked
 from cupyfa.lab.verify.case import FINITE, Case, arranged
 from cupyfa.lab.verify.failures import Arrays, Outcome
 from cupyfa.lab.verify.memories import may_be_mixed, mixed_results
@@ -163,9 +163,10 @@ def _outcome(
     backend: Backend, plan: Plan, inputs: Arrays, judge: Judge, begun: Outcome, task: Task
 ) -> Outcome:
     """Runs a plan once and then ``task.reruns`` more times, and returns the outcome."""
-    readable = block_mask.readable(backend, plan, inputs)
+    readable = unchecked_inputs(backend, plan, inputs)
     left = {"left": guard.FINITE} if task.case.seed % 2 else {}
     results = run_guarded(backend, plan, readable, {}, **left)
+    run_with_wrong_offsets(backend, plan, readable)
     actual = {f"actual_{name}": x for name, x in results.items() if begun.arrays}
     verdicts = judge.verdicts(results, plan.rounding, finite=task.case.values in FINITE)
     done = replace(begun, verdicts=verdicts, arrays={**begun.arrays, **actual})
@@ -179,6 +180,21 @@ def _outcome(
     if different := difference(backend, plan, readable, results, task.reruns):
         return replace(done, kind=failures.DIFFERS, message=different)
     return done
+
+
+def unchecked_inputs(backend: Backend, plan: Plan, inputs: Arrays) -> Arrays:
+    """Returns inputs that a plan's kernel can read, in which some lengths are out of range."""
+    return block_mask.readable(backend, plan, unchecked.with_wrong_lengths(plan.problem, inputs))
+
+
+def run_with_wrong_offsets(backend: Backend, plan: Plan, readable: Arrays) -> None:
+    """Runs a plan of a ragged batch once more, with sequences that are not inside the arrays.
+
+    Raises WrongResult or SimulatorFault for an access outside the arrays; results are ignored.
+    """
+    wrong = unchecked.with_wrong_offsets(plan.problem, readable)
+    if wrong is not None:
+        run_guarded(backend, plan, wrong, {})
 
 
 def difference(

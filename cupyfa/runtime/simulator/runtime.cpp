@@ -354,7 +354,7 @@ struct Arena {
   }
 };
 
-// The shadow of an array in global memory: the fields of a Cell for each element of 2, 4 or 8
+// The shadow of an array in global memory: the fields of a Cell for each element of 1, 2, 4 or 8
 // bytes. Writers are a separate array, because few arrays are both read and written in one launch.
 // All workers share the shadow, so its epochs include the worker's number. They write it without
 // locks: if two blocks race, one of them may miss the race.
@@ -493,7 +493,8 @@ struct Launch {
     for (std::size_t i = 0; shadows != nullptr && i < request->region_count; ++i) {
       const Region& region = request->regions[i];
       Shadow& shadow = shadows[i];
-      shadow.shift = region.itemsize >= 8 ? 3 : region.itemsize >= 4 ? 2 : 1;
+      const int size = region.itemsize;
+      shadow.shift = size >= 8 ? 3 : size >= 4 ? 2 : size >= 2 ? 1 : 0;
       shadow.writers = map<Epoch>(region.bytes >> shadow.shift);
       if (!region.constant) shadow.readers = map<Readers>(region.bytes >> shadow.shift);
     }

@@ -21,9 +21,11 @@ from cupyfa.lab.verify.fuzz import (
     Fuzz,
     covers,
 )
+from cupyfa.lab.verify.random_expressions import CAPTURED, draw_integers
 from cupyfa.lab.verify.random_modifiers import _FUNCTIONS, MODIFIED, some_arrays
 from cupyfa.lab.verify.shrink import shrunk
 from cupyfa.lab.verify.sizes import splits_of, work_of
+from cupyfa.ladder.common import CLEARING
 from cupyfa.ladder.lookup import record_named
 from cupyfa.planner import choose_kernel, source
 from cupyfa.problem.optional_inputs import OWN_ARRAYS, SEEDS
@@ -409,3 +411,47 @@ def test_drawn_texts_shrink_to_nothing(given):
     for name in arrays:
         kept = shrunk(case, lambda x, name=name: name in [o.name for o in x.problem.operands])
         assert [x.name for x in kept.problem.operands] == [name] and kept.problem.M == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_operator_of_integers_is_drawn_with_32_and_64_bits(seed):
+    text, captured = draw_integers(random.Random(seed))
+    assert captured.keys() <= CAPTURED.keys()
+    terms = text.split(" + 0.05 * ")
+    wide = [any(name in x for name in ("distant", "long[", "ulong[")) for x in terms]
+    assert len(terms) == 10 and sum(wide) >= 5
+    drawn = [str(x.case.problem.options.score_mod) for x in samples("fa2", 28, seed=seed)[24:]]
+    for text in drawn:
+        assert text.count("% 7)") == 10
+        assert all(f" {operator} " in text for operator in ("-", "*", "//", "%"))
+
+
+@pytest.mark.parametrize("name", ["mma_pipelined", "mma_tf32", "wgmma", "mma_two_pass"])
+def test_some_groups_have_tiles_that_the_planner_does_not_choose(name):
+    others, stages = 0, set()
+    for seed in range(3):
+        for drawn in samples(name, SINGLY, seed=seed)[::TOGETHER]:
+            p, tile = drawn.case.problem, planned(drawn).constants
+            others += tile != choose_kernel.plan(drawn.kernel, p, limits_of(drawn)).constants
+            stages.add(tile["stages"])
+    assert others >= 3 and len(stages) >= 2
+
+
+def test_some_windows_begin_past_the_last_key():
+    past = sum(
+        p.left is not None and p.M + p.window_offset > p.N
+        for seed in range(3)
+        for p in (x.case.problem for x in samples("fa2", SAMPLES["simulator"], seed=seed))
+        if not p.is_ragged and p.offset is not None
+    )
+    assert past >= 3
+
+
+def test_some_padded_rows_are_more_than_the_threads_of_a_block():
+    long = [
+        p.M
+        for seed in range(3)
+        for p in (x.case.problem for x in samples("mma_pipelined", 64, seed=seed))
+        if any(x.name == "lengths_q" for x in p.operands)
+    ]
+    assert any(M > CLEARING for M in long) and any(M <= CLEARING for M in long)

@@ -1,0 +1,67 @@
+"""Wrong lengths and offsets, as device arrays may hold them: kernels read them unchecked.
+
+A wrong length of a padded batch element counts as the nearest right one. With wrong offsets of a
+ragged batch, results are not defined, but nothing outside the arrays may be read or written.
+"""
+
+import zlib
+
+import numpy as np
+
+from cupyfa.ladder.operations import Arrays
+from cupyfa.problem.optional_inputs import PADDED, STARTS
+from cupyfa.problem.problem import Problem
+
+_ENDS = np.iinfo(np.int32)
+_FAR = 300  # limit of the usual distances of offsets from their arrays, in rows
+
+
+def with_wrong_lengths(p: Problem, inputs: Arrays) -> dict[str, np.ndarray]:
+    """Replaces about half of the lengths that are 0, or all rows, with lengths out of range.
+
+    Equal inputs get equal lengths. Results must not change.
+    """
+    found = dict(inputs)
+    if p.cached is not None:  # the plan is based on its lengths
+        return found
+    for name, most in zip(PADDED, (p.M, p.N)):
+        if (given := inputs.get(f"mods.{name}")) is None:
+            continue
+        rng, lengths = _random(given), given.copy()
+        for end, others in ((most, (most + 1, _ENDS.max)), (0, (-1, _ENDS.min))):
+            changed = (given == end) & (rng.random(given.shape) < 0.5)
+            lengths[changed] = rng.choice(others, int(changed.sum()))
+        found[f"mods.{name}"] = lengths
+    return found
+
+
+def with_wrong_offsets(p: Problem, inputs: Arrays) -> dict[str, np.ndarray] | None:
+    """Moves ends of sequences of queries, keys or both out of their arrays; None if there are none.
+
+    The first offset, or another one, becomes negative, or the last one exceeds the rows of the
+    array. No two sequences share a row, which two blocks would both write.
+    """
+    if p.sequences is None:
+        return None
+    found, rng = dict(inputs), _random(inputs["Q"], *(inputs[f"mods.{name}"] for name in STARTS))
+    sides = tuple(zip(STARTS, (p.M, p.N)))
+    for name, rows in (sides, sides[:1], sides[1:])[rng.integers(3)]:
+        found[f"mods.{name}"] = _led_outside(inputs[f"mods.{name}"], rows, rng)
+    return found
+
+
+def _led_outside(offsets: np.ndarray, rows: int, rng: np.random.Generator) -> np.ndarray:
+    """Returns offsets of which one or two lead out of an array with this many rows."""
+    moved, last = offsets.copy(), len(offsets) - 1
+    any_but_last = 0 if rng.random() < 0.5 else int(rng.integers(max(last, 1)))
+    for place in rng.permutation([any_but_last, last])[: rng.integers(1, 3)]:
+        is_far, distance = rng.random() < 0.2, int(rng.integers(1, _FAR))
+        if place == last > 0:
+            moved[place] = _ENDS.max if is_far else rows + distance
+        else:
+            moved[place] = _ENDS.min if is_far else -distance
+    return moved
+
+
+def _random(*arrays: np.ndarray) -> np.random.Generator:
+    return np.random.default_rng([zlib.crc32(x.tobytes()) for x in arrays])

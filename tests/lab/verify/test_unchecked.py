@@ -1,0 +1,134 @@
+"""Checks with wrong lengths and offsets, and with other inputs that few calls have."""
+
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from helpers import broken_kernels
+
+import cupyfa
+from cupyfa import Problem, Simulator
+from cupyfa.lab.verify import tasks, transforms, unchecked
+from cupyfa.lab.verify.case import FINITE, Case
+from cupyfa.planner import choose_kernel
+
+SIMULATOR = Simulator()
+SIZES = {"batch": 3, "heads": 4, "kv_heads": 2, "M": 20, "N": 30, "d": 8}
+PACKED = Problem.of_sizes(lengths="_2,5,0,9,_4:3,40,7", heads=2, d=8)
+
+
+def cases(p, count=40, operation="forward", **how):
+    return [Case(operation, p, seed, **how) for seed in range(count)]
+
+
+@pytest.mark.parametrize("sides", ["q", "k", "qk"])
+def test_wrong_lengths_count_as_the_nearest_right_ones(sides):
+    p = transforms.pad(Problem.of_sizes(**SIZES), sides)
+    ends = Counter()
+    for case in cases(p, 100):
+        right = case.inputs()
+        wrong = unchecked.with_wrong_lengths(p, right)
+        for name in right.keys() - {"mods.lengths_q", "mods.lengths_k"}:
+            assert wrong[name] is right[name]
+        for side, most in zip("qk", (p.M, p.N), strict=True):
+            if side in sides:
+                x, y = right[f"mods.lengths_{side}"], wrong[f"mods.lengths_{side}"]
+                assert (y.clip(0, most) == x).all() and x.dtype == y.dtype
+                ends += Counter(below=int((y < 0).sum()), above=int((y > most).sum()))
+    assert min(ends["below"], ends["above"]) >= 10
+
+
+def test_wrong_offsets_lead_out_of_the_arrays_and_share_no_row():
+    inputs = Case("forward", PACKED).inputs()
+    outside = Counter()
+    for seed in range(60):
+        moved = np.random.default_rng(seed).integers(0, 9, 4).cumsum().astype(np.int32)
+        given = {**inputs, "mods.cu_seqlens_q": moved}
+        wrong, before = unchecked.with_wrong_offsets(PACKED, given), outside.total()
+        for side, rows in zip("qk", (PACKED.M, PACKED.N), strict=True):
+            offsets = wrong[f"mods.cu_seqlens_{side}"].astype(int)
+            outside["negative"] += bool((offsets < 0).any())
+            outside["beyond"] += bool((offsets > rows).any())
+            inside = [
+                range(first, min(end, rows)) for first, end in pairwise(offsets) if 0 <= first < end
+            ]
+            assert sum(map(len, inside)) == len(set().union(*inside))
+        assert outside.total() > before
+    assert min(outside.values()) >= 20
+    assert unchecked.with_wrong_offsets(Problem.of_sizes(**SIZES), {}) is None
+
+
+@pytest.mark.parametrize("kernel", ["fa2", "mma_pipelined"])
+def test_kernels_stay_inside_arrays_with_wrong_offsets(kernel):
+    p = Problem.of_sizes(lengths="5,30,9:3,40,7", heads=2, d=8, dtype="float16", causal=True)
+    plan = choose_kernel.plan(cupyfa.kernel(kernel), p, SIMULATOR.limits)
+    for case in cases(p, 2):
+        readable = tasks.unchecked_inputs(SIMULATOR, plan, case.inputs())
+        tasks.run_with_wrong_offsets(SIMULATOR, plan, readable)
+
+
+@pytest.mark.slow
+def test_a_kernel_that_trusts_offsets_is_found(tmp_path):
+    right, wrong = "if (first < 0 || end <= first)", "if (end <= first)"
+    fault = broken_kernels.Fault(
+        "fa2", "attention/batch.cuh", "a negative offset is trusted", right, wrong, "", None
+    )
+    broken = broken_kernels.broken(tmp_path, fault)
+    checked = cupyfa.check(broken, backend="simulator", samples=6, lengths="20,9,30")
+    assert [x.outcome.kind for x in checked.failures][:1] == ["simulator fault"]
+
+
+def test_some_sinks_are_infinite_and_some_far_above_all_scores():
+    p = Problem.of_sizes(**SIZES, sink="bh")
+    for values in ("normal", "scales", "nan", "inf"):
+        for operation in ("forward", "backward"):
+            sinks = [x._read(sink_of(p)) for x in cases(p, 40, operation, values=values)]
+            infinite = sum(bool((x == np.inf).any()) for x in sinks)
+            spoils = values not in FINITE and operation == "forward"
+            if values in ("nan", "inf"):
+                assert infinite == 40
+            else:
+                assert 10 <= infinite <= 30 if spoils else infinite == 0
+            assert 10 <= sum(bool((x == -np.inf).any()) for x in sinks) <= 30
+            assert 10 <= sum(bool((np.isfinite(x) & (x > 10)).any()) for x in sinks) <= 30
+
+
+def sink_of(p):
+    (found,) = (x for x in p.operands if x.name == "sink")
+    return found
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_heads_of_q_and_k_differ_by_powers_of_two_that_cancel(dtype, page_size):
+    p = Problem.of_sizes(**SIZES, dtype=dtype, page_size=page_size)
+    sizes, scores = [], []
+    for case in cases(p, 12, values="scales"):
+        inputs = case.inputs()
+        q, k = (inputs[name].astype(np.float64) for name in "QK")
+        sizes += [*np.log2(q.std((2, 3))).ravel()]
+        heads_of_q, heads_of_k = q.std((0, 2, 3))[::2], np.nanstd(k, (0, 2, 3))
+        scores += [*(heads_of_q * heads_of_k)] if page_size else []
+        if not page_size:
+            scores += [*(q.std((2, 3))[:, ::2] * k.std((2, 3))).ravel()]
+    least = {"float16": 3, "float32": 30, "float64": 200}[dtype]
+    assert np.ptp(sizes) > least and 0.3 < np.median(scores) < 3
+
+
+def test_some_masks_and_biases_hide_whole_rows_and_keys():
+    p = Problem.of_sizes(**SIZES, mask="1hmn", bias="1hmn")
+    mask, bias = (x for name in ("mask", "bias") for x in p.operands if x.name == name)
+    hidden = [~case._read(mask) for case in cases(p)]
+    lowest = [case._read(bias) == -np.inf for case in cases(p, values="inf")]
+    for drawn in (hidden, lowest):
+        for axis in (2, 3):
+            count = sum(bool(x.all(axis).any()) for x in drawn)
+            assert 10 <= count <= 35
+    assert not any((case._read(bias) == -np.inf).any() for case in cases(p, 8))
+
+
+def test_the_last_table_of_pages_is_often_full():
+    p = Problem.of_sizes(**{**SIZES, "M": 2, "N": 70}, page_size=16)
+    full = sum(case.inputs()["mods.lengths_k"][-1] == p.N for case in cases(p))
+    assert 15 <= full <= 35
