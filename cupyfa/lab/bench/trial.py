@@ -14,7 +14,7 @@ from cupyfa.lab.bench.results import Measurement
 from cupyfa.lab.bench.watch import Watch
 from cupyfa.lab.verify.case import Case
 from cupyfa.lab.verify.sampling import Judge
-from cupyfa.lab.verify.tasks import difference, run_with_wrong_offsets, unchecked_inputs
+from cupyfa.lab.verify.tasks import difference, run_with_undefined_results, unchecked_inputs
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named
 from cupyfa.ladder.operations import Excerpt, exact_attention
@@ -84,7 +84,7 @@ def trial(
         begins()
         results = run_guarded(backend, plan, readable, {})
         different = difference(backend, plan, readable, results, reruns, begins)
-        run_with_wrong_offsets(backend, plan, readable)
+        run_with_undefined_results(backend, plan, readable)
     if different:
         raise WrongResult(f"{plan.kernel.name} on {plan.problem}: {different}")
     progress(2, STEPS, "checking")

@@ -166,7 +166,7 @@ def _outcome(
     readable = unchecked_inputs(backend, plan, inputs)
     left = {"left": guard.FINITE} if task.case.seed % 2 else {}
     results = run_guarded(backend, plan, readable, {}, **left)
-    run_with_wrong_offsets(backend, plan, readable)
+    run_with_undefined_results(backend, plan, readable)
     actual = {f"actual_{name}": x for name, x in results.items() if begun.arrays}
     verdicts = judge.verdicts(results, plan.rounding, finite=task.case.values in FINITE)
     done = replace(begun, verdicts=verdicts, arrays={**begun.arrays, **actual})
@@ -187,12 +187,12 @@ def unchecked_inputs(backend: Backend, plan: Plan, inputs: Arrays) -> Arrays:
     return block_mask.readable(backend, plan, unchecked.with_wrong_lengths(plan.problem, inputs))
 
 
-def run_with_wrong_offsets(backend: Backend, plan: Plan, readable: Arrays) -> None:
-    """Runs a plan of a ragged batch once more, with sequences that are not inside the arrays.
+def run_with_undefined_results(backend: Backend, plan: Plan, readable: Arrays) -> None:
+    """Runs a plan of a ragged batch or of pages once more, with inputs that lead out of the arrays.
 
     Raises WrongResult or SimulatorFault for an access outside the arrays; results are ignored.
     """
-    wrong = unchecked.with_wrong_offsets(plan.problem, readable)
+    wrong = unchecked.with_undefined_results(plan.problem, readable)
     if wrong is not None:
         run_guarded(backend, plan, wrong, {})
 

@@ -1,7 +1,8 @@
-"""Wrong lengths and offsets, as device arrays may hold them: kernels read them unchecked.
+"""Wrong lengths, offsets and pages, as device arrays may hold them: kernels read them unchecked.
 
 A wrong length of a padded batch element counts as the nearest right one. With wrong offsets of a
-ragged batch, results are not defined, but nothing outside the arrays may be read or written.
+ragged batch, and wrong lengths or pages of a cache, results are not defined, but nothing outside
+the arrays may be read or written.
 """
 
 import zlib
@@ -9,7 +10,7 @@ import zlib
 import numpy as np
 
 from cupyfa.ladder.operations import Arrays
-from cupyfa.problem.optional_inputs import PADDED, STARTS
+from cupyfa.problem.optional_inputs import PADDED, PAGE_TABLE, STARTS
 from cupyfa.problem.problem import Problem
 
 _ENDS = np.iinfo(np.int32)
@@ -17,32 +18,48 @@ _FAR = 300  # limit of the usual distances of offsets from their arrays, in rows
 
 
 def with_wrong_lengths(p: Problem, inputs: Arrays) -> dict[str, np.ndarray]:
-    """Replaces about half of the lengths that are 0, or all rows, with lengths out of range.
+    """Replaces some lengths of padded elements that are 0, or all rows, with lengths out of range.
 
     Equal inputs get equal lengths. Results must not change.
     """
     found = dict(inputs)
-    if p.cached is not None:  # the plan is based on its lengths
-        return found
     for name, most in zip(PADDED, (p.M, p.N)):
-        if (given := inputs.get(f"mods.{name}")) is None:
-            continue
-        rng, lengths = _random(given), given.copy()
-        for end, others in ((most, (most + 1, _ENDS.max)), (0, (-1, _ENDS.min))):
-            changed = (given == end) & (rng.random(given.shape) < 0.5)
-            lengths[changed] = rng.choice(others, int(changed.sum()))
-        found[f"mods.{name}"] = lengths
+        if not p.pages and (given := inputs.get(f"mods.{name}")) is not None:
+            found[f"mods.{name}"] = _out_of_range(given, most, _random(given))
     return found
 
 
-def with_wrong_offsets(p: Problem, inputs: Arrays) -> dict[str, np.ndarray] | None:
-    """Moves ends of sequences of queries, keys or both out of their arrays; None if there are none.
+def with_undefined_results(p: Problem, inputs: Arrays) -> dict[str, np.ndarray] | None:
+    """Returns inputs that lead out of the arrays; None for problems that have no such inputs."""
+    if p.sequences is not None:
+        return _with_wrong_offsets(p, inputs)
+    return _with_wrong_pages(p, inputs) if p.pages and p.cached is None else None
+
+
+def _with_wrong_pages(p: Problem, inputs: Arrays) -> dict[str, np.ndarray]:
+    """Replaces some lengths that are 0, or all keys, and about half of the page numbers."""
+    of_lengths, of_table = f"mods.{PADDED[1]}", f"mods.{PAGE_TABLE}"
+    lengths, table = inputs[of_lengths], inputs[of_table].copy()
+    rng = _random(lengths, table)
+    wrong = rng.choice((-1, p.pages, _ENDS.max, _ENDS.min), table.shape)
+    table[...] = np.where(rng.random(table.shape) < 0.5, wrong, table)
+    return {**inputs, of_lengths: _out_of_range(lengths, p.N, rng), of_table: table}
+
+
+def _out_of_range(given: np.ndarray, most: int, rng: np.random.Generator) -> np.ndarray:
+    lengths = given.copy()
+    for end, others in ((most, (most + 1, _ENDS.max)), (0, (-1, _ENDS.min))):
+        changed = (given == end) & (rng.random(given.shape) < 0.5)
+        lengths[changed] = rng.choice(others, int(changed.sum()))
+    return lengths
+
+
+def _with_wrong_offsets(p: Problem, inputs: Arrays) -> dict[str, np.ndarray]:
+    """Moves ends of sequences of queries, keys or both out of their arrays.
 
     The first offset, or another one, becomes negative, or the last one exceeds the rows of the
     array. No two sequences share a row, which two blocks would both write.
     """
-    if p.sequences is None:
-        return None
     found, rng = dict(inputs), _random(inputs["Q"], *(inputs[f"mods.{name}"] for name in STARTS))
     sides = tuple(zip(STARTS, (p.M, p.N)))
     for name, rows in (sides, sides[:1], sides[1:])[rng.integers(3)]:

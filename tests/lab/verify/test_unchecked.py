@@ -45,7 +45,7 @@ def test_wrong_offsets_lead_out_of_the_arrays_and_share_no_row():
     for seed in range(60):
         moved = np.random.default_rng(seed).integers(0, 9, 4).cumsum().astype(np.int32)
         given = {**inputs, "mods.cu_seqlens_q": moved}
-        wrong, before = unchecked.with_wrong_offsets(PACKED, given), outside.total()
+        wrong, before = unchecked.with_undefined_results(PACKED, given), outside.total()
         for side, rows in zip("qk", (PACKED.M, PACKED.N), strict=True):
             offsets = wrong[f"mods.cu_seqlens_{side}"].astype(int)
             outside["negative"] += bool((offsets < 0).any())
@@ -56,16 +56,33 @@ def test_wrong_offsets_lead_out_of_the_arrays_and_share_no_row():
             assert sum(map(len, inside)) == len(set().union(*inside))
         assert outside.total() > before
     assert min(outside.values()) >= 20
-    assert unchecked.with_wrong_offsets(Problem.of_sizes(**SIZES), {}) is None
+    assert unchecked.with_undefined_results(Problem.of_sizes(**SIZES), {}) is None
 
 
-@pytest.mark.parametrize("kernel", ["fa2", "mma_pipelined"])
-def test_kernels_stay_inside_arrays_with_wrong_offsets(kernel):
-    p = Problem.of_sizes(lengths="5,30,9:3,40,7", heads=2, d=8, dtype="float16", causal=True)
+def test_wrong_pages_and_lengths_of_a_cache_leave_other_inputs():
+    p = Problem.of_sizes(**{**SIZES, "M": 1}, page_size=16)
+    wrong = Counter()
+    for case in cases(p):
+        right = case.inputs()
+        assert unchecked.with_wrong_lengths(p, right) == right
+        found = unchecked.with_undefined_results(p, right)
+        assert all(found[name] is right[name] for name in "QKV")
+        table, lengths = found["mods.page_table"], found["mods.lengths_k"]
+        needed = np.arange(table.shape[1]) < -(-right["mods.lengths_k"][:, None] // 16)
+        wrong["pages"] += int((needed & ((table < 0) | (table >= p.pages))).sum())
+        wrong["lengths"] += int(((lengths < 0) | (lengths > p.N)).sum())
+    assert min(wrong.values()) >= 20
+
+
+@pytest.mark.parametrize("kernel", ["fa2", "mma_split_kv"])
+@pytest.mark.parametrize("rows", [{"lengths": "5,30,9:3,40,7"}, {**SIZES, "page_size": 16}])
+def test_kernels_stay_inside_arrays_whatever_lengths_say(kernel, rows):
+    p = Problem.of_sizes(**{"heads": 4, "d": 8, **rows}, dtype="float16", causal=True)
+    kernel = "mma_pipelined" if p.lengths and kernel != "fa2" else kernel
     plan = choose_kernel.plan(cupyfa.kernel(kernel), p, SIMULATOR.limits)
     for case in cases(p, 2):
         readable = tasks.unchecked_inputs(SIMULATOR, plan, case.inputs())
-        tasks.run_with_wrong_offsets(SIMULATOR, plan, readable)
+        tasks.run_with_undefined_results(SIMULATOR, plan, readable)
 
 
 @pytest.mark.slow
