@@ -212,7 +212,7 @@ class Case:
         least = p.M if self.tokens in WRITTEN else 0
         edges = [x for x in (0, 1, size - 1, size, size + 1, p.N - 1, p.N) if least <= x <= p.N]
         lengths = np.resize(rng.permutation(edges or [p.N]), p.batch)
-        if rng.random() < 0.5:  # a tile that ends after the keys reads past the end of the table
+        if rng.random() < 0.25:  # a tile that ends after the keys reads past the end of the table
             lengths[-1:] = p.N
         table = rng.permutation(p.pages)[: p.batch * most].reshape(p.batch, most)
         may_share = p.batch > 1 and self.tokens not in WRITTEN

@@ -121,9 +121,11 @@ _PAGE_SIZES = (16, 64, 32, 128)
 _SMALL_PAGES = (16, 32)  # several pages fit in a key tile
 _SIDES_PADDED = (("q", "k"), ("k",), ("q",))
 _MASKS = (None, "bottom-right", None, "top-left")
+_SIDES_IN_BLOCKS = ("left", "both")
 _SIDES = ("neither", "both", "neither", "left", "neither", "right")
 _SEEDS = ("i64[1]", "u64[1]", "i32[1]", "u32[1]")
 _FEW_ROWS = 48
+_MOVED = {"offset", "window"}  # options with which every other sample of a combination is moved
 _OTHER_STAGES = 0.75  # share of other tiles that differ in the number of stages, if they can
 _LONG_PADDING = 257, 400  # range of the rows of a padded array with more than a block has threads
 _OF_LONG_PADDING = 16  # maximum number of keys in such a case
@@ -269,7 +271,7 @@ class Fuzz:
         key = record.name, p, tuple(sorted(constants.items()))
         if key not in self._planned:
             made = choose_kernel.plan(record, p, self.backend.limits, **constants)
-            if len(self._planned) > TOGETHER:
+            if len(self._planned) > 3 * TOGETHER:
                 self._planned.clear()
             self._planned[key] = made
             self._planned[record.name, p, tuple(sorted(made.constants.items()))] = made
@@ -562,10 +564,12 @@ class Fuzz:
         """Draws the group's mask, window sides and other options; window sizes are drawn later."""
         is_plain = self._is_ragged(turns) and not self._has_texts(turns)
         masks = [x for x in _MASKS if x] if is_plain else _MASKS
+        if self._is_in_blocks(turns):  # a mask with an offset
+            masks = [x for x in _MASKS if x != "top-left"]
         causal = turns.choose("causal", self._able("causal", masks))
         if self._kind(turns) in ("new tokens", "gradient of a bias"):
             causal = "bottom-right"
-        sides = turns.choose("sides", _SIDES)
+        sides = turns.choose("sides", _SIDES_IN_BLOCKS if self._is_in_blocks(turns) else _SIDES)
         window = tuple(1 if sides in (side, "both") else None for side in ("left", "right"))
         is_able = self._able("window", (window,)) and not self._is_narrow(turns)
         window = window if is_able else (None, None)
@@ -688,7 +692,7 @@ class Fuzz:
         is_split = tile.has_splits and (crowd or of_rows == "many") and not p.lengths
         if is_split and not given & {"causal", "window", "offset"}:
             return with_long_rows(p)
-        return p if "offset" in given else self._moved(p, turns, each)
+        return p if "offset" in given else self._moved(p, turns, each, tile)
 
     def _heads(
         self,
@@ -715,20 +719,29 @@ class Fuzz:
         group = group if self._has("gqa") else 1
         return batch, max(kv_heads, 2) if shares and group == 1 else kv_heads, group
 
-    def _moved(self, p: Problem, turns: "_Turns", each: "_Turns") -> Problem:
-        """Shifts the mask by a random offset in one of eight samples, or as a combination asks."""
-        if not p.is_masked or p.causal == "top-left" or p.is_ragged:
+    def _moved(self, p: Problem, turns: "_Turns", each: "_Turns", tile: Tile) -> Problem:
+        """Shifts the mask by a random offset in one of eight samples.
+
+        In groups with a block mask or a combination with a window or an offset it is every other
+        sample, and in one of four the window begins past the last key.
+        """
+        has_lengths = p.is_ragged or self._has_lengths(turns)
+        if not p.is_masked or p.causal == "top-left" or has_lengths:
             return p
-        combination = self._combination(turns)
-        is_asked = combination is not None and "offset" in combination.names
-        others = 1 if is_asked else 7
-        if not each.choose("offset", (False,) * others + (True,)):
+        combination, pick = self._combination(turns), each.random("offset itself")
+        is_asked = self._is_in_blocks(turns) or (
+            combination is not None and not combination.names.isdisjoint(_MOVED)
+        )
+        is_moved = each.i % 2 == 0 if is_asked else each.choose("offset", (False,) * 7 + (True,))
+        if not is_moved:
             return p
-        pick = each.random("offset itself")
-        if p.left is None or "window" in (self.options or {}) or pick.random() < 0.5:
+        is_past = each.i % TOGETHER == 2 if is_asked else pick.random() < 0.5
+        if p.left is None or not is_past or "window" in (self.options or {}):
             return p.with_options(offset=pick.randint(-p.M, p.N + 1))
-        # The windows of most rows, or of half of them, begin past the last key.
-        near, past = min(p.left, p.M // 4), pick.choice((p.M // 2, p.M // 8))
+        # Windows begin past the last key: those of half of the rows, or all by more than a tile.
+        near, past = min(p.left, p.M // 4), pick.choice((p.M // 2, 0))
+        if not past and not self.arrays:
+            p = transforms.resize(p, M=max(p.M, tile.keys + pick.randrange(2, tile.keys)))
         return p.with_options(offset=p.N - past + near, window=(near, p.right))
 
     def _smaller(self, p: Problem, values: str, scores: int | None = None) -> Problem:

@@ -7,7 +7,7 @@ stay away from 0. The results of every expression can therefore be compared with
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from cupyfa.score.expressions import Expression
@@ -28,7 +28,7 @@ _PLACES: dict[str, tuple[str, ...]] = {
 }
 _OF_PLACES = ("batch", "head", "query", "key", "position", "queries", "keys")
 _OF_PAIRS = ("query", "key", "position")
-_WIDE = ("distant", "long[batch]", "ulong[key]", "(distant - key)")  # integers of 64 bits
+_OPERANDS = (_OF_PAIRS, ("distant", "long[batch]", "ulong[key]"))  # integers of 32 and of 64 bits
 _DIVISORS = ("-1", "-3", "5", "(key + 1)", "(1 + abs(long[batch]))")
 _KINDS = {"b": "bool", "i": "whole", "u": "whole", "f": "number"}
 _DEEPEST = 3  # maximum nesting depth of functions and operators
@@ -66,7 +66,8 @@ def draw_integers(rng: random.Random) -> tuple[str, dict[str, Form]]:
     Returns the sum, whose magnitude stays below 5, and the forms of CAPTURED that it reads.
     """
     drawer = _Drawer(rng, CAPTURED, has_score=False)
-    text = " + ".join(f"0.05 * (({x}) % 7)" for x in drawer.operators_of_integers())
+    sums = (" + ".join(f"({x}) % 7" for x in drawer.operators_of_integers(of)) for of in _OPERANDS)
+    text = " + ".join(f"0.05 * ({x})" for x in sums)
     read = Expression.of("score_mod", text).captured
     return text, {name: form for name, form in CAPTURED.items() if name in read}
 
@@ -123,17 +124,14 @@ class _Drawer:
             lambda: f"where({self.condition(depth - 1)}, {a}, {b})",
         )
 
-    def operators_of_integers(self) -> list[str]:
-        """Draws each binary operator with two indices or small integers, and with a wide one."""
+    def operators_of_integers(self, operands: Sequence[str]) -> list[str]:
+        """Draws each binary operator with one of the operands on the left."""
         found = []
-        for wide in (False, True):
-            for operator in "+-*":
-                a, b = self.rng.sample(_OF_PAIRS, 2)
-                a = self._pick(_WIDE) if wide else a
-                found.append(f"{a} {operator} {b}")
-            for operator in ("//", "%"):
-                a = self._pick(_WIDE) if wide else f"({self._pick(_OF_PAIRS)} - 9)"
-                found.append(f"({a} {operator} {self._pick(_DIVISORS)})")
+        for operator in ("+", "-", "*", "//", "%"):
+            a = self._pick(operands)
+            divides = operator in ("//", "%")
+            b = self._pick(_DIVISORS if divides else [x for x in _OF_PAIRS if x != a])
+            found.append(f"{a} {operator} {b}")
         return found
 
     def condition(self, depth: int) -> str:

@@ -67,7 +67,7 @@ def some_expressions(pick: random.Random) -> dict[str, Any]:
     """
     score, read = draw_expression(pick, "score")
     whole, of_integers = draw_integers(pick)
-    score, read = f"{score} + {_of_functions(pick)} + {whole}", {**read, **of_integers}
+    score, read = f"{score} + ({_of_functions(pick)}) + ({whole})", {**read, **of_integers}
     if pick.random() < 0.3:
         score = f"where(query % 4 == 1 or key % 5 == 0, {_LOWEST}, {score})"
     if pick.random() < 0.5:

@@ -14,6 +14,7 @@ from cupyfa.problem.optional_inputs import PADDED, PAGE_TABLE, STARTS
 from cupyfa.problem.problem import Problem
 
 _ENDS = np.iinfo(np.int32)
+_LONG = 2**22  # multiply-adds of problems that are not run again, as that takes too long
 _FAR = 300  # limit of the usual distances of offsets from their arrays, in rows
 
 
@@ -30,7 +31,12 @@ def with_wrong_lengths(p: Problem, inputs: Arrays) -> dict[str, np.ndarray]:
 
 
 def with_undefined_results(p: Problem, inputs: Arrays) -> dict[str, np.ndarray] | None:
-    """Returns inputs that lead out of the arrays; None for problems that have no such inputs."""
+    """Returns inputs that lead out of the arrays.
+
+    Returns None for problems that have no such inputs, and for long ones.
+    """
+    if p.heads * p.pairs * (p.d + p.dv) > _LONG:
+        return None
     if p.sequences is not None:
         return _with_wrong_offsets(p, inputs)
     return _with_wrong_pages(p, inputs) if p.pages and p.cached is None else None

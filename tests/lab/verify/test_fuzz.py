@@ -417,13 +417,18 @@ def test_drawn_texts_shrink_to_nothing(given):
 def test_every_operator_of_integers_is_drawn_with_32_and_64_bits(seed):
     text, captured = draw_integers(random.Random(seed))
     assert captured.keys() <= CAPTURED.keys()
-    terms = text.split(" + 0.05 * ")
-    wide = [any(name in x for name in ("distant", "long[", "ulong[")) for x in terms]
-    assert len(terms) == 10 and sum(wide) >= 5
+    small, wide = text.split(" + 0.05 * ")
+    assert not any(name in small.replace("(1 + abs(long[batch]))", "") for name in captured)
+    assert wide.count("distant") + wide.count("long[") >= 5
+    assert all(f" {x} " in of for of in (small, wide) for x in ("-", "*", "//", "%"))
     drawn = [str(x.case.problem.options.score_mod) for x in samples("fa2", 28, seed=seed)[24:]]
-    for text in drawn:
-        assert text.count("% 7)") == 10
-        assert all(f" {operator} " in text for operator in ("-", "*", "//", "%"))
+    assert all(text.count("% 7") >= 10 for text in drawn)
+
+
+@pytest.mark.parametrize("name", ["fa2", "wgmma_persistent", "mma_two_pass", "fa2_tangent"])
+def test_no_sample_is_plain_because_others_were_refused(name):
+    drawing = Fuzz(cupyfa.kernel(name), SIMULATOR)
+    assert [i for i in range(64) if drawing.sample(i) == drawing._plain(i)] == []
 
 
 @pytest.mark.parametrize("name", ["mma_pipelined", "mma_tf32", "wgmma", "mma_two_pass"])

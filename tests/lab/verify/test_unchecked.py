@@ -62,7 +62,7 @@ def test_wrong_offsets_lead_out_of_the_arrays_and_share_no_row():
 def test_wrong_pages_and_lengths_of_a_cache_leave_other_inputs():
     p = Problem.of_sizes(**{**SIZES, "M": 1}, page_size=16)
     wrong = Counter()
-    for case in cases(p):
+    for case in cases(p, 200):
         right = case.inputs()
         assert unchecked.with_wrong_lengths(p, right) == right
         found = unchecked.with_undefined_results(p, right)
@@ -72,6 +72,8 @@ def test_wrong_pages_and_lengths_of_a_cache_leave_other_inputs():
         wrong["pages"] += int((needed & ((table < 0) | (table >= p.pages))).sum())
         wrong["lengths"] += int(((lengths < 0) | (lengths > p.N)).sum())
     assert min(wrong.values()) >= 20
+    long = Problem.of_sizes(batch=2, heads=4, M=64, N=512, d=64, page_size=16)
+    assert unchecked.with_undefined_results(long, {}) is None
 
 
 @pytest.mark.parametrize("kernel", ["fa2", "mma_split_kv"])
@@ -148,4 +150,4 @@ def test_some_masks_and_biases_hide_whole_rows_and_keys():
 def test_the_last_table_of_pages_is_often_full():
     p = Problem.of_sizes(**{**SIZES, "M": 2, "N": 70}, page_size=16)
     full = sum(case.inputs()["mods.lengths_k"][-1] == p.N for case in cases(p))
-    assert 15 <= full <= 35
+    assert 10 <= full <= 25
