@@ -563,7 +563,7 @@ class Fuzz:
     def _options(self, turns: "_Turns") -> dict[str, Any]:
         """Draws the group's mask, window sides and other options; window sizes are drawn later."""
         is_plain = self._is_ragged(turns) and not self._has_texts(turns)
-        masks = [x for x in _MASKS if x] if is_plain else _MASKS
+        masks: Sequence[str | None] = [x for x in _MASKS if x] if is_plain else _MASKS
         if self._is_in_blocks(turns):  # a mask with an offset
             masks = [x for x in _MASKS if x != "top-left"]
         causal = turns.choose("causal", self._able("causal", masks))
