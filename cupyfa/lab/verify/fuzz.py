@@ -88,7 +88,9 @@ _ONE_IS_LOWEST = 7  # one in this many samples has scores near the limits of flo
 TOGETHER = 4  # number of successive samples that share one compilation
 _MOST_WORK = {"simulator": 3 * 2**24, "cuda": 2**29}  # maximum multiply-adds per case
 _MOST_IN_TILES = {"simulator": 2**24, "cuda": 2**29}  # the same if all tiles count as full
-_MOST_SCORES = 2**14  # maximum scores per case if sizes matter less than options and expressions
+_MOST_SCORES = (
+    3 * 2**12
+)  # maximum scores per case if sizes matter less than options and expressions
 _FEW_KEYS = 8  # smallest limit of a window in such a case
 _MOST_REPAIRED = 512  # maximum rows and keys per case to repair; each occupies a whole block
 # Share of the work per case if gradients have values with which kernels on tensor cores compute all
@@ -127,8 +129,8 @@ _SEEDS = ("i64[1]", "u64[1]", "i32[1]", "u32[1]")
 _FEW_ROWS = 48
 _MOVED = {"offset", "window"}  # options with which every other sample of a combination is moved
 _OTHER_STAGES = 0.75  # share of other tiles that differ in the number of stages, if they can
-_LONG_PADDING = 257, 400  # range of the rows of a padded array with more than a block has threads
-_OF_LONG_PADDING = 16  # maximum number of keys in such a case
+_LONG_PADDING = 257, 288  # range of the rows of a padded array with more than a block has threads
+_OF_LONG_PADDING = 8  # maximum number of keys in such a case
 _NEAR = tuple(layout for layout in LAYOUTS if layout != "far")
 _OF_CACHES = ("bhsd", "bshd", "reversed", "gaps", "unaligned")  # layouts for new tokens
 _OF_PAGES = ("bhsd", "reversed", "columns")  # layouts for groups with pages; rows are aligned
@@ -739,9 +741,11 @@ class Fuzz:
         if p.left is None or not is_past or "window" in (self.options or {}):
             return p.with_options(offset=pick.randint(-p.M, p.N + 1))
         # Windows begin past the last key: those of half of the rows, or all by more than a tile.
-        near, past = min(p.left, p.M // 4), pick.choice((p.M // 2, 0))
-        if not past and not self.arrays:
-            p = transforms.resize(p, M=max(p.M, tile.keys + pick.randrange(2, tile.keys)))
+        half = 0 if self._is_in_blocks(turns) else p.M // 2
+        near, past = min(p.left, p.M // 4), pick.choice((half, 0))
+        rows = tile.keys + pick.randrange(2, tile.keys)
+        if not (past or self.arrays) and rows > p.M:
+            p = transforms.resize(p, M=rows, N=max(p.N * p.M // rows, 2))
         return p.with_options(offset=p.N - past + near, window=(near, p.right))
 
     def _smaller(self, p: Problem, values: str, scores: int | None = None) -> Problem:

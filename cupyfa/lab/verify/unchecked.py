@@ -33,9 +33,9 @@ def with_wrong_lengths(p: Problem, inputs: Arrays) -> dict[str, np.ndarray]:
 def with_undefined_results(p: Problem, inputs: Arrays) -> dict[str, np.ndarray] | None:
     """Returns inputs that lead out of the arrays.
 
-    Returns None for problems that have no such inputs, and for long ones.
+    Returns None for problems that have no such inputs or no pairs, and for long ones.
     """
-    if p.heads * p.pairs * (p.d + p.dv) > _LONG:
+    if not 0 < p.heads * p.pairs * (p.d + p.dv) <= _LONG:
         return None
     if p.sequences is not None:
         return _with_wrong_offsets(p, inputs)
