@@ -88,9 +88,7 @@ _ONE_IS_LOWEST = 7  # one in this many samples has scores near the limits of flo
 TOGETHER = 4  # number of successive samples that share one compilation
 _MOST_WORK = {"simulator": 3 * 2**24, "cuda": 2**29}  # maximum multiply-adds per case
 _MOST_IN_TILES = {"simulator": 2**24, "cuda": 2**29}  # the same if all tiles count as full
-_MOST_SCORES = (
-    3 * 2**12
-)  # maximum scores per case if sizes matter less than options and expressions
+_MOST_SCORES = 3 * 2**12  # maximum scores per case if options and expressions matter more
 _FEW_KEYS = 8  # smallest limit of a window in such a case
 _MOST_REPAIRED = 512  # maximum rows and keys per case to repair; each occupies a whole block
 # Share of the work per case if gradients have values with which kernels on tensor cores compute all
@@ -622,7 +620,7 @@ class Fuzz:
     def _other_tile(
         self, record: Kernel, p: Problem, usual: dict[str, int], pick: random.Random
     ) -> dict[str, int]:
-        """Changes one of the tile sizes or, most often, a number of stages.
+        """Decreases one of the tile sizes or, most often, changes a number of stages.
 
         Values are those that tuning tries. Returns the usual constants if the kernel has no others.
         """
@@ -630,7 +628,8 @@ class Fuzz:
         if pick.random() < _OTHER_STAGES:
             names.sort(key=lambda name: name not in STAGES)
         for name in names:
-            others = [x for x in record.candidates[name] if x != usual[name]]
+            most = math.inf if name in STAGES else usual[name]
+            others = [x for x in record.candidates[name] if x < most and x != usual[name]]
             for value in pick.sample(others, len(others)):
                 tile = {x: usual[x] for x in record.choice.names} | {name: value}
                 with suppress(Unsupported, ValueError):
