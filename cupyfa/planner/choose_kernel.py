@@ -41,15 +41,15 @@ def select(
     """Returns a kernel's record; ``kernel`` is a name, a record, or "auto".
 
     With ``deterministic``, raises Unsupported if results may differ from run to run. Without
-    ``persistent``, "auto" skips kernels with persistent blocks.
+    ``persistent``, "auto" takes a kernel with persistent blocks only if no other can compute it.
     """
     ladder = LADDER[operation]
     if deterministic:
         ladder = {name: x for name, x in ladder.items() if not x.unordered}
-    if not persistent:
-        ladder = {name: x for name, x in ladder.items() if not x.persistent}
     if isinstance(kernel, str) and kernel == "auto":
-        return _fastest(list(ladder.values()), problem, limits)
+        others = [x for x in ladder.values() if persistent or not x.persistent]
+        suffice = persistent or any(can(x, problem, limits) for x in others)
+        return _fastest(others if suffice else list(ladder.values()), problem, limits)
     record = _given(kernel, operation)
     if deterministic and record.unordered:
         able = [name for name, x in ladder.items() if can(x, problem, limits)]
