@@ -48,7 +48,7 @@ from cupyfa.score.expressions import Expression
 # Kinds of input values; each kind reveals different faults.
 VALUES = {
     "scales": "normal, times a power of two for each head of Q, K and V and for each row of dO; "
-    "those of Q and K cancel in scores",
+    "those of Q and K cancel in scores; values of the first or last keys are smaller",
     "normal": "normally distributed",
     "uniform": "from 0 to 1: sums grow instead of cancelling",
     "integers": "-2 … 2: products are exact",
@@ -56,8 +56,9 @@ VALUES = {
     "one_hot": "row j of V is 1 in column j mod dv: O has the elements of P",
     "huge": "scores up to about 10,000: exp overflows if no maximum is subtracted",
     "tiny": "below the smallest normal number of the dtype",
-    "nan": "NaN in one query, one key and one value, and in one sequence of a ragged batch",
-    "inf": "infinity in one query, one key and one value, and in one sequence of a ragged batch",
+    "nan": "NaN in two queries, one key, two values, and one sequence of a ragged batch",
+    "inf": "infinity in two queries, all of whose scores may be -infinity, in one key, two values, "
+    "and one sequence of a ragged batch",
     "lowest": "the lowest number of a dtype in rows and keys of a bias, a large one in a few "
     "pairs; without expressions, products of q and k near the ends of float32, in some rows near "
     "the lower end only; such rows of scores, too",
@@ -150,6 +151,8 @@ class Case:
         }
         if self.values == "scales" and "Q" in arrays:
             self._scale_heads(arrays)
+        if self.values == "inf" and "Q" in arrays and rng.random() < 0.75:
+            self._lower_scores(arrays)
         self._poison(arrays)
         arrays |= {x.input: self._read(x) for x in p.modifiers.arrays}
         if p.pages and p.cached is None:  # cached problems already have lengths and pages
@@ -178,6 +181,16 @@ class Case:
         for name, exponents in of_heads.items():
             x = np.ldexp(arrays[name].astype(np.float64), exponents)
             arrays[name] = (x.clip(-E4M3_MOST, E4M3_MOST) if dtype == E4M3 else x).astype(dtype)
+
+    def _lower_scores(self, arrays: dict[str, np.ndarray]) -> None:
+        """Makes all scores of infinite queries -infinity, by the signs of K in one column.
+
+        Keys in pages belong to no batch element, so they keep their signs.
+        """
+        p, q, k = self.problem, arrays["Q"], arrays["K"]
+        for batch, head, _, col in () if p.pages else np.argwhere(np.isinf(q.astype(np.float32))):
+            keys = k[batch, head // p.group, :, col]
+            keys[:] = -math.copysign(1, p.scale) * np.abs(keys)
 
     def _poison(self, arrays: Arrays) -> None:
         """Writes NaN to padding rows, which belong to no sequence.
@@ -429,7 +442,10 @@ def _drawn(
         # The largest exponent for which products of V and dO remain finite.
         most = ml_dtypes.finfo(dtype).maxexp // 3
         heads_or_rows = (*shape[: 2 if name == "V" else 3], 1, 1)[:4]
-        x = np.ldexp(x.astype(np.float64), rng.integers(-most, most + 1, heads_or_rows))
+        exponents = rng.integers(-most, most + 1, heads_or_rows)
+        if name == "V":
+            exponents = np.maximum(exponents - most * _some_keys(shape[2], rng), -most)
+        x = np.ldexp(x.astype(np.float64), exponents)
     elif values == "lowest" and name in ("Q", "K") and x.size:
         _spread_products(x[..., 0], name, dtype)
     elif values == "lowest" and name == "S":
@@ -439,10 +455,19 @@ def _drawn(
     elif values == "outliers":
         x += 10 * rng.standard_normal(shape, np.float32) * (rng.random(shape) < 0.001)
     elif values in ("nan", "inf") and x.size:
-        x[tuple(rng.integers(0, shape))] = math.nan if values == "nan" else math.inf
+        special = math.nan if values == "nan" else math.inf
+        x[tuple(rng.integers(0, shape))] = special
+        if name in ("Q", "V"):  # K of the last batch element is finite, or that of others
+            x[-1][tuple(rng.integers(0, shape[1:]))] = special
     if dtype == E4M3:  # numbers beyond the range of e4m3 would become NaN
         x = x.clip(-E4M3_MOST, E4M3_MOST)
     return x.astype(dtype)
+
+
+def _some_keys(N: int, rng: np.random.Generator) -> np.ndarray:
+    """Draws a column [N, 1] that is True for the keys before, or from, a random one."""
+    at, is_before = rng.integers(0, N + 1), rng.random() < 0.5
+    return ((np.arange(N) < at) == is_before)[:, None]
 
 
 def _spread_products(x: np.ndarray, name: str, dtype: np.dtype) -> None:

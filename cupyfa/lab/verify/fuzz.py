@@ -51,6 +51,7 @@ from cupyfa.lab.verify.sizes import (
 from cupyfa.lab.verify.tasks import refuse_long
 from cupyfa.ladder.kernel import FEATURES, Kernel
 from cupyfa.ladder.split_float32 import repairs_rows
+from cupyfa.ladder.tiles import round_up
 from cupyfa.planner import choose_kernel
 from cupyfa.planner.plan import Limits, Plan
 from cupyfa.problem import shape_language
@@ -126,7 +127,9 @@ _SIDES = ("neither", "both", "neither", "left", "neither", "right")
 _SEEDS = ("i64[1]", "u64[1]", "i32[1]", "u32[1]")
 _FEW_ROWS = 48
 _MOVED = {"offset", "window"}  # options with which every other sample of a combination is moved
-_OTHER_STAGES = 0.75  # share of other tiles that differ in the number of stages, if they can
+# What other tiles change first, in turns: a number of stages, or any constant. Of kernels with two
+# numbers of stages, default tiles usually differ in the other one, "stages".
+_OTHERS_FIRST = ("Qs", "stages", "Qs", None)
 _LONG_PADDING = 257, 288  # range of the rows of a padded array with more than a block has threads
 _OF_LONG_PADDING = 8  # maximum number of keys in such a case
 _NEAR = tuple(layout for layout in LAYOUTS if layout != "far")
@@ -579,6 +582,8 @@ class Fuzz:
             option = OPTIONS[name]
             tried = self._able(name, option.tried)
             found[name] = turns.choose(name, [option.default] * (3 * len(tried) or 1) + tried)
+        if self._kind(turns) == "expressions" and "tangents" in found:  # slopes need moving scores
+            found["tangents"] = OPTIONS["tangents"].default
         # Some groups with 16-bit inputs have float32 results.
         dtype = INPUTS[turns.choose("dtype", self._dtypes)]
         able = self._able("out_dtype", OPTIONS["out_dtype"].tried)
@@ -612,21 +617,22 @@ class Fuzz:
         """
         constants = dict(self._plan(record, p, {}).constants)
         if turns.i and turns.choose("other tile", (False, False, False, True)):
-            constants = self._other_tile(record, p, constants, turns.random("other tile itself"))
+            constants = self._other_tile(record, p, constants, turns)
         if "room" in constants and turns.choose("room", (True, False)):
             constants["room"] = turns.random("room itself").randrange(2, 9)
         return constants
 
     def _other_tile(
-        self, record: Kernel, p: Problem, usual: dict[str, int], pick: random.Random
+        self, record: Kernel, p: Problem, usual: dict[str, int], turns: "_Turns"
     ) -> dict[str, int]:
         """Decreases one of the tile sizes or, most often, changes a number of stages.
 
         Values are those that tuning tries. Returns the usual constants if the kernel has no others.
         """
+        pick = turns.random("other tile itself")
         names = pick.sample([*record.candidates], len(record.candidates))
-        if pick.random() < _OTHER_STAGES:
-            names.sort(key=lambda name: name not in STAGES)
+        if first := _OTHERS_FIRST[turns.i // len(_OTHERS_FIRST) % len(_OTHERS_FIRST)]:
+            names.sort(key=lambda name: (name not in STAGES, name != first))
         for name in names:
             most = math.inf if name in STAGES else usual[name]
             others = [x for x in record.candidates[name] if x < most and x != usual[name]]
@@ -675,6 +681,9 @@ class Fuzz:
             p = transforms.resize(p, batch=batch, M=M, N=N, **heads)
         is_small = self._is_small(turns)
         p = self._smaller(p, values, scores=_MOST_SCORES if is_small else None)
+        has_arrays = p.operands and not (p.lengths or crowd or self.arrays)
+        if has_arrays and each.choose("last key", (False, False, True)):  # the last tile lacks it
+            p = transforms.resize(p, N=max(round_up(p.N, tile.keys) - 1, 2))
         if self._operation == "backward" and not (crowd or p.lengths or self._has_lengths(turns)):
             p = self._with_fewer_tiles(p, tile)
         if crowd is None and of_rows == "many" and is_on_few_blocks(plan, self.backend.limits):

@@ -41,6 +41,7 @@ OF_SEQUENCES: tuple[Mapping[str, Any], ...] = (
 )
 # All differentiable functions, and selections that depend on NaN.
 _FUNCTIONS = [f"{name}({x.drawn})" for name, x in DIFFERENTIABLE.items()]
+_COMPARED = ("<", "<=", "==")
 _LOST = "log(-1 - abs(score))"  # always NaN
 _NAN_WINS = (
     f"min({{}}, {_LOST})",
@@ -62,12 +63,13 @@ _SHARES = {False: 0.5, True: 0.6}  # of draws that have an array of heads, and a
 def some_expressions(pick: random.Random) -> dict[str, Any]:
     """Draws a score_mod and possibly a mask_mod, with the arrays and numbers that they capture.
 
-    The score_mod ends with a weighted sum of all differentiable functions, and one of all operators
-    of integers.
+    The score_mod ends with weighted sums of all differentiable functions, of all operators of
+    integers, and of all comparisons.
     """
     score, read = draw_expression(pick, "score")
     whole, of_integers = draw_integers(pick)
-    score, read = f"{score} + ({_of_functions(pick)}) + ({whole})", {**read, **of_integers}
+    read |= of_integers
+    score = f"{score} + ({_of_functions(pick)}) + ({whole}) + {_of_comparisons()}"
     if pick.random() < 0.3:
         score = f"where(query % 4 == 1 or key % 5 == 0, {_LOWEST}, {score})"
     if pick.random() < 0.5:
@@ -87,6 +89,16 @@ def _of_functions(pick: random.Random) -> str:
         either = x.format(pick.choice(_ARGUMENTS))
         every.append(f"where({either} == {either}, 1, 0.1 * score)")
     return " + ".join(every)
+
+
+def _of_comparisons() -> str:
+    """Returns a sum of comparisons of integers that may be equal, and of numbers.
+
+    Kernels compute the other comparisons by these, with exchanged sides or the opposite result.
+    """
+    integers = [f"where(key {sign} position, 0.2, 0)" for sign in _COMPARED]
+    numbers = [f"where(score {sign} 0.3, 0.2, 0)" for sign in _COMPARED[:2]]
+    return f"({' + '.join((*integers, *numbers))})"
 
 
 def _functions(pick: random.Random) -> list[str]:

@@ -423,6 +423,8 @@ def test_every_operator_of_integers_is_drawn_with_32_and_64_bits(seed):
     assert all(f" {x} " in of for of in (small, wide) for x in ("-", "*", "//", "%"))
     drawn = [str(x.case.problem.options.score_mod) for x in samples("fa2", 28, seed=seed)[24:]]
     assert all(text.count("% 7") >= 10 for text in drawn)
+    compared = [f"where({x} {sign} " for x in ("key", "score") for sign in ("<", "<=")]
+    assert all(x in text for text in drawn for x in compared)
 
 
 @pytest.mark.parametrize("name", ["fa2", "wgmma_persistent", "mma_two_pass", "fa2_tangent"])
@@ -440,6 +442,23 @@ def test_some_groups_have_tiles_that_the_planner_does_not_choose(name):
             others += tile != choose_kernel.plan(drawn.kernel, p, limits_of(drawn)).constants
             stages.add(tile["stages"])
     assert others >= 3 and len(stages) >= 2
+
+
+@pytest.mark.parametrize("name", ["mma_fp16x2_two_pass", "mma_two_pass"])
+def test_every_number_of_stages_is_drawn(name):
+    tiles = [planned(x).constants for x in samples(name, SINGLY)[::TOGETHER]]
+    assert {tile["stages"] for tile in tiles} == {tile["Qs"] for tile in tiles} == {1, 2}
+
+
+def test_all_inputs_move_in_tangents_of_every_function():
+    every = [x.case.problem for x in samples("mma_f64_tangent", 28)[24:]]
+    assert {p.options.tangents for p in every} == {"qkv"}
+
+
+def test_some_last_tiles_lack_one_key_beside_arrays():
+    found = [x for x in samples("mma_two_pass", 64) if x.case.problem.operands]
+    lengths = [(x.case.problem, planned(x).constants["Bc"]) for x in found]
+    assert sum((p.N + 1) % Bc == 0 for p, Bc in lengths if not p.is_ragged) >= 8
 
 
 def test_some_windows_begin_past_the_last_key():

@@ -135,6 +135,33 @@ def test_heads_of_q_and_k_differ_by_powers_of_two_that_cancel(dtype, page_size):
     assert np.ptp(sizes) > least and 0.3 < np.median(scores) < 3
 
 
+@pytest.mark.parametrize("dtype, least", [("float16", 3), ("float32", 25), ("float64", 200)])
+def test_values_of_some_keys_are_smaller_than_those_of_others(dtype, least):
+    smaller = Counter()
+    for case in cases(Problem.of_sizes(**SIZES, dtype=dtype), values="scales"):
+        sizes = np.log2(np.abs(case.inputs()["V"].astype(np.float64)).max(3))
+        before, after = sizes[..., 0], sizes[..., -1]
+        smaller += Counter(
+            first=bool((after > before + least).any()), last=bool((before > after + least).any())
+        )
+    assert min(smaller["first"], smaller["last"]) >= 5
+
+
+@pytest.mark.parametrize("value, least", [("nan", 0), ("inf", 20)])
+def test_the_last_batch_element_and_scores_of_a_query_are_not_finite(value, least):
+    p = Problem.of_sizes(**SIZES, dtype="float32", scale=-0.3)
+    without = 0
+    for case in cases(p, values=value):
+        inputs = {name: x.astype(np.float64) for name, x in case.inputs().items()}
+        assert not np.isfinite(inputs["V"][-1]).all()
+        assert not np.isfinite(inputs["Q"][-1]).all()
+        for b, h, row, _ in np.argwhere(~np.isfinite(inputs["Q"]))[-1:]:
+            with np.errstate(invalid="ignore"):  # of both infinities
+                scores = inputs["K"][b, h // p.group] @ inputs["Q"][b, h, row] * p.scale
+            without += bool((scores == -np.inf).all())
+    assert least <= without <= 35
+
+
 def test_some_masks_and_biases_hide_whole_rows_and_keys():
     p = Problem.of_sizes(**SIZES, mask="1hmn", bias="1hmn")
     mask, bias = (x for name in ("mask", "bias") for x in p.operands if x.name == name)
