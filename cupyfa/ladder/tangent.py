@@ -172,7 +172,12 @@ MMA_F64_TANGENT = Kernel(
     # Up to 64 columns two blocks of the first tile fit on a multiprocessor.
     tiles=TileChoice.of("Br Bc", [(64, 16), (32, 16), (16, 16)]),
     candidates={"Br": (16, 32, 64, 128), "Bc": (16, 32)},
-    rules={"Br and Bc are multiples of 16": lambda c: c.Br % 16 == c.Bc % 16 == 0},
+    rules={
+        "Br and Bc are multiples of 16": lambda c: c.Br % 16 == c.Bc % 16 == 0,
+        "Br is at least 32 if d > 64 and dv <= 64: a thread copies two columns": (
+            lambda c: c.Br >= 32 or f64_team(c) > 1 or c.d <= 64
+        ),
+    },
     dtypes=("float64",),
     arch="80",
     largest_d=128,

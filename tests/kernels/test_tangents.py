@@ -12,7 +12,7 @@ from helpers.problems import able, drawn
 import cupyfa
 from cupyfa import Dropout, Packed, Padded, Problem
 from cupyfa.lab.analysis import roofline_model
-from cupyfa.lab.analysis.resources import limits_of
+from cupyfa.lab.analysis.resources import compile_launch, limits_of
 from cupyfa.planner import choose_kernel as planning
 from cupyfa.problem.structured_arrays import wrap
 
@@ -464,3 +464,15 @@ def test_stored_scores_cost_memory():
     p = Problem.of_sizes(M=64, d=16)
     stored = roofline_model.naive_bytes("tangent", p) - roofline_model.tiled_bytes("tangent", p)
     assert stored == 10 * 64 * 64 * 4
+
+
+@pytest.mark.parametrize("d, dv", [(64, 64), (100, 64), (128, 64), (128, 128)])
+def test_the_smallest_tile_of_float64_compiles_or_is_refused(d, dv):
+    kernel = cupyfa.kernel("mma_f64_tangent")
+    problem = Problem.of_sizes(heads=1, M=40, N=50, d=d, dv=dv, dtype="float64")
+    if d > 64 >= dv:
+        with pytest.raises(ValueError, match="Br is at least 32"):
+            planning.plan(kernel, problem, limits_of("90"), Br=16, Bc=16)
+        return
+    plan = planning.plan(kernel, problem, limits_of("90"), Br=16, Bc=16)
+    assert all(compile_launch(x, "90").warnings == () for x in plan.launches)
