@@ -678,7 +678,8 @@ def test_temporaries_between_launches_are_not_shared_with_other_calls(near, monk
 
     monkeypatch.setattr(binding, "Launcher", launcher)
     rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((1, 2, 70, 32)).astype(np.float16).view(Near) for _ in range(3))
+    shapes = (1, 2, 20, 32), *[(1, 2, 300, 32)] * 2
+    q, k, v = (rng.standard_normal(x).astype(np.float16).view(Near) for x in shapes)
     for kernel in ("mma_split_kv", "fa2", "mma_pipelined", "mma_split_kv"):
         cupyfa.attention(q, k, v, backend=near, kernel=kernel)
     (_, several), *single, (_, again) = places
