@@ -69,7 +69,7 @@ MAY_READ = {
     "dropped_weights.cuh": {"has_dropout"},
     "row_state.cuh": {"has_sink", "has_dropout", "has_score_mod", "of_products"},
     "nonfinite.cuh": {"has_sink", "of_products"},
-    "static_schedule.cuh": {"causal", "has_key_tiles"},
+    "static_schedule.cuh": {"causal", "dv", "has_key_tiles"},
     "schedule.cuh": {"causal", "ragged", "packed"},
     "pack_weights.cuh": {"has_dropout"},
     "split_output.cuh": {"has_mask_mod"},

@@ -5,23 +5,20 @@
 #include <attention/row_tile.cuh>
 #include <ptx/opaque.cuh>
 
-// Tiles of Q are assigned in rounds. Under a causal mask tiles differ in length. The tiles of
-// several heads, enough for two rounds, are therefore sorted together: the longest come first, and
-// the second round runs from the last block to the first (snake order). All blocks then have about
-// the same work, and these heads are finished while their K and V are in the cache. With a block
-// mask, its map sorts the tiles by length. With `batch_first`, for expressions that read an array
-// shared by all batch elements, the batch elements of a head are processed one after another.
+// Tiles of Q are assigned in rounds. Under a causal mask tiles differ in length. The tiles of a few
+// heads are therefore sorted together: the longest come first, and every second round runs from the
+// last block to the first (snake order). All blocks then have about the same work, and K and V of
+// these heads stay in the cache. With a block mask, its map sorts the tiles. With `batch_first`,
+// for arrays shared by all batch elements, the batch elements of a head come one after another.
 //
-// Heads of few tiles are assigned one by one, and each block moves on to the next tile index in
-// every round: after as many rounds as a head has tiles, all blocks have done the same work. Long
-// and short tiles then share the memory bandwidth (even a short tile loads Q and stores O), and the
-// tiles of a head share its K. With `may_skip` the number of tiles of a head need not divide the
-// number of blocks; a few blocks are then idle in these rounds, which is slower up to d = 64.
+// Heads of few tiles are assigned one by one, and each block moves on by a tile in every round, so
+// that all have done the same work after as many rounds as a head has tiles. Long and short tiles
+// share the memory bandwidth. With `may_skip` a few blocks may be idle (slower up to d = 64).
 template <int Br, int Bc, bool by_length, bool batch_first, bool may_skip>
 struct StaticSchedule {
   Sizes sizes;
   const Mods* mods;
-  int heads, all_heads, tiles, together, slots, turned, first;
+  int heads, all_heads, tiles, slots, turned, together, first;
   int round = 0, slot = blockIdx.x, index = 0;
 
   __device__ __forceinline__ StaticSchedule(const Sizes& sizes, const Mods& mods, int heads,
@@ -31,14 +28,21 @@ struct StaticSchedule {
         heads(heads),
         all_heads(heads * batch),
         tiles(cdiv(sizes.M, Br)),
-        together(by_length ? max(1, 2 * int(gridDim.x) / tiles) : all_heads),
         slots(may_skip ? gridDim.x / tiles * tiles : gridDim.x),
         turned(heads_in_turn()),
+        together(by_length ? heads_together() : all_heads),
         first(may_skip && blockIdx.x >= slots ? turned : 0) {}
 
-  // Returns the number of heads that are assigned one by one, 0 if heads have too many tiles to
-  // gain from it. They form groups of an even number of rounds, after which each block is back in
-  // its first slot; the last group may be short by up to 1/32 of all heads.
+  // Returns the number of heads to sort: whole pairs of rounds, or about four rounds in equal sets,
+  // as a small last set keeps few blocks busy (two for dv > 128, where K and V fill the cache).
+  __device__ __forceinline__ int heads_together() const {
+    const int pair = 2 * gridDim.x / tiles, most = max(1, dv > 128 || turned ? pair : 2 * pair);
+    if (pair > 0 && (turned || all_heads % pair == 0)) return most;
+    return cdiv(all_heads, max(1, (all_heads + most / 2) / most));
+  }
+
+  // Returns the number of heads that are assigned one by one, in groups of an even number of rounds
+  // (then each block is back in its first slot); the last may be short by 1/32 of all heads.
   __device__ __forceinline__ int heads_in_turn() const {
     const int blocks = gridDim.x, group = tiles % 2 ? 2 * slots : slots;
     if (!by_length || has_key_tiles || tiles < 2 || tiles > (may_skip ? 8 : 4)) return 0;
@@ -48,8 +52,7 @@ struct StaticSchedule {
 
   __device__ __forceinline__ bool in_turn() const { return !has_key_tiles && first < turned; }
 
-  // Returns the number of heads that are assigned together, from `first` on.
-  __device__ __forceinline__ int count() const {
+  __device__ __forceinline__ int count() const {  // of heads that are assigned together
     return min(by_length && in_turn() ? turned : together, all_heads - first);
   }
 
@@ -79,11 +82,9 @@ struct StaticSchedule {
     const int all = opaque(batch_first ? all_heads / heads : heads);
     int tile = by_length ? tiles - 1 - index / size : index % size;
     int of_all = first + (by_length ? index % size : index / size);
-    if constexpr (by_length) {
-      if (in_turn()) {
-        tile = (index + round) % size;
-        of_all = index / size;
-      }
+    if (by_length && in_turn()) {
+      tile = (index + round) % size;
+      of_all = index / size;
     }
     const int batch = batch_first ? of_all % all : of_all / all;
     const int head = batch_first ? of_all / all : of_all % all;
@@ -99,8 +100,7 @@ struct StaticSchedule {
     return task;
   }
 
-  // Returns the end of the keys that are visible to a warpgroup with `rows` of the tile's rows. The
-  // warpgroup skips the key tiles after this end, at most `most` of them.
+  // Returns the end of the keys that a warpgroup sees. It skips at most `most` key tiles after it.
   template <int rows>
   __device__ __forceinline__ int own_end(const RowTile& task, int warpgroup, int most) const {
     if constexpr (!causal) return task.kv_end;
