@@ -11,6 +11,7 @@ from cupyfa import Problem, WrongResult
 from cupyfa.lab.analysis.resources import limits_of
 from cupyfa.planner import choose_kernel as planning
 from cupyfa.runtime import guard
+from cupyfa.runtime.simulator import Simulator
 
 PERSISTENT = FORWARD["wgmma_persistent"]
 SMALL = {"Br": 64, "Bc": 32, "stages": 2, "Q_stages": 1}
@@ -66,10 +67,11 @@ def test_the_bias_of_other_rows_or_heads_is_copied(backend, tmp_path, wrong, blo
         guard.checked(backend, plan, inputs_of(plan), {})
 
 
-def test_the_bias_is_copied_once_for_each_head_and_row_tile(backend, tmp_path):
+def test_the_bias_is_copied_once_for_each_head_and_row_tile(tmp_path):
     """Copies for every tile of Q are right, too; here, each that is not needed stops the kernel."""
     wrong = f"({ONCE}) || (next.batch > 0 && (__builtin_trap(), true))"
     kernel = changed(tmp_path, PERSISTENT.name, ONCE, wrong)
+    backend = Simulator()
     plan = planned(backend.limits, 1, kernel=kernel, **SIZES, bias="f16[1hmn]")
     guard.checked(backend, plan, inputs_of(plan), {})
 
