@@ -9,9 +9,10 @@ s = scale * q k.T, x_a that with respect to a, and p the weight of a row's sink,
     O'   = (P * S') @ V + P @ V' - lse' * O
 
 Dropout multiplies the weights of O and O' alike, after lse and lse'. A masked key has no effect. A
-row that sees no key has O' = 0, and without a sink lse' = 0. Where P of a modified score is 0, S'
-is 0, and so is its first term where x' is 0, because the other factor may be infinite. O' is NaN
-where O or lse' is infinite or NaN: the derivative does not exist there.
+row that sees no key has O' = 0, and without a sink lse' = 0. Where P is 0, S' is 0, and so is its
+first term where x' is 0, because the other factor may be infinite. O' is NaN where O or lse' is
+infinite or NaN: the derivative does not exist there. Where x_a is 0, as for elements that `where`
+does not select, and a' is infinite or NaN, the element's term is 0 or NaN.
 
 **Bounds.** eps, sqrt, n and the constants are those of tolerance.py. Let y be the error of P before
 the division by the row's sum, and Y the relative error of that sum: y over all keys, h, and the
@@ -89,15 +90,15 @@ def push_forward(
     for q, k in ((q_dot, tile.k), (tile.q, k_dot)):
         if q is not None and k is not None:
             raw += (q @ k.mT) * tile.scale
-    S_dot, counted = raw, raw
+    S_dot, slope = raw, None
     if tile.mods.score_steps:
         scores = (tile.q @ tile.k.mT) * tile.scale
         slope = tile.mods.differentiated(scores, tile.place, tile.masked)[1]
         S_dot = raw * slope
-        counted = np.where((P == 0) | (slope == 0), 0.0, S_dot)
-        for term in _terms_of_arrays(tile, arrays_dot):
-            S_dot = S_dot + term.value
-            counted = np.where(P == 0, 0.0, counted + term.value)
+    counted = S_dot if slope is None else np.where(slope == 0, 0.0, S_dot)
+    for term in _terms_of_arrays(tile, arrays_dot) if arrays_dot else ():
+        S_dot, counted = S_dot + term.value, counted + term.value
+    counted = np.where(P == 0, 0.0, counted)
     if tile.masked is not None:
         counted = np.where(tile.masked, 0.0, counted)
     weighted = P * counted
@@ -286,6 +287,7 @@ def _pair_errors(work: _Work, kernel: Arithmetic) -> _PairErrors:
             of_S_dot = of_S_dot + of_term + eps * (term_size + modified.slope * raw)
             lost |= np.isinf(of_term) | (term_size > most)
             lost |= (kernel.tiny > made.P) & ~np.isfinite(term.value)
+            lost |= (np.abs(term.slope) <= eps * term.slope_error) & ~np.isfinite(term.moved)
     else:
         given, by_design = tolerance.score_errors(size, tile, kernel)
         exponent = eps * (given + 2) + by_design

@@ -169,6 +169,23 @@ def test_rows_without_keys_do_not_move():
     assert not d_lse[0, 0, :5].any() and not d_out[0, 0, :5].any()
 
 
+@KERNELS
+@pytest.mark.parametrize("modified", [True, False], ids=["bias", "product"])
+def test_a_row_of_scores_of_minus_infinity_does_not_move(backend, kernel, modified):
+    """No weight multiplies a derivative of the row's scores, even one of NaN."""
+    qkv, tangents = arrays(dtype=kernel.dtypes[0])
+    how = {"tangents": tangents, "kernel": kernel, "backend": backend, "check": True}
+    tangents[0][0, 0, 3] = np.nan
+    if modified:
+        how["bias"] = np.where(np.arange(21)[:, None] == 3, -np.inf, BIAS)
+    else:
+        qkv[0][0, 0, 3, 0] = -np.inf
+        qkv[1][0, 0, :, 0] = np.abs(qkv[1][0, 0, :, 0]) + 1
+    (out, lse), (d_out, d_lse) = cupyfa.jvp(*qkv, **how)
+    assert np.isneginf(lse[0, 0, 3]) and not out[0, 0, 3].any()
+    assert d_lse[0, 0, 3] == 0 and not d_out[0, 0, 3].any()
+
+
 def test_a_derivative_that_does_not_exist_is_nan():
     qkv, tangents = arrays(dtype="float32")
     tangents[1][0, 0, 3] = np.inf
@@ -340,6 +357,19 @@ def test_several_directions_of_arrays_are_those_of_each(backend, dtype):
         one = {name: x[i] for name, x in tangents.items()}
         for mine, other in zip(together, cupyfa.jvp(*qkv, tangents=one, **how)[1]):
             require_close(mine[i], other)
+
+
+def test_an_element_that_is_not_selected_may_have_any_tangent():
+    qkv, tangents = arrays(dtype="float32")
+    text = "where(key < 9, score, score + width[key])"
+    width = np.linspace(0, 1, 35, dtype=np.float32)
+    tangents = dict(zip("qkv", tangents)) | {"width": np.ones_like(width)}
+    how = {"score_mod": text, "captured": {"width": width}, "backend": "simulator", "check": True}
+    right = cupyfa.jvp(*qkv, tangents=tangents, **how)
+    tangents["width"][:9] = np.nan
+    for x, y in zip(cupyfa.jvp(*qkv, tangents=tangents, **how), right):
+        for mine, other in zip(x, y):
+            np.testing.assert_array_equal(mine, other)
 
 
 def test_a_sink_without_visible_keys_moves_lse_alone():

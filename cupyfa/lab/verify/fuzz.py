@@ -49,9 +49,10 @@ from cupyfa.lab.verify.sizes import (
     work_of,
 )
 from cupyfa.lab.verify.tasks import refuse_long
+from cupyfa.ladder.common import WARP
 from cupyfa.ladder.kernel import FEATURES, Kernel
 from cupyfa.ladder.split_float32 import repairs_rows
-from cupyfa.ladder.tiles import round_up
+from cupyfa.ladder.tiles import TILE_KEYS, round_up
 from cupyfa.planner import choose_kernel
 from cupyfa.planner.plan import Limits, Plan
 from cupyfa.problem import shape_language
@@ -106,9 +107,9 @@ _HEADS = (
     (2, 2, 2),
     (1, 3, 1),
     (3, 1, 2),
-    (1, 2, 5),
+    (1, 2, 2),
     (2, 1, 1),
-)  # batch, kv_heads, query heads per key head
+)  # batch, kv_heads, query heads per key head; 2 stands for one of _GROUPED
 _DIMS = ("odd", 64, "edge", "usual", 128, "wide")
 _USUAL_DIMS = (8, 16, 32, 48, 80, 96, 112, 144, 160, 192, 208, 256)
 _PLAIN_DIM = 64
@@ -116,8 +117,9 @@ _NARROW, _NARROW_GROUP = 64, 3  # largest d and dv of groups with narrow heads
 _WIDEST = 640  # largest d drawn for kernels that support any d
 # Kinds of lengths, and (batch, kv_heads, query heads per key head), for heads with so few rows that
 # several may share a row tile.
-_FEW, _FEW_HEADS = ("few", "beyond"), (2, 2, 3)
-_HEADS_OF_LENGTHS = ((3, 2, 2), (5, 2, 1), (2, 2, 3), (3, 1, 5))
+_FEW, _FEW_HEADS = ("few", "beyond"), (2, 2, 2)
+_HEADS_OF_LENGTHS = ((3, 2, 2), (5, 2, 1), (2, 2, 2), (3, 1, 2))
+_GROUPED = (2, 8, 3)  # query heads per key head, where there are several
 _PAGE_SIZES = (16, 64, 32, 128)
 _SMALL_PAGES = (16, 32)  # several pages fit in a key tile
 _SIDES_PADDED = (("q", "k"), ("k",), ("q",))
@@ -125,7 +127,7 @@ _MASKS = (None, "bottom-right", None, "top-left")
 _SIDES_IN_BLOCKS = ("left", "both")
 _SIDES = ("neither", "both", "neither", "left", "neither", "right")
 _SEEDS = ("i64[1]", "u64[1]", "i32[1]", "u32[1]")
-_FEW_ROWS = 48
+_FEW_ROWS, _FEW_OF_GROUP = 48, 240  # rows of a head, and of all heads of a key head
 _MOVED = {"offset", "window"}  # options with which every other sample of a combination is moved
 # What other tiles change first, in turns: a number of stages, or any constant. Of kernels with two
 # numbers of stages, default tiles usually differ in the other one, "stages".
@@ -627,15 +629,18 @@ class Fuzz:
     ) -> dict[str, int]:
         """Decreases one of the tile sizes or, most often, changes a number of stages.
 
-        Values are those that tuning tries. Returns the usual constants if the kernel has no others.
+        The number of keys may rise, too, to twice the lanes of a warp. Values are those that tuning
+        tries. Returns the usual constants if the kernel has no others.
         """
         pick = turns.random("other tile itself")
-        names = pick.sample([*record.candidates], len(record.candidates))
-        if first := _OTHERS_FIRST[turns.i // len(_OTHERS_FIRST) % len(_OTHERS_FIRST)]:
+        names, turn = [*record.candidates], turns.i // len(_OTHERS_FIRST)
+        names = [names[(turn + i) % len(names)] for i in range(len(names))]
+        if first := _OTHERS_FIRST[turn % len(_OTHERS_FIRST)]:
             names.sort(key=lambda name: (name not in STAGES, name != first))
         for name in names:
             most = math.inf if name in STAGES else usual[name]
-            others = [x for x in record.candidates[name] if x < most and x != usual[name]]
+            most = max(most, 2 * WARP) if name in TILE_KEYS else most
+            others = [x for x in record.candidates[name] if x <= most and x != usual[name]]
             for value in pick.sample(others, len(others)):
                 tile = {x: usual[x] for x in record.choice.names} | {name: value}
                 with suppress(Unsupported, ValueError):
@@ -720,12 +725,12 @@ class Fuzz:
         problem has arrays, whose indexing compiles differently for a single batch element or head.
         """
         if values in ("nan", "inf"):  # the repair launch must find the right one of several heads
-            batch, kv_heads, group = 2, 2, turns.choose("group", (2, 5, 3)) if is_packed else 2
+            batch, kv_heads, group = 2, 2, turns.choose("group", _GROUPED) if is_packed else 2
         else:
             usual = _HEADS_OF_LENGTHS if self._has_lengths(turns) or shares else _HEADS
             batch, kv_heads, group = _FEW_HEADS if are_few else each.choose("heads", usual)
             # The number of query heads may be compiled in, so samples of a group share it.
-            group = group if group == 1 else turns.choose("group", (2, 5, 3))
+            group = group if group == 1 else turns.choose("group", _GROUPED)
         group = group if self._has("gqa") else 1
         return batch, max(kv_heads, 2) if shares and group == 1 else kv_heads, group
 
@@ -769,6 +774,7 @@ class Fuzz:
         elif values not in FINITE:
             most //= 4
         least = 2 if p.operands else 1  # minimum batch size and number of heads
+        few_rows = min(_FEW_ROWS, _FEW_OF_GROUP // max(p.group, 1))
         is_repaired = values in _REPAIRED and is_split
         while (
             work_of(p, self._operation) > most
@@ -783,9 +789,9 @@ class Fuzz:
                 p = transforms.resize(p, heads=least, kv_heads=least)
             elif p.group > 2 and not p.operands:
                 p = transforms.resize(p, heads=2)
-            elif self._lengths:
+            elif self._lengths or not p.N:
                 break
-            elif p.M > _FEW_ROWS and not (p.lengths and p.N > p.M):  # cut the longer side
+            elif few_rows < p.M and not (p.lengths and p.N > p.M):  # cut the longer side
                 p = transforms.resize(p, M=p.M // 2)
             else:
                 p = transforms.resize(p, N=p.N // 2)
@@ -794,8 +800,12 @@ class Fuzz:
     def _with_fewer_tiles(self, p: Problem, tile: Tile) -> Problem:
         """Drops batch elements and heads beyond two while the tiles, when full, are much work.
 
-        A kernel computes all elements of a tile, and gradients take several products of each.
+        A kernel computes all elements of a tile, and gradients take several products of each. The
+        largest group keeps its size; what remains is one key head, of one batch element.
         """
+        is_much = tile.work_of(p, self._operation) > _MOST_IN_TILES[self.backend.name]
+        if is_much and p.group == max(_GROUPED) and not p.operands:
+            return transforms.resize(p, batch=1, heads=p.group, kv_heads=1)
         few = [
             ("batch", lambda p: {"batch": 2}),
             ("kv_heads", lambda p: {"heads": 2 * p.group, "kv_heads": 2}),

@@ -16,8 +16,10 @@ from cupyfa.problem.problem import Problem
 
 STAGES = ("stages", "Qs")  # names of constants that hold a number of stages
 _MANY_BLOCKS, _ODD_BLOCKS = 44, 33  # numbers of multiprocessors to simulate
+_SHARED = 64  # most rows whose query heads, 8 of a key head, belong to one block
 _COUNTED = 64  # largest d for which many short heads are processed by persistent blocks
-_NARROW = 64  # largest dv of cases whose warpgroups see different numbers of key tiles
+_NARROW = 64  # largest dv of cases whose warpgroups see different numbers of key tiles, and of
+# cases whose blocks share groups
 _BOX = 64  # columns per slice of d that TMA copies
 _REST = 257, 600  # range of the number of rows to add that belong to no sequence
 _LEFT = 2  # fewest rows of an array without rows that belong to a sequence
@@ -35,6 +37,7 @@ class Tile:
         constants = plan.constants
         self.is_persistent = plan.kernel.persistent
         self.counts_heads = any("finishes" in x.constants for x in plan.launches)
+        self.shares_groups = any("splits" in x.numbers for x in plan.launches)
         # A kernel without key tiles processes one key per lane of a warp or per thread of a block.
         threads = max((x.threads for x in plan.launches), default=1)
         at_a_time = WARP if any(name in constants for name in TILE_ROWS) else threads
@@ -110,6 +113,7 @@ def crowds_of(p: Problem, tile: Tile, pick: random.Random) -> list[Crowd | None]
     few, found = partial(pick.randrange, 1, 20), list[Crowd | None]()
     if p.is_ragged:
         return found
+    may_share = tile.shares_groups
     if tile.has_splits:  # enough splits that merging them takes several rounds
         keys = tile.keys * pick.randrange(34, 41) - pick.randrange(2)
         few_heads = 1, 1, pick.choice((1, 2))
@@ -125,8 +129,19 @@ def crowds_of(p: Problem, tile: Tile, pick: random.Random) -> list[Crowd | None]
     if tile.counts_heads:  # persistent blocks, or each head's last block computes dQ
         is_plain = max(p.d, p.dv) <= _COUNTED and p.window == (None, None) and not p.has_mask
         heads = 2, 132 if is_plain else 66, 1
-        found += [Crowd(heads, few(), few()), *[None] * (2 - 2 * is_plain)]
+        found += [Crowd(heads, few(), few())]
+        may_share = may_share and not is_plain
+    if may_share:
+        found += [_sharing(p, tile, pick) if max(p.d, p.dv) <= _NARROW else None, None]
     return found
+
+
+def _sharing(p: Problem, tile: Tile, pick: random.Random) -> Crowd:
+    """Returns sizes for which several blocks share a group, with several of its heads each."""
+    kv_heads, keys = pick.choice(((2, 0), (1, tile.keys)))
+    rows, keys = _SHARED + pick.randrange(1, _SHARED), keys + pick.randrange(2, tile.keys)
+    differ = p.causal or p.right is not None  # blocks differ in length, so more share a group
+    return Crowd((1, kv_heads, 8), rows, keys, pick.choice((4, 8)) // (2 if differ else 1))
 
 
 def with_long_rows(p: Problem) -> Problem:

@@ -35,7 +35,7 @@ struct ArrayTangents {
   __device__ real kept(real p, real slope) const { return score_gradient(p, slope, real(1)); }
   __device__ real moved(const Extent&, int, int, int, real kept, const real&,
                         real product_dot) const {
-    return score_gradient(kept, product_dot, real(1));
+    return kept == 0 ? real(0) : kept * product_dot;
   }
 };
 
@@ -59,7 +59,8 @@ struct ArrayTangents<true, Arrays> {
     const auto x = score_mod(score, tape, extent.mods, extent.batch, extent.head,
                              index_of<true>(row, 0, extent.M), index_of<true>(key, 0, extent.N),
                              extent.queries, extent.keys);
-    const real slope = score_gradient(p, x.slope[0], real(1));  // 0 where P is 0
-    return score_gradient(slope, product_dot, real(1)) + score_gradient(p, x.slope[1], real(1));
+    if (p == 0) return 0;
+    const real slope = p * x.slope[0];
+    return (slope == 0 ? real(0) : slope * product_dot) + p * x.slope[1];
   }
 };

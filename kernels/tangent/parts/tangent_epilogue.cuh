@@ -44,8 +44,9 @@ __device__ void repair_tangent(const Tangents& of, const Extent& extent, int que
     maximum = fmax(maximum, score);
     const real origin = maximum == -infinity ? real(0) : maximum;
     const real factor = exp(before - origin), p = exp(score - origin);
-    const real p_slope = score_gradient(p, slope, real(1));  // 0 where P is 0
-    const real p_dot = score_gradient(p_slope, warp_sum(moved) * scorer.scale, real(1));
+    // A derivative that is not finite does not count where P or the slope is 0.
+    const real p_slope = p == 0 ? real(0) : p * slope, s_dot = warp_sum(moved) * scorer.scale;
+    const real p_dot = p_slope == 0 ? real(0) : p_slope * s_dot;
     sum = sum * factor + p;
     sum_dot = sum_dot * factor + p_dot;
     const real weight = extent.dropped(p, query, key), moves = extent.dropped(p_dot, query, key);

@@ -479,3 +479,27 @@ def test_some_padded_rows_are_more_than_the_threads_of_a_block():
         if any(x.name == "lengths_q" for x in p.operands)
     ]
     assert any(M > CLEARING for M in long) and any(M <= CLEARING for M in long)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["fa2", "mma_split_kv", "mma_f64_columns", "wgmma_two_pass"])
+def test_groups_of_one_three_and_eight_query_heads_are_drawn(name):
+    found = [x.case.problem for x in samples(name, SAMPLES["simulator"])]
+    assert {1, 3, 8} <= {p.group for p in found}
+    assert any(p.kv_heads == 1 and p.group == 8 for p in found)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["mma_columns", "mma_f64_columns", "wgmma_two_pass"])
+def test_blocks_share_the_heads_of_a_group_with_several_heads_each(name):
+    shared = []
+    for drawn in samples(name, SAMPLES["simulator"]):
+        splits = max(x.numbers.get("splits", 1) for x in planned(drawn).launches)
+        if 1 < splits < drawn.case.problem.group:
+            shared.append(drawn.case.problem.kv_heads)
+    assert len(shared) >= 2 and max(shared) > 1
+
+
+def test_some_tiles_have_more_keys_than_a_warp_has_lanes():
+    tiles = [x.constants for x in samples("v3", SAMPLES["simulator"])]
+    assert {tile["Bc"] for tile in tiles} > {64}
