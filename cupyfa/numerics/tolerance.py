@@ -810,7 +810,7 @@ def _gradient_bounds(
         scale * (of_dk.mT @ work.q) + floor_of_key,
         dv_bound + floor_of_key,
     )
-    lost = _lost_pairs(work, modified, kernel)
+    lost = _lost_pairs(work, modified, kernel, p)
     if lost is not None:
         for bound, axis in zip(bounds, (-1, -2, -2)):
             bound[lost.any(axis)] = np.inf
@@ -868,7 +868,7 @@ class _ArrayGradients:
         p, g, ds, modified = _errors_before_slopes(work, kernel)
         size = (np.abs(finite(step.P)) + p) * (np.abs(finite(step.dP_delta)) + g)
         given, _ = score_errors(work.pair_sizes(kernel.accumulator.dtype), tile, kernel)
-        lost = _lost_pairs(work, modified, kernel)
+        lost = _lost_pairs(work, modified, kernel, p)
         error = given * (kernel.eps / eps)
         of_sum = 1.2 * _DOUBLE_EPS * (np.sqrt(tile.visible_keys) + 4)
         pairs = scores, tile.place, tile.masked
@@ -882,14 +882,18 @@ class _ArrayGradients:
             np.add.at(bounds[name], tuple(np.broadcast_to(x, size.shape) for x in at), bound)
 
 
-def _lost_pairs(work: _BackwardWork, modified: ModifiedScores | None, kernel: Arithmetic) -> Any:
+def _lost_pairs(
+    work: _BackwardWork, modified: ModifiedScores | None, kernel: Arithmetic, of_P: Array
+) -> Any:
     """Returns the pairs [n, rows, keys] whose terms have no bounds; None if there are none.
 
-    A pair has no bounds if its score may overflow, if rounding decides whether it is visible or
-    infinite, or if dP is infinite or NaN while P may be 0 in the kernel, which sets dS of a
-    modified score to 0.
+    A pair has no bounds if its score may overflow, if P, which has the error of_P, may be infinite
+    in float16, if rounding decides whether the pair is visible or infinite, or if dP is infinite
+    or NaN while P may be 0 in the kernel, which sets dS of a modified score to 0.
     """
     lost = np.isinf(work.pair_sizes(kernel.accumulator.dtype))
+    if kernel.operands == "float16":
+        lost |= finite(work.step.P) + of_P > float(np.finfo(np.float16).max)
     if modified is not None:
         lost |= np.isinf(modified.shift) | np.isinf(modified.slope_error)
         lost |= modified.overflows & (work.step.P > 0)

@@ -217,6 +217,20 @@ def test_elements_beyond_float16_may_be_anything():
     assert max(worst(p, inputs, results).values()) < 1
 
 
+def test_weights_that_may_exceed_float16_leave_row_and_key_without_bounds():
+    """The products of a score cancel: its error is about 15, and the error of P above 1e6."""
+    q, k, v, dout = (np.ones((1, 1, n, 2), np.float16) for n in (3, 4, 4, 3))
+    q[0, 0, 1] = 8000
+    k[0, 0, 2] = 8000, -8000
+    k[0, 0, (0, 1, 3), 1] = -1  # so that scores of query 1 are 0
+    how = {"scale": 1.0, "dtype": "float16", "out_dtype": "float32"}
+    out, lse = reference.attention(q, k, v, scale=1.0)
+    found = tolerance.expected_gradients(q, k, v, out, lse, dout, **how)[None]
+    for name, lost in {"dQ": 1, "dK": 2, "dV": 2}.items():
+        rows = np.isinf(found[name].bound[0, 0]).any(-1)
+        assert np.flatnonzero(rows).tolist() == [lost]
+
+
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("signs", [(1, 1), (-1, -1), (1, -1)], ids=str)
 def test_sums_of_scores_that_overflow_leave_row_and_key_without_bounds(signs, softcap):

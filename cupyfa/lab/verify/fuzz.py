@@ -436,7 +436,8 @@ class Fuzz:
 
     def _with_long_padding(self, p: Problem, pick: random.Random) -> Problem:
         """Returns the problem with more rows than a block has threads, and few keys and heads."""
-        heads = {"heads": 2 * p.group, "kv_heads": 2}
+        kv_heads = 1 if p.group == max(_GROUPED) else 2
+        heads = {"heads": kv_heads * p.group, "kv_heads": kv_heads}
         rows, keys = pick.randrange(*_LONG_PADDING), min(p.N, _OF_LONG_PADDING)
         return transforms.resize(p, batch=2, M=rows, N=keys, **heads)
 
@@ -731,6 +732,12 @@ class Fuzz:
             batch, kv_heads, group = _FEW_HEADS if are_few else each.choose("heads", usual)
             # The number of query heads may be compiled in, so samples of a group share it.
             group = group if group == 1 else turns.choose("group", _GROUPED)
+            if (
+                self._operation == "backward"
+                and self._has_lengths(turns)
+                and group == max(_GROUPED)
+            ):
+                kv_heads = 1  # these cases keep their batch elements and rows
         group = group if self._has("gqa") else 1
         return batch, max(kv_heads, 2) if shares and group == 1 else kv_heads, group
 
