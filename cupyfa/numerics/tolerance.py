@@ -39,12 +39,12 @@ adds |x|. Because e differs from key to key, it replaces `score` weighted by P: 
 
     eps * 0.6 * min(max(e) * (P @ |V|), (P * e) @ |V| + (P @ e) * (P @ |V|))
 
-and the bound of lse has eps * min(max(e), P @ e). Where eps * e exceeds 0.01, for example because
-rounding may flip a comparison in the expression, exp(eps * e) - 1 replaces 0.6 * eps * e, and where
-it exceeds 600, so that even a weight that is 0 in float64 may decide lse, exp(x + eps * e - lse)
-replaces P * (exp(eps * e) - 1). A row in which rounding may flip a mask has no bounds. The effect
-of rounding operands by design is found by evaluating the expressions on scaled scores that are
-shifted by their rounding error.
+and the bound of lse has eps * min(max(e), P @ e). Where eps * e exceeds 0.0001, for example because
+rounding may flip a comparison in the expression, the keys' errors have no common part that cancels:
+exp(eps * e) - 1 replaces 0.6 * eps * e. Where it exceeds 600, so that even a weight that is 0 in
+float64 may decide lse, exp(x + eps * e - lse) replaces P * (exp(eps * e) - 1). A row in which
+rounding may flip a mask has no bounds. The effect of rounding operands by design is found by
+evaluating the expressions on scaled scores that are shifted by their rounding error.
 
 **Sinks** add a term to the sums: n + 1 replaces n, and the error of the sink's weight is
 exp(sink - lse) * eps * (1.5 * |sink| + 3).
@@ -83,8 +83,11 @@ signs of products:
     top = max(max|q| * max|k|, |sum before|, |sum after|)
 
 Sums of O are truncated in the same way: n values of one sign lose a fraction n * 2**-15, which adds
-n / 4 to `total` in the bound of O. With a sink all weights of a row may be small, and those below
-_FLUSHED become 0: min(P, _FLUSHED) @ |V| is added to the bound of O.
+n / 4 to `total` in the bound of O.
+
+With a sink all weights of a row may be small. Those that underflow in float16 or float8_e4m3 are
+rounded by up to half the smallest number u of the format: min(P, u / 2) @ |V| is added to the bound
+of O.
 
 Infinity and NaN must match the reference; fully masked rows are exactly 0 and -inf, or 0 and about
 the sink. If a partial sum of q * k may overflow the accumulation format, with the scale or without,
@@ -149,9 +152,10 @@ _FLOAT8_SUMS = 2.0**-13
 _DEPTH = 32  # number of e4m3 products that tensor cores add at a time
 _SPREAD = 10.0  # six standard deviations of the error of truncating 32 products and a sum
 _LARGEST_E4M3 = 448.0
-_FLUSHED = 2.0**-16  # half the smallest subnormal number of e4m3, where P is multiplied by 2**6
+# Half the smallest subnormal number of a format; P in e4m3 is multiplied by 2**6.
+_UNDERFLOWS = {_FLOAT8: 2.0**-16, "float16": 2.0**-25}
 _FEWEST_BETWEEN = 16  # minimum number of elements for require_unrounded
-_SMALL = 0.01  # up to this score error, the error of exp(score) is about proportional to it
+_SMALL = 1e-4  # larger errors of a score are not those of rounding alone
 _ANY_WEIGHT = 600.0  # a score error that may turn even a vanishing weight into the largest
 _DOUBLE_EPS = float(np.finfo(np.float64).eps)
 _BLOCK = 1 << 18  # elements per step, which fit in a core's cache
@@ -713,8 +717,8 @@ def _bounds(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
     of_sums = 1.2 * eps * total_of_values + kernel.operand_unit
     relative = of_weights + of_sums * (1 + of_weights)
     floor = tiny * (n + 2 + work.values.sum(-2, keepdims=True)) + of_out * (1 + of_sums)
-    if kernel.operands == _FLOAT8 and tile.sink is not None:
-        floor = floor + tile.dropped(np.minimum(P, _FLUSHED)) @ work.values
+    if kernel.operands in _UNDERFLOWS and tile.sink is not None:
+        floor = floor + tile.dropped(np.minimum(P, _UNDERFLOWS[kernel.operands])) @ work.values
     magnitude = work.magnitude(kernel.accumulator.dtype)
     out_bound = np.where(np.isinf(relative), np.inf, relative * magnitude)
     largest = work.largest_difference() * (1 + of_sums / 2)

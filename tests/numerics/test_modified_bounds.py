@@ -204,6 +204,24 @@ def test_lse_may_be_off_by_a_jump_of_the_expression(jump):
         assert tolerance.compare(results, {"lse": lse})[0].passed == passes
 
 
+@pytest.mark.parametrize("jump", [0.0003, 0.003, 0.03])
+def test_O_may_be_off_by_a_jump_of_one_score(jump):
+    """The first of 32 keys may lack the whole jump, although its value has the other sign."""
+    mods = Modifications((Expression.of("score_mod", f"where(score > 0.5, {jump}, 0.0)"),))
+    q, k, v = np.full((1, 1, 1, 2), [1, 2.0**-30]), np.zeros((1, 1, 32, 2)), np.ones((1, 1, 32, 1))
+    k[0, 0, 0], v[0, 0, 0] = (0.5, 1), -1
+    how = {"dtype": "float32", "scale": 1.0, "mods": mods}
+    want = tolerance.expected_attention(q, k, v, **how)[None]["O"]
+
+    def out(score):
+        return (31 - np.exp(score)) / (31 + np.exp(score))
+
+    assert want.value.item() == pytest.approx(out(jump))
+    for score, passes in ((0.0, True), (-0.2 * jump, False)):
+        results = {"O": np.full((1, 1, 1, 1), out(score), F)}
+        assert tolerance.compare(results, {"O": want})[0].passed == passes
+
+
 def test_a_derivative_that_is_left_out_is_rejected():
     kernel = Kernel(TEXTS["softcap"], 16)
     out, lse = reference.attention(kernel.q, kernel.k, kernel.v, **kernel.how)

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import ml_dtypes
 import numpy as np
 import pytest
 from helpers import e4m3_sums
@@ -516,15 +515,18 @@ def test_scores_of_e4m3_have_the_error_of_their_sums(kind, d):
     assert largest > 0.1 or kind == "positive", f"{largest}"
 
 
-def test_weights_in_e4m3_may_become_zero_beside_a_large_sink():
-    one = np.ones((1, 1, 1, 1), "f4").astype(ml_dtypes.float8_e4m3fn)
-    for power, may in ((-17, True), (-13, False)):
+@pytest.mark.parametrize(
+    "dtype, rounding, least", [("float8_e4m3fn", "float8_e4m3", -16), ("float16", None, -25)]
+)
+def test_weights_may_underflow_beside_a_large_sink(dtype, rounding, least):
+    one = np.ones((1, 1, 1, 1), dtype_named(dtype).numpy)
+    for power, may in ((least - 1, True), (least + 3, False)):
         sink = np.array([1 - power * np.log(2)], "f4")  # the weight of the key is about 2^power
-        want = tolerance.expected_attention(
-            *(one, one, one), dtype="float8_e4m3fn", roundings=["float8_e4m3"], scale=1.0, sink=sink
-        )["float8_e4m3"]["O"]
-        assert want.value.item() == pytest.approx(2.0**power, rel=1e-3)
-        assert (want.bound.item() >= want.value.item()) == may
+        how = {"dtype": dtype, "roundings": [rounding], "out_dtype": "float32"}
+        want = tolerance.expected_attention(*(one, one, one), **how, scale=1.0, sink=sink)
+        of_O = want[rounding]["O"]
+        assert of_O.value.item() == pytest.approx(2.0**power, rel=1e-3)
+        assert (of_O.bound.item() >= of_O.value.item()) == may
 
 
 ROUNDINGS = {"float16": None, "bfloat16": None, "float32": "tf32", "float64": None}
