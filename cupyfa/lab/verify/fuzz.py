@@ -102,6 +102,7 @@ _WITH_SAME = 4  # number of successive attempts at a combination that compile th
 # Kinds of (query, key) lengths; "many" exceeds what the kernel processes at once.
 _LENGTHS = (("below", "edge"), ("edge", "beyond"), ("beyond", "below"), ("many", "many"))
 _PLAIN_LENGTHS = ("beyond", "beyond")
+_NO_KEYS = (True, *(False,) * 15)  # one of the plain samples of a cycle has none
 _HEADS = (
     (1, 1, 1),
     (2, 2, 2),
@@ -669,6 +670,8 @@ class Fuzz:
             return Problem.of_row_sizes(min(M, 2**21 // max(N, 1)), N, p.dtype.name)
         how = {"shares": bool(p.operands), "is_packed": tile.packs_heads}
         batch, kv_heads, group = self._heads(turns, each, values, are_few, **how)
+        if self._kind(turns) == "plain" and each.choose("no keys", _NO_KEYS):
+            N = 0
         if p.operands or p.options.changed.keys() & {*TEXTS}:  # sizes 0 and 1 compile differently
             M, N = max(M, 2), max(N, 2)
         if crowd:
@@ -676,6 +679,10 @@ class Fuzz:
             group = group if self._has("gqa") else 1
         elif of_rows == "many" and tile.has_splits:  # few row tiles, so that keys are split
             batch, kv_heads, M = 1, 1, tile.length("below", tile.rows, 1, pick)
+        hides_part = crowd is None and N > 0 and self._hides_part(p, turns, each)
+        if hides_part:
+            M = min(M, max(tile.keys // 2, 1))
+            N = 2 * tile.keys + M + pick.randrange(tile.keys)
         heads: dict[str, Any] = {"heads": kv_heads * group, "kv_heads": kv_heads}
         if p.lengths:
             drawn = lengths_near(tile, p.lengths, pick, is_full=each.i % 2 == 0)
@@ -701,6 +708,8 @@ class Fuzz:
             edge = each.choose("edge of the window", (None, -1, 0, 1))
             shift = 0 if p.causal == "top-left" else p.N - p.M
             near = window_near(sides, longest(p), tile.keys, pick, edge=edge, shift=shift)
+            if hides_part and 2 * tile.keys <= p.N:
+                near = shift - pick.randrange(1, max(tile.keys // 2, 2)), near[1]
             if is_small:  # a row that sees one key has a weight of 1, whatever its score is
                 left, right = (side if side is None else max(side, _FEW_KEYS) for side in near)
                 near = left, right
@@ -709,6 +718,16 @@ class Fuzz:
         if is_split and not given & {"causal", "window", "offset"}:
             return with_long_rows(p)
         return p if "offset" in given else self._moved(p, turns, each, tile)
+
+    def _hides_part(self, p: Problem, turns: "_Turns", each: "_Turns") -> bool:
+        """Returns whether the window begins in the first key tile of all rows, before whole tiles.
+
+        Plain groups with a left edge of the window have one such sample. A maximum that a kernel
+        takes over from the first tile then shows where the next one has larger scores.
+        """
+        if self._kind(turns) != "plain" or self.arrays or "window" in (self.options or {}):
+            return False
+        return p.left is not None and p.causal != "top-left" and each.i % TOGETHER == 2
 
     def _heads(
         self,

@@ -8,6 +8,7 @@ from functools import partial
 from types import SimpleNamespace
 
 from cupyfa.ladder.common import WARP
+from cupyfa.ladder.split_float32 import repairs_rows
 from cupyfa.ladder.tiles import TILE_KEYS, TILE_ROWS, round_up
 from cupyfa.planner.plan import Limits, Plan
 from cupyfa.problem.lengths import Lengths, Packed, pairs_of
@@ -20,6 +21,7 @@ _SHARED = 64  # most rows whose query heads, 8 of a key head, belong to one bloc
 _COUNTED = 64  # largest d for which many short heads are processed by persistent blocks
 _NARROW = 64  # largest dv of cases whose warpgroups see different numbers of key tiles, and of
 # cases whose blocks share groups
+_SECTION = 8192  # keys whose sums kernels with split operands keep in registers
 _BOX = 64  # columns per slice of d that TMA copies
 _REST = 257, 600  # range of the number of rows to add that belong to no sequence
 _LEFT = 2  # fewest rows of an array without rows that belong to a sequence
@@ -51,6 +53,7 @@ class Tile:
         is_sliced = plan.kernel.largest_d is None and (boxed or "Bd" in constants)
         self.slice = constants.get("Bd", _BOX) if is_sliced else math.inf
         self.has_splits = any("num_splits" in x.numbers for x in plan.launches)
+        self.has_sections = plan.kernel.operation == "forward" and repairs_rows(plan.kernel)
         self.packs_heads = any("pack_gqa" in x.constants for x in plan.launches)
 
     def is_left(self, p: Problem) -> bool:
@@ -128,9 +131,11 @@ def crowds_of(p: Problem, tile: Tile, pick: random.Random) -> list[Crowd | None]
             found.append(Crowd((1, 4, 1), rows, rows + max(offset, 0)))
     if tile.counts_heads:  # persistent blocks, or each head's last block computes dQ
         is_plain = max(p.d, p.dv) <= _COUNTED and p.window == (None, None) and not p.has_mask
-        heads = 2, 132 if is_plain else 66, 1
-        found += [Crowd(heads, few(), few())]
+        keys = few() + (tile.keys if is_plain else 0)  # two tiles of each head, or one
+        found += [Crowd((2, 66, 1), few(), keys)]
         may_share = may_share and not is_plain
+    if tile.has_sections and max(p.d, p.dv) <= _NARROW:
+        found += [Crowd((1, 1, 2), pick.randrange(1, 9), _SECTION + few())]
     if may_share:
         found += [_sharing(p, tile, pick) if max(p.d, p.dv) <= _NARROW else None, None]
     return found

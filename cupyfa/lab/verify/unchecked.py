@@ -63,8 +63,8 @@ def _out_of_range(given: np.ndarray, most: int, rng: np.random.Generator) -> np.
 def _with_wrong_offsets(p: Problem, inputs: Arrays) -> dict[str, np.ndarray]:
     """Moves ends of sequences of queries, keys or both out of their arrays.
 
-    The first offset, or another one, becomes negative, or the last one exceeds the rows of the
-    array. No two sequences share a row, which two blocks would both write.
+    The first offset, or another one, becomes negative, or the first or the last one exceeds the
+    rows of the array. No two sequences share a row, which two blocks would both write.
     """
     found, rng = dict(inputs), _random(inputs["Q"], *(inputs[f"mods.{name}"] for name in STARTS))
     sides = tuple(zip(STARTS, (p.M, p.N)))
@@ -79,7 +79,8 @@ def _led_outside(offsets: np.ndarray, rows: int, rng: np.random.Generator) -> np
     any_but_last = 0 if rng.random() < 0.5 else int(rng.integers(max(last, 1)))
     for place in rng.permutation([any_but_last, last])[: rng.integers(1, 3)]:
         is_far, distance = rng.random() < 0.2, int(rng.integers(1, _FAR))
-        if place == last > 0:
+        is_past = place == 0 and rng.random() < 0.5
+        if place == last > 0 or is_past:
             moved[place] = _ENDS.max if is_far else rows + distance
         else:
             moved[place] = _ENDS.min if is_far else -distance

@@ -284,6 +284,37 @@ def test_default_samples_reach_every_schedule(seed):
         assert any(x.get(name) for x in counts), name
 
 
+def test_persistent_blocks_of_gradients_take_several_tiles_of_a_head():
+    long = [
+        x.constants["Bc"] < drawn.case.problem.N
+        for drawn in samples("wgmma_columns", SAMPLES["simulator"])
+        for x in planned(drawn).launches
+        if x.constants.get("persistent")
+    ]
+    assert any(long)
+
+
+@pytest.mark.parametrize("name", ["mma_fp16x2", "wgmma_fp16x2"])
+def test_sums_over_several_sections_are_drawn(name):
+    assert any(x.case.problem.N > 8192 for x in samples(name, SINGLY))
+
+
+@pytest.mark.parametrize("name", ["fa2", "wgmma", "two_pass", "mma_tangent"])
+def test_some_sample_has_no_keys(name):
+    assert any(x.case.problem.N == 0 and x.case.problem.M for x in samples(name, SINGLY))
+
+
+@pytest.mark.parametrize("name", ["fa2", "mma_tma", "wgmma", "wgmma_two_pass"])
+def test_some_window_begins_in_the_first_tile_before_a_whole_one(name):
+    found = []
+    for drawn in samples(name, SINGLY):
+        p, keys = drawn.case.problem, planned(drawn).constants.get("Bc", 32)
+        if p.left is not None and not p.is_ragged and p.M:
+            first = p.N - p.M - p.left
+            found.append(0 < first < first + p.M <= keys and 2 * keys <= p.N)
+    assert any(found)
+
+
 def has_a_block_without_a_tile(plan):
     """Returns whether some block gets no tile.
 

@@ -50,12 +50,13 @@ def test_wrong_offsets_lead_out_of_the_arrays_and_share_no_row():
             offsets = wrong[f"mods.cu_seqlens_{side}"].astype(int)
             outside["negative"] += bool((offsets < 0).any())
             outside["beyond"] += bool((offsets > rows).any())
+            outside["begins beyond"] += bool(offsets[0] > rows)
             inside = [
                 range(first, min(end, rows)) for first, end in pairwise(offsets) if 0 <= first < end
             ]
             assert sum(map(len, inside)) == len(set().union(*inside))
         assert outside.total() > before
-    assert min(outside.values()) >= 20
+    assert min(outside["negative"], outside["beyond"]) >= 20 and outside["begins beyond"] >= 5
     assert unchecked.with_undefined_results(Problem.of_sizes(**SIZES), {}) is None
 
 
