@@ -9,15 +9,20 @@ from cupyfa.ladder.common import (
     ALONG_KEYS,
     DOWN_ROWS,
     HALF,
+    ROOM,
+    ROOM_CANDIDATES,
     WARP,
     batch_first,
     bias_bytes,
     clear_rest,
+    heads_in_room,
     key_tiles,
     padded_columns,
     row_tiles,
+    rows_in_room,
     rung,
     tiles_of,
+    whole_groups,
     with_cleared_rest,
 )
 from cupyfa.ladder.gradients import with_gradients
@@ -117,24 +122,47 @@ def round_off(name: str) -> Launch:
     return sums_launch("round_sums", name, f"{name} {{rows}} {{heads}} scale")
 
 
-def finish(entry: str, name: str, products: str) -> Launch:
+def finish_rows(name: str, products: str) -> Launch:
     """Makes the launch that rounds a gradient's sums of a round and recomputes NaN sums.
 
     products: the two arrays whose matrix product is the gradient.
     """
     args = f"{name} {products} lse sizes {{heads}} group scale"
-    return sums_launch(entry, name, args, in_rounds=True)
+    return sums_launch("finish_rows", name, args, in_rounds=True)
 
 
-_ROOM_UNIT = 1 << 14  # bytes; the usual ``room`` of a round is 768 MiB
+def finish_keys(name: str, products: str) -> Launch:
+    """Makes the launch that adds up a gradient's sums of the query heads of a round.
+
+    It continues the sums of earlier rounds with other query heads of the same key head.
+    """
+    args = f"{name} {products} lse sizes {{heads}} group continues scale"
+    launch = sums_launch("finish_keys", name, args, in_rounds=True)
+    return replace(launch, numbers={"continues": lambda p, c: c.round})
 
 
-def heads_in_room(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the number of key heads, at least 1, whose scores and sums fit into `room` units."""
-    real, rows = p.dtype.sums.itemsize, p.group * p.M
-    scores = 2 * (real + p.itemsize) * rows * p.N
-    sums = real * (rows * p.d + p.N * (p.d + p.dv))
-    return max(c.room * _ROOM_UNIT // max(scores + sums, 1), 1)
+def scratch_of_head(p: Problem) -> tuple[int, int]:
+    """Returns the bytes of scratch memory for each row, and in addition for each query head."""
+    real = p.dtype.sums.itemsize
+    return 2 * (real + p.itemsize) * p.N + real * p.d, real * p.N * (p.d + p.dv)
+
+
+def is_divisible(p: Problem) -> bool:
+    """Returns whether rounds may have a share of a group, or of the rows of a query head.
+
+    They add to dK and dV, which must not be rounded to a narrower dtype in between.
+    """
+    return p.out_dtype.itemsize == p.dtype.sums.itemsize
+
+
+def group_in_room(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the number of query heads of a key head in a round."""
+    return heads_in_room(p, c, *scratch_of_head(p)) if is_divisible(p) else max(p.group, 1)
+
+
+def share_of_rows(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the number of rows of a query head in a round."""
+    return rows_in_room(p, c, *scratch_of_head(p)) if is_divisible(p) else max(p.M, 1)
 
 
 BASELINE = Kernel(
@@ -154,13 +182,13 @@ BASELINE = Kernel(
         Matmul("dV_sum", "P.T", "dO", in_rounds=True),
         Matmul("dQ_sum", "dS", "K", in_rounds=True),
         Matmul("dK_sum", "dS.T", "Q", in_rounds=True),
-        finish("finish_rows", "dQ", "dS K"),
-        finish("finish_keys", "dK", "dS Q"),
-        finish("finish_keys", "dV", "P dO"),
+        finish_rows("dQ", "dS K"),
+        finish_keys("dK", "dS Q"),
+        finish_keys("dV", "P dO"),
     ),
     operation="backward",
-    tiles=named("room", (49152,)),
-    candidates={"room": (16384, 32768, 49152)},
+    tiles=ROOM,
+    candidates=ROOM_CANDIDATES,
     features=ALL_BUT_PLACES,
     scratch={
         **DELTA_SCRATCH,
@@ -169,10 +197,12 @@ BASELINE = Kernel(
         "P": ("batch heads M N", "scalar"),
         "dS": ("batch heads M N", "scalar"),
         "dQ_sum": ("batch heads M d", "real"),
-        "dK_sum": ("batch kv_heads N d", "real"),
-        "dV_sum": ("batch kv_heads N dv", "real"),
+        "dK_sum": ("batch heads N d", "real"),
+        "dV_sum": ("batch heads N dv", "real"),
     },
-    round_heads=heads_in_room,
+    round_heads=lambda p, c: whole_groups(p, heads_in_room(p, c, *scratch_of_head(p))),
+    round_group=group_in_room,
+    round_rows=share_of_rows,
     tflops={
         "float16": {64: 56.9},
         "float32": {64: 21.6, 256: 36.4, 512: 40.8, 1024: 42.8},
@@ -208,7 +238,11 @@ ROWS = rung(
         rows_launch("rows", "dQ dK_sum dV_sum"),
         *(round_off("dK"), round_off("dV")),
     ),
-    scratch={x: BASELINE.scratch[x] for x in ("delta", "dK_sum", "dV_sum")},
+    scratch={
+        **DELTA_SCRATCH,
+        "dK_sum": ("batch kv_heads N d", "real"),
+        "dV_sum": ("batch kv_heads N dv", "real"),
+    },
     tflops={
         "float16": {64: 14.3},
         "float32": {64: 14.5, 128: 14.8, 256: 8.61},

@@ -6,13 +6,39 @@ from types import SimpleNamespace
 from typing import Any
 
 from cupyfa.ladder.kernel import Kernel, Launch, Walk
-from cupyfa.ladder.tiles import cdiv
+from cupyfa.ladder.tiles import cdiv, named
 from cupyfa.problem.optional_inputs import KEY_TILES, ROW_MAX, ROW_TILES
 from cupyfa.problem.problem import Problem, round_up
 
 WARP = 32
 HALF = ("float16", "bfloat16")
 CLEARING = 256  # threads per block of clear_rest
+
+
+# Tiles of the baselines: scratch memory of a round over heads, in units of 16 KiB; usually 768 MiB.
+ROOM = named("room", (49152,))
+ROOM_CANDIDATES = {"room": (16384, 32768, 49152)}
+
+
+FEWEST_ROWS = 256  # fewer rows of a round would cost more in launches than in products
+
+
+def heads_in_room(p: Problem, c: SimpleNamespace, row: int, head: int = 0) -> int:
+    """Returns the number of query heads that fit into c.room, at least 1.
+
+    row: the bytes of scratch memory for each row. head: those for each query head in addition.
+    """
+    return max((c.room << 14) // max(row * p.M + head, 1), 1)
+
+
+def rows_in_room(p: Problem, c: SimpleNamespace, row: int, head: int = 0) -> int:
+    """Returns the number of rows of a query head that fit into c.room, at least FEWEST_ROWS."""
+    return max(((c.room << 14) - head) // max(row, 1), FEWEST_ROWS)
+
+
+def whole_groups(p: Problem, heads: int) -> int:
+    """Returns the number of key heads, at least 1, with at most so many query heads."""
+    return max(heads // max(p.group, 1), 1)
 
 
 def tiles_of(p: Problem, rows: int, size: int) -> int:

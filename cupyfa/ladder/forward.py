@@ -11,18 +11,23 @@ from cupyfa.errors import Unsupported, described
 from cupyfa.ladder.common import (
     ALONG_KEYS,
     HALF,
+    ROOM,
+    ROOM_CANDIDATES,
     WARP,
     batch_first,
     bias_bytes,
     clear_rest,
     clear_row_max,
     even_width,
+    heads_in_room,
     key_tiles,
     padded_columns,
     row_tiles,
+    rows_in_room,
     rung,
     tiles_of,
     warps_of_scores,
+    whole_groups,
     with_cleared_rest,
 )
 from cupyfa.ladder.kernel import MOST_BOX_ROWS, Constant, Formula, Kernel, Launch, Matmul, padded
@@ -69,23 +74,39 @@ def seed_kernel(
     return Kernel(name, adds, (launch,), features=ALL_BUT_WINDOWS, scratch=sums, **fields)
 
 
-BASELINE = Kernel(
-    "baseline",
-    "cuBLAS, softmax, cuBLAS: S and P go through global memory",
-    (
-        Matmul("S", "Q", "K.T", scaled=True),
-        softmax_launch("softmax_safe"),
-        Matmul("O", "P", "V"),
+def scores_bytes(p: Problem) -> int:
+    """Returns the bytes of a row of S and of P."""
+    return 2 * p.itemsize * p.N
+
+
+def baseline_launches(softmax: str) -> tuple[Launch | Matmul, ...]:
+    """Makes the steps of a baseline with one of the softmax kernels."""
+    return (
+        Matmul("S", "Q", "K.T", scaled=True, in_rounds=True),
+        replace(softmax_launch(softmax), in_rounds=True),
+        Matmul("O", "P", "V", in_rounds=True),
         Launch(
             "repair_rows",
             args="P V O sizes heads group",
             grid=lambda p, c: p.M * p.heads * p.batch,
             threads=lambda p, c: 128,
             when=lambda p: p.is_masked,
+            in_rounds=True,
         ),
-    ),
+    )
+
+
+BASELINE = Kernel(
+    "baseline",
+    "cuBLAS, softmax, cuBLAS: S and P go through global memory",
+    baseline_launches("softmax_safe"),
+    tiles=ROOM,
+    candidates=ROOM_CANDIDATES,
     features=ALL_BUT_PLACES,
     scratch={"S": ("batch heads M N", "scalar"), "P": ("batch heads M N", "scalar")},
+    round_heads=lambda p, c: whole_groups(p, heads_in_room(p, c, scores_bytes(p))),
+    round_group=lambda p, c: heads_in_room(p, c, scores_bytes(p)),
+    round_rows=lambda p, c: rows_in_room(p, c, scores_bytes(p)),
     tflops={
         "float32": {64: 21.7, 128: 31.2, 256: 38.4, 512: 43.0, 1024: 46.1},
         "float64": {64: 15.4, 128: 25.9, 256: 36.1, 512: 45.0, 1024: 51.3},
@@ -95,7 +116,7 @@ BASELINE_ONLINE = rung(
     BASELINE,
     "baseline_online",
     "the online softmax between the two products",
-    launches=(BASELINE.launches[0], softmax_launch("softmax_online"), *BASELINE.launches[2:]),
+    launches=baseline_launches("softmax_online"),
 )
 SEEDS = (
     seed_kernel(

@@ -247,6 +247,10 @@ class Kernel(_Record):
         in p of their formulas. Scratch that no other step uses holds the heads of one round. The
         kernel must not have features that depend on a head's index in the problem, such as "places"
         and "dropout".
+    round_group: maximum number of query heads per round of a single key head, if its group may be
+        divided. In formulas for grid and numbers, ``c.round`` is 0 in the first round of a key head
+        and 1 in its other rounds.
+    round_rows: maximum number of rows per round of a single query head, if they may be divided.
     arch: minimum compute capability, or an architecture-specific target such as "90a", to which the
         kernel is then restricted.
     dtype_arch: minimum compute capability of dtypes that require more, as ``{"bfloat16": "80"}``.
@@ -309,6 +313,8 @@ class Kernel(_Record):
     scratch: Mapping[str, tuple[str | Formula, str]] = field(default_factory=dict)
     rounds: Formula = lambda p, c: 1
     round_heads: Formula | None = None
+    round_group: Formula = lambda p, c: max(p.group, 1)
+    round_rows: Formula = lambda p, c: max(p.M, 1)
     arch: str = "75"
     dtype_arch: Mapping[str, str] = field(default_factory=dict)
     largest_d: int | None = None
@@ -663,6 +669,9 @@ _KERNEL_RULES: Rules = {
         callable(axes) or set(axes.split()) <= set(AXES) for axes, _ in x.scratch.values()
     ),
     "rounds must be a formula, lambda p, c: …": lambda x: callable(x.rounds),
+    "round_group and round_rows must be formulas, lambda p, c: …": lambda x: (
+        callable(x.round_group) and callable(x.round_rows)
+    ),
     "round_heads must be a formula, lambda p, c: …, if a Matmul is in rounds": lambda x: (
         callable(x.round_heads)
         or (

@@ -14,7 +14,7 @@ import numpy as np
 from cupyfa.errors import Unsupported, described, nearest
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Kernel, Matmul
-from cupyfa.ladder.operations import OPERATIONS
+from cupyfa.ladder.operations import OPERATIONS, visible_scores
 from cupyfa.planner import cuda_source
 from cupyfa.planner.evaluate import plan_of
 from cupyfa.planner.plan import Limits, Plan, Tuned, nearest_d
@@ -221,15 +221,20 @@ def _is_made_for(kernel: Kernel, problem: Problem, limits: Limits) -> bool:
         c = SimpleNamespace(**constants, multiprocessors=limits.multiprocessors, arch=limits.arch)
         return bool(kernel.evaluated("made_for", made_for, p, c))
 
-    p = kernel.resolved(_with_columns(kernel, problem))
-    tiles = kernel.tiles_for(p, limits.arch, limits.multiprocessors)
-    if not suits(p, next(chain(_tuned_for(kernel, p, limits), tiles))):
+    if not suits(*_likely(kernel, problem, limits)):
         return False  # if the plan used smaller tiles, there would be even more blocks
     try:
         its = plan(kernel, problem, limits)
     except Unsupported:
         return False
     return suits(its.problem, its.constants)
+
+
+def _likely(kernel: Kernel, problem: Problem, limits: Limits) -> tuple[Problem, Mapping[str, int]]:
+    """Returns the problem and the constants that a plan of the kernel tries first."""
+    p = kernel.resolved(_with_columns(kernel, problem))
+    tiles = kernel.tiles_for(p, limits.arch, limits.multiprocessors)
+    return p, next(chain(_tuned_for(kernel, p, limits), tiles))
 
 
 def _fastest_measured(general: Sequence[Kernel], problem: Problem, limits: Limits) -> Kernel | None:
@@ -260,10 +265,26 @@ def _speeds(kernels: Sequence[Kernel], problem: Problem, limits: Limits) -> dict
     here = {name: _measured_here(name, problem, limits) for name in measured}
     both = [x / _nearest(measured[name], d) for name in here for d, x in here[name].items()]
     scale = exp(fsum(map(log, both)) / len(both)) if both else 1.0  # geometric mean
+    shares = {k.name: _share(problem) if _is_baseline(k) else 1.0 for k in kernels}
     return {
-        name: _nearest({d: scale * x for d, x in found.items()} | here[name], problem.d)
+        name: shares[name]
+        * _nearest({d: scale * x for d, x in found.items()} | here[name], problem.d)
         for name, found in measured.items()
     }
+
+
+def _is_baseline(kernel: Kernel) -> bool:
+    return any(isinstance(x, Matmul) for x in kernel.launches)
+
+
+def _share(problem: Problem) -> float:
+    """Returns the share of scores that a causal mask or a window leaves; a baseline computes all.
+
+    Only visible scores count as work, so a baseline's speed falls by this factor.
+    """
+    if problem.is_ragged or not problem.M * problem.N:
+        return 1.0
+    return visible_scores(problem) / (problem.M * problem.N)
 
 
 def _drawback(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
@@ -271,9 +292,9 @@ def _drawback(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
 
     Returns None if neither applies. A baseline computes and stores all scores, even masked ones.
     """
-    is_baseline = any(isinstance(x, Matmul) for x in kernel.launches)
+    is_baseline = _is_baseline(kernel)
     scores = problem.batch * problem.heads * problem.M * problem.N
-    if is_baseline and (problem.is_masked or problem.has_mask):
+    if is_baseline and problem.has_mask:
         return "it computes masked scores too"
     is_small = max(problem.M, problem.N, problem.d, problem.dv) <= _SMALL
     if is_baseline and is_small and kernel.operation == "forward":

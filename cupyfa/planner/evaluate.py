@@ -15,7 +15,7 @@ from cupyfa.errors import Unsupported
 from cupyfa.ladder.kernel import MOST_BOX_ROWS, Constant, Kernel, Launch, Matmul
 from cupyfa.ladder.operations import Input
 from cupyfa.planner import cuda_source
-from cupyfa.planner.head_rounds import HeadRound, head_rounds
+from cupyfa.planner.head_rounds import HeadRound, RoundSizes, head_rounds
 from cupyfa.planner.plan import (
     FIRST_AXES,
     TENSOR,
@@ -172,30 +172,37 @@ class _Planner:
     def in_head_rounds(
         self, steps: Sequence[Launch | Matmul]
     ) -> Iterator[PlannedLaunch | PlannedMatmul]:
-        """Yields the steps of each round over heads, planned once for rounds of equal sizes."""
+        """Yields the steps of each round over heads, planned once for equal sub-problems."""
         if len(self.head_rounds) == 1:
             yield from map(self.step, steps)
             return
         self.check_rounds(len(self.head_rounds))
         planned = {}
         for each in self.head_rounds:
-            if each.sizes not in planned:
-                planner = self.of_round(each)
-                planned[each.sizes] = [planner.step(x) for x in steps]
-            for step, made in zip(steps, planned[each.sizes]):
+            planner = self.of_round(each)
+            form = planner.problem, each.continues
+            if form not in planned:
+                planned[form] = [planner.step(x, int(each.continues)) for x in steps]
+            for step, made in zip(steps, planned[form]):
                 yield replace(made, slices=self.slices(step, each))
 
     @cached_property
     def head_rounds(self) -> list[HeadRound]:
         formula = self.kernel.round_heads
         assert formula is not None
-        most = self.whole("round_heads", formula, self.on_device(), least=1)
+        formulas = {
+            "round_heads": formula,
+            "round_group": self.kernel.round_group,
+            "round_rows": self.kernel.round_rows,
+        }
+        c = self.on_device()
+        most = RoundSizes(*(self.whole(x, y, c, least=1) for x, y in formulas.items()))
         return head_rounds(self.problem, most)
 
     def of_round(self, heads: HeadRound) -> Self:
         """Returns the planner for the sub-problem of a round's heads."""
-        p = self.problem
-        part = p.part(*heads.sizes, range(p.M), range(p.N))
+        p, (batch, kv_heads, group, _) = self.problem, heads.sizes
+        part = p.part(batch, kv_heads, heads.rows, range(p.N), group)
         return type(self)(self.kernel, part, self.limits, self.constants)
 
     def slices(self, step: Launch | Matmul, heads: HeadRound) -> Slices:

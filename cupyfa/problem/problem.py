@@ -482,13 +482,16 @@ class Problem:
         usual = 0 if self.causal == "top-left" else self.N - self.M
         return self.shift + (usual if self.offset is None else self.offset)
 
-    def part(self, batch: int, kv_heads: int, rows: range, keys: range) -> Problem:
+    def part(
+        self, batch: int, kv_heads: int, rows: range, keys: range, group: int | None = None
+    ) -> Problem:
         """Returns the sub-problem of ``batch`` elements, ``kv_heads`` key heads, rows and keys.
 
-        Operands are sliced accordingly. In expressions, indices count from the start of the
-        sub-problem, while positions remain those of the whole problem.
+        Each key head has ``group`` query heads, by default all. Operands are sliced accordingly. In
+        expressions, indices count from the start of the sub-problem, while positions remain those
+        of the whole problem.
         """
-        heads, M, N = kv_heads * self.group, len(rows), len(keys)
+        heads, M, N = kv_heads * (self.group if group is None else group), len(rows), len(keys)
         sizes = {"batch": batch, "heads": heads, "M": M, "N": N}
         of_arrays = {**sizes, "batch": self.sequences or batch, "kv_heads": kv_heads}
         operands = tuple(x.part(of_arrays) for x in self.operands)

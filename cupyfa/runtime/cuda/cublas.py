@@ -12,6 +12,8 @@ import numpy as np
 from cupy.cuda import cublas, device
 from cupy_backends.cuda.api import runtime
 
+from cupyfa.runtime.cuda.product_batches import batches
+
 # (cudaDataType, cublasComputeType_t), as enumerated in library_types.h and cublas_api.h.
 _TYPES = {"float32": (0, 68), "float64": (1, 70), "float16": (2, 68), "bfloat16": (14, 68)}
 _FAST_TF32 = 77
@@ -58,7 +60,7 @@ def matmul(a: Any, b: Any, out: Any, scale: float, *, tf32: bool = False) -> Non
     # cuBLAS might add partial sums in float16, which can overflow although the whole sum does not.
     cublas.setMathMode(handle, _DISALLOW_REDUCED_PRECISION_REDUCTION)
     try:
-        for starts, steps, count, adds in _batches(a, b, out):
+        for starts, steps, count, adds in batches(a, b, out):
             beta = once if adds else none
             at_a, at_b, at_out = (x.data.ptr + start for x, start in zip((a, b, out), starts))
             step_a, step_b, step_out = (s // x.dtype.itemsize for x, s in zip((a, b, out), steps))
@@ -119,26 +121,3 @@ def _readable(array: Any) -> tuple[Any, bool, int]:
     if (length := _row_length(array, -1, -2)) is not None:
         return array, True, length
     return _readable(array.copy())
-
-
-def _batches(a: Any, b: Any, out: Any) -> list[tuple[list[int], list[int], int, bool]]:
-    """Lists cuBLAS calls: (starts of a, b, out; strides of a, b, out; count; whether to add).
-
-    Starts and strides are in bytes. One call computes everything if all heads are evenly spaced;
-    otherwise each batch element and each query head of a group needs a call over the key heads.
-    """
-    batch, heads = a.shape[:2]
-    arrays = (a, b, out)
-    fewest = min(x.shape[1] for x in arrays)
-    group = heads // fewest
-    sums = out.shape[1] < heads
-    even = all(x.strides[0] == x.shape[1] * x.strides[1] or batch == 1 for x in arrays)
-    if even and group == 1:
-        return [([0, 0, 0], [x.strides[1] for x in arrays], batch * heads, False)]
-    own = [x.strides[1] if x.shape[1] == heads else 0 for x in arrays]  # strides within a group
-    steps = [group * x.strides[1] if x.shape[1] == heads else x.strides[1] for x in arrays]
-    return [
-        ([i * x.strides[0] + g * y for x, y in zip(arrays, own)], steps, fewest, sums and g > 0)
-        for i in range(batch)
-        for g in range(group)
-    ]
