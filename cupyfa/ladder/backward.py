@@ -12,6 +12,7 @@ from cupyfa.ladder.common import (
     ROOM,
     ROOM_CANDIDATES,
     WARP,
+    baseline_shares,
     batch_first,
     bias_bytes,
     clear_rest,
@@ -208,6 +209,7 @@ BASELINE = Kernel(
         "float32": {64: 21.6, 256: 36.4, 512: 40.8, 1024: 42.8},
         "float64": {64: 16.4, 128: 29.4, 256: 37.3, 512: 42.2, 1024: 45.5},
     },
+    shares=baseline_shares(lambda p: scratch_of_head(p)[0], row_operations=0),
 )
 COLUMNS = Kernel(
     "columns",
@@ -866,6 +868,29 @@ def tiles_of_few_rows(p: Problem) -> Tiles:
     return named("Br Bc stages dS_stages", (128, 128, 1, 1)) if is_measured else ()
 
 
+FEW_KEYS, FEW_CAUSAL_KEYS = 256, 768  # longest heads for which two passes are faster
+LARGE_GROUP = 4  # least number of query heads of a key head with FEW_CAUSAL_KEYS
+
+
+def why_two_passes(p: Problem, c: SimpleNamespace) -> str | None:
+    """Returns why wgmma_two_pass is faster than wgmma_columns, although it computes more products.
+
+    With few blocks, its two passes run at the same time. Under a causal mask, half of their work is
+    masked. For each element of dQ, wgmma_columns clears a sum in memory, adds to it and reads it
+    again. At d = 97 to 128 this takes longer than two more products with few keys. Under a causal
+    mask, its blocks of short heads also differ more in length, the more query heads they process.
+    """
+    if is_wide(p) or p.is_ragged or p.window != (None, None):
+        return None
+    blocks = tiles_of(p, p.N, c.Bc) * p.heads * p.batch
+    if blocks * (1 if p.causal else 2) <= c.multiprocessors:
+        return "its blocks are too few for the device"
+    most = FEW_CAUSAL_KEYS if p.causal and p.group >= LARGE_GROUP else FEW_KEYS
+    if max(p.d, p.dv) > 96 and max(p.M, p.N) <= most:
+        return "sums of dQ in memory take longer than products with few keys"
+    return None
+
+
 WGMMA_COLUMNS = Kernel(
     "wgmma_columns",
     "Hopper: warpgroups own 64 keys; transposed scores keep P and dS in registers",
@@ -942,6 +967,7 @@ WGMMA_COLUMNS = Kernel(
         "float16": {64: 456, 128: 507, 256: 383},
         "bfloat16": {64: 457, 128: 515, 192: 360, 256: 383},
     },
+    yields_to={"wgmma_two_pass": why_two_passes},
     unordered=("dQ",),
     unordered_with={"shares_groups": ("dK", "dV")},
     after=(),
@@ -1035,6 +1061,7 @@ WGMMA_TWO_PASS = rung(
         "counts": (two_pass_counts_size, "int"),
     },
     tflops={"float16": {64: 361, 128: 374, 256: 395}, "bfloat16": {192: 437, 256: 451}},
+    yields_to={},
     unordered=(),
     unordered_with={},
 )

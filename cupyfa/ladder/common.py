@@ -1,11 +1,12 @@
 """Formulas and functions shared by the records of several kernel families."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 from cupyfa.ladder.kernel import Kernel, Launch, Walk
+from cupyfa.ladder.operations import visible_scores
 from cupyfa.ladder.tiles import cdiv, named
 from cupyfa.problem.optional_inputs import KEY_TILES, ROW_MAX, ROW_TILES
 from cupyfa.problem.problem import Problem, round_up
@@ -13,14 +14,18 @@ from cupyfa.problem.problem import Problem, round_up
 WARP = 32
 HALF = ("float16", "bfloat16")
 CLEARING = 256  # threads per block of clear_rest
+Shares = Mapping[str, Callable[[Problem, SimpleNamespace], float]]
 
 
 # Tiles of the baselines: scratch memory of a round over heads, in units of 16 KiB; usually 768 MiB.
 ROOM = named("room", (49152,))
 ROOM_CANDIDATES = {"room": (16384, 32768, 49152)}
-
-
 FEWEST_ROWS = 256  # fewer rows of a round would cost more in launches than in products
+
+# What slows a baseline, fitted to times of an H200; see docs/records/baseline.md.
+_LEAST_SCORES = 1 << 23  # scores up to which launches take most of the time
+_USUAL_KEYS = 1024  # keys with which the speeds of baselines were measured
+_TAIL = 1 / 18  # waves of tiles that a call of cuBLAS loses because its blocks do not end together
 
 
 def heads_in_room(p: Problem, c: SimpleNamespace, row: int, head: int = 0) -> int:
@@ -34,6 +39,51 @@ def heads_in_room(p: Problem, c: SimpleNamespace, row: int, head: int = 0) -> in
 def rows_in_room(p: Problem, c: SimpleNamespace, row: int, head: int = 0) -> int:
     """Returns the number of rows of a query head that fit into c.room, at least FEWEST_ROWS."""
     return max(((c.room << 14) - head) // max(row, 1), FEWEST_ROWS)
+
+
+def baseline_shares(row: Callable[[Problem], int], row_operations: int) -> Shares:
+    """Returns the shares of its measured speed that a baseline reaches for a problem.
+
+    row: the bytes of scratch memory for each row. row_operations: the operations of products in the
+    time that a row takes in addition to them.
+    """
+
+    def of_rows(keys: int, p: Problem) -> float:
+        products = 2 * (p.d + p.dv) * keys
+        return products / max(products + row_operations, 1)
+
+    def of_usual_rows(p: Problem, c: SimpleNamespace) -> float:
+        return min(of_rows(p.N, p) / max(of_rows(_USUAL_KEYS, p), 1e-9), 1.0)
+
+    return {
+        "it computes masked scores too": _share_of_visible,
+        "its launches take longer than so few scores": _share_of_scores,
+        "its products have too few tiles": lambda p, c: _share_of_tiles(p, c, row(p)),
+        "the softmax of a row takes longer than products with few keys": of_usual_rows,
+    }
+
+
+def _share_of_visible(p: Problem, c: SimpleNamespace) -> float:
+    """Returns the share of scores that a causal mask or a window leaves: only they are work."""
+    if p.is_ragged or not p.M * p.N:
+        return 1.0
+    return visible_scores(p) / (p.M * p.N)
+
+
+def _share_of_scores(p: Problem, c: SimpleNamespace) -> float:
+    return min(p.batch * p.heads * p.M * p.N / _LEAST_SCORES, 1.0)
+
+
+def _share_of_tiles(p: Problem, c: SimpleNamespace, row: int) -> float:
+    """Returns the share of time in which the tiles of a product [rows, dv] fill the device.
+
+    A call computes evenly spaced heads: at least all batch elements of a head, all key heads of a
+    batch element, or all query heads of a key head, as far as they fit into c.room.
+    """
+    heads = min(heads_in_room(p, c, row), max(p.batch, p.kv_heads, p.group))
+    rows = min(rows_in_room(p, c, row), p.M)
+    waves = heads * cdiv(rows, 128) * cdiv(p.dv, 64) / c.multiprocessors
+    return waves / (waves + _TAIL)
 
 
 def whole_groups(p: Problem, heads: int) -> int:

@@ -266,9 +266,15 @@ class Kernel(_Record):
         the kernel's page; for a softmax (d = 0), 16384 rows of 4096. ``kernel="auto"`` compares
         these speeds. It selects a kernel without a measured speed only if none was measured for the
         precision or dtype.
+    shares: the shares of its measured speed that a kernel reaches for a problem, as
+        ``{reason: lambda p, c: share}``, where c also has ``c.multiprocessors``. ``kernel="auto"``
+        multiplies the speed by all of them.
     made_for: whether the kernel was made for a problem, ``lambda p, c: bool`` with
         ``c.multiprocessors`` and ``c.arch``, the device's compute capability. ``kernel="auto"``
         selects the kernel, if it has a measured speed, for these problems only.
+    yields_to: kernels that are faster for some problems although their measured speed is lower, as
+        ``{"two_pass": lambda p, c: …}``, where c also has ``c.multiprocessors``. The formula
+        returns the reason, or None for other problems. ``kernel="auto"`` then selects that kernel.
     unordered: outputs that are summed in arbitrary order, for example by atomics, so that their
         last bits differ from run to run.
     unordered_with: further such outputs of plans with a launch in which a constant is true, as
@@ -323,7 +329,11 @@ class Kernel(_Record):
     parts: str | None = None
     precisions: Sequence[str] = ()
     tflops: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    shares: Mapping[str, Callable[[Problem, SimpleNamespace], float]] = field(default_factory=dict)
     made_for: Callable[[Problem, SimpleNamespace], bool] | None = None
+    yields_to: Mapping[str, Callable[[Problem, SimpleNamespace], str | None]] = field(
+        default_factory=dict
+    )
     unordered: Sequence[str] = ()
     unordered_with: Mapping[str, Sequence[str]] = field(default_factory=dict)
     persistent: bool = False
@@ -669,6 +679,12 @@ _KERNEL_RULES: Rules = {
         callable(axes) or set(axes.split()) <= set(AXES) for axes, _ in x.scratch.values()
     ),
     "rounds must be a formula, lambda p, c: …": lambda x: callable(x.rounds),
+    "shares must be {reason: formula}": lambda x: (
+        isinstance(x.shares, Mapping) and all(map(callable, x.shares.values()))
+    ),
+    "yields_to must be {kernel's name: formula}": lambda x: (
+        isinstance(x.yields_to, Mapping) and all(map(callable, x.yields_to.values()))
+    ),
     "round_group and round_rows must be formulas, lambda p, c: …": lambda x: (
         callable(x.round_group) and callable(x.round_rows)
     ),

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, product
-from math import exp, fsum, log, sqrt
+from math import exp, fsum, log, prod, sqrt
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ import numpy as np
 from cupyfa.errors import Unsupported, described, nearest
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Kernel, Matmul
-from cupyfa.ladder.operations import OPERATIONS, visible_scores
+from cupyfa.ladder.operations import OPERATIONS
 from cupyfa.planner import cuda_source
 from cupyfa.planner.evaluate import plan_of
 from cupyfa.planner.plan import Limits, Plan, Tuned, nearest_d
@@ -23,10 +23,10 @@ from cupyfa.problem.problem import Problem
 from cupyfa.score.expressions import Expression
 
 _ALIKE = 0.98  # speeds with a larger ratio count as equal, because measurements are noisy
-# "auto" selects a baseline only if it needs at most _MOST_SCRATCH bytes, and if the problem has at
-# least _LEAST_SCORES scores, because launch overhead dominates for smaller problems; forward also
-# only if heads have more than _SMALL rows, keys or columns.
-_MOST_SCRATCH, _LEAST_SCORES, _SMALL = 1 << 30, 1 << 23, 64
+# "auto" selects a baseline only if it needs at most _MOST_SCRATCH bytes; forward also only if heads
+# have more than _SMALL rows, keys or columns. A share of a measured speed below _LEAST_SHARE is a
+# guess, and the kernel is not selected.
+_MOST_SCRATCH, _SMALL, _LEAST_SHARE = 1 << 30, 64, 1 / 64
 
 
 def select(
@@ -171,10 +171,15 @@ def passed_over(chosen: Kernel, problem: Problem, limits: Limits) -> dict[str, s
         if lack := _lack(kernel, problem, limits):
             return lack
         if kernel.made_for is None or _is_made_for(kernel, problem, limits):
-            return _drawback(kernel, problem, limits)
+            return (
+                _drawback(kernel, problem, limits)
+                or _why_slower(kernel, chosen, problem, limits)
+                or _why_below(kernel, problem, limits)
+            )
         return "other sizes suit it better"
 
-    faster = [k for k in able if speeds.get(k.name, 0) > speeds.get(chosen.name, 0)]
+    of_chosen = _reached([chosen], problem, limits).get(chosen.name, 0)
+    faster = [k for k in able if speeds.get(k.name, 0) > of_chosen and k is not chosen]
     reasons = {k.name: reason(k) for k in faster}
     return {name: why for name, why in reasons.items() if why}
 
@@ -245,7 +250,7 @@ def _fastest_measured(general: Sequence[Kernel], problem: Problem, limits: Limit
     Speeds measured on this device take precedence. Speeds measured on an H100 are scaled by the
     mean speed ratio of kernels that were measured on both devices.
     """
-    speeds = _speeds(general, problem, limits)
+    speeds = _reached(general, problem, limits)
     left = [k for k in general if k.name in speeds and not _lack(k, problem, limits)]
     while left:
         top = max(left, key=lambda k: speeds[k.name])
@@ -254,37 +259,68 @@ def _fastest_measured(general: Sequence[Kernel], problem: Problem, limits: Limit
             k for k in {top.name: top, last.name: last}.values() if _drawback(k, problem, limits)
         ]
         if not refused:
-            return last
+            return _or_faster(last, left, problem, limits)
         left = [k for k in left if k not in refused]
     return None
 
 
+def _or_faster(
+    kernel: Kernel, others: Sequence[Kernel], problem: Problem, limits: Limits
+) -> Kernel:
+    """Returns the kernel to which this one yields for the problem, if any of the others, or it."""
+    for other in others:
+        if _why_slower(kernel, other, problem, limits) and can(other, problem, limits):
+            return other
+    return kernel
+
+
+def _why_slower(kernel: Kernel, other: Kernel, problem: Problem, limits: Limits) -> str | None:
+    """Returns why a kernel yields to another one for the problem; None if it does not."""
+    formula = kernel.yields_to.get(other.name)
+    if formula is None:
+        return None
+    p, constants = _likely(kernel, problem, limits)
+    c = SimpleNamespace(**constants, multiprocessors=limits.multiprocessors)
+    why: str | None = kernel.evaluated("yields_to", formula, p, c)
+    return why
+
+
+def _reached(kernels: Sequence[Kernel], problem: Problem, limits: Limits) -> dict[str, float]:
+    """Maps measured kernels to the speeds that they reach for the problem."""
+    measured = {k.name: k for k in kernels}
+    return {
+        name: speed * prod(_shares(measured[name], problem, limits).values())
+        for name, speed in _speeds(kernels, problem, limits).items()
+    }
+
+
+def _why_below(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
+    """Returns why a kernel runs slower than measured for the problem; None if it does not."""
+    shares = _shares(kernel, problem, limits)
+    why = min(shares, key=lambda x: shares[x], default=None)
+    return why if why is not None and shares[why] < 1 else None
+
+
 def _speeds(kernels: Sequence[Kernel], problem: Problem, limits: Limits) -> dict[str, float]:
+    """Maps measured kernels to their measured speeds at the nearest head dimension."""
     recorded = {k.name: k.tflops.get(problem.arithmetic) for k in kernels}
     measured = {name: speeds for name, speeds in recorded.items() if speeds is not None}
     here = {name: _measured_here(name, problem, limits) for name in measured}
     both = [x / _nearest(measured[name], d) for name in here for d, x in here[name].items()]
     scale = exp(fsum(map(log, both)) / len(both)) if both else 1.0  # geometric mean
-    shares = {k.name: _share(problem) if _is_baseline(k) else 1.0 for k in kernels}
     return {
-        name: shares[name]
-        * _nearest({d: scale * x for d, x in found.items()} | here[name], problem.d)
+        name: _nearest({d: scale * x for d, x in found.items()} | here[name], problem.d)
         for name, found in measured.items()
     }
 
 
-def _is_baseline(kernel: Kernel) -> bool:
-    return any(isinstance(x, Matmul) for x in kernel.launches)
-
-
-def _share(problem: Problem) -> float:
-    """Returns the share of scores that a causal mask or a window leaves; a baseline computes all.
-
-    Only visible scores count as work, so a baseline's speed falls by this factor.
-    """
-    if problem.is_ragged or not problem.M * problem.N:
-        return 1.0
-    return visible_scores(problem) / (problem.M * problem.N)
+def _shares(kernel: Kernel, problem: Problem, limits: Limits) -> dict[str, float]:
+    """Returns the shares of its measured speed that a kernel reaches for the problem, by reason."""
+    if not kernel.shares:
+        return {}
+    p, constants = _likely(kernel, problem, limits)
+    c = SimpleNamespace(**constants, multiprocessors=limits.multiprocessors)
+    return {why: kernel.evaluated("shares", x, p, c) for why, x in kernel.shares.items()}
 
 
 def _drawback(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
@@ -292,15 +328,14 @@ def _drawback(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
 
     Returns None if neither applies. A baseline computes and stores all scores, even masked ones.
     """
-    is_baseline = _is_baseline(kernel)
-    scores = problem.batch * problem.heads * problem.M * problem.N
+    is_baseline = any(isinstance(x, Matmul) for x in kernel.launches)
     if is_baseline and problem.has_mask:
         return "it computes masked scores too"
     is_small = max(problem.M, problem.N, problem.d, problem.dv) <= _SMALL
     if is_baseline and is_small and kernel.operation == "forward":
         return "cuBLAS is slow for such small products"
-    if is_baseline and scores < _LEAST_SCORES:
-        return f"{scores:,} scores take less time than its launches"
+    if prod(_shares(kernel, problem, limits).values()) < _LEAST_SHARE:
+        return _why_below(kernel, problem, limits)
     try:
         made = _first_fit(kernel, _with_columns(kernel, problem.without_maps()), limits, {})
     except Unsupported as refused:

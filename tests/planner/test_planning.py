@@ -172,6 +172,17 @@ def short(length, **sizes):
     return {"batch": 4096, "heads": 4, "M": length, "N": length, **sizes}
 
 
+def stored(length, **sizes):
+    """Returns sizes of 65,536 float64 rows whose products are large in forward, too."""
+    return {**STORED, "batch": 4096 // length, "M": length, "N": length, **sizes}
+
+
+def tokens(length, **sizes):
+    """Returns sizes of 16,384 float16 tokens with 16 heads."""
+    usual = {"batch": 16384 // length, "heads": 16, "M": length, "N": length, "d": 128}
+    return {**usual, **F16, **sizes}
+
+
 # The kernel that "auto" selects for these sizes on an architecture; M and d are 64 by default.
 CHOSEN = [
     ("fa2_coalesced", "90", {"d": 128}),
@@ -207,6 +218,17 @@ CHOSEN = [
     ("mma_tf32", "90", {"d": 256, "precision": "tf32"}),
     ("mma_pipelined", "75", {"precision": "float16"}),
     ("mma_slices", "90", {"d": 257, "precision": "float16"}),
+    # cuBLAS pays off for long rows, if its calls have enough tiles.
+    ("mma_f64", "90", stored(512)),
+    ("baseline", "90", stored(1024)),
+    ("baseline", "90", stored(1024, kv_heads=1)),
+    ("mma_f64", "90", stored(1024, kv_heads=4)),
+    ("baseline", "90", stored(2048, kv_heads=4)),
+    ("baseline", "90", stored(4096, d=192)),
+    ("mma_f64", "90", stored(4096, causal=True)),
+    ("mma_f64", "90", stored(16384, batch=1, heads=1)),
+    ("baseline", "90", stored(512, batch=1, heads=8, kv_heads=2, d=512, causal=True)),
+    ("baseline", "90", stored(2048, batch=1, heads=8, d=512, window=(255, 0))),
     ("baseline_backward", "90", STORED),
     ("baseline_backward", "90", {**STORED, "M": 4096, "N": 4096}),
     ("baseline_backward", "90", {**STORED, "M": 8192, "N": 8192}),
@@ -216,7 +238,7 @@ CHOSEN = [
     ("mma_f64_columns", "90", {**STORED, "d": 128}),
     ("mma_f64_columns", "90", {**STORED, "causal": True}),
     ("mma_f64_columns", "90", {**STORED, "mask": "bhmn"}),
-    ("mma_f64_columns", "90", {**STORED, "M": 500, "N": 500}),
+    ("mma_f64_columns", "90", {**STORED, "M": 400, "N": 400}),
     ("baseline_backward", "90", {**STORED, "dtype": "float32", "d": 512}),
     # A baseline computes masked scores, too, which pays off if the others are slow.
     ("baseline_backward", "90", {**STORED, "dtype": "float32", "d": 512, "causal": True}),
@@ -224,6 +246,19 @@ CHOSEN = [
     ("mma_slices_backward", "80", {"d": 257, **F16}),
     ("mma_slices_backward", "80", {"d": 4096, "dtype": "bfloat16"}),
     ("mma_columns", "80", {"d": 256, **F16}),
+    # Two passes at the same time, with few blocks; without sums of dQ, with few keys.
+    ("wgmma_two_pass", "90", tokens(2048, batch=1, heads=4)),
+    ("wgmma_columns", "90", tokens(2048, batch=1, heads=8)),
+    ("wgmma_two_pass", "90", tokens(2048, batch=1, heads=8, causal=True)),
+    ("wgmma_columns", "90", tokens(2048, batch=1, causal=True)),
+    ("wgmma_two_pass", "90", tokens(1024, batch=1, d=64, causal=True)),
+    ("wgmma_two_pass", "90", tokens(256)),
+    ("wgmma_columns", "90", tokens(256, d=96)),
+    ("wgmma_columns", "90", tokens(384, causal=True)),
+    ("wgmma_two_pass", "90", tokens(768, kv_heads=4, causal=True)),
+    ("wgmma_columns", "90", tokens(768, kv_heads=4)),
+    ("wgmma_columns", "90", tokens(1024, kv_heads=4, causal=True)),
+    ("wgmma_columns", "90", tokens(8192, batch=1, kv_heads=2, window=(127, 0))),
     ("rows", "80", {"d": 257}),
     # Many short heads.
     ("fa2_coalesced", "90", short(42)),
@@ -274,7 +309,7 @@ def test_auto_takes_the_fastest_kernel_that_rounds_as_little_as_asked(kernel, ar
             {"dtype": "float32", "heads": 4, "M": 64, "N": 128},
             "fa2_coalesced",
             {
-                "baseline": "131,072 scores take less time",
+                "baseline": "its launches take longer than so few scores",
                 **dict.fromkeys(("mma_fp16x2", "wgmma_fp16x2"), "other sizes suit it better"),
             },
         ),
@@ -283,6 +318,21 @@ def test_auto_takes_the_fastest_kernel_that_rounds_as_little_as_asked(kernel, ar
             {"dtype": "float32", "d": 512, "batch": 1, "heads": 1, "N": 10**6},
             "fa2_coalesced",
             {"baseline": "scratch would"},
+        ),
+        (
+            {"dtype": "float64", "d": 256, "N": 300},
+            "mma_f64",
+            {"baseline": "the softmax of a row takes longer than products with few keys"},
+        ),
+        (
+            {"dtype": "float64", "d": 256, "M": 128, "N": 2048},
+            "mma_f64",
+            {"baseline": "its products have too few tiles"},
+        ),
+        (
+            {"dtype": "float64", "d": 256, "causal": True},
+            "mma_f64",
+            {"baseline": "it computes masked scores too"},
         ),
         ({"dtype": "float32"}, "wgmma_fp16x2", {}),
         ({"dtype": "float16"}, "wgmma_persistent", {}),
@@ -296,6 +346,19 @@ def test_auto_says_which_faster_kernels_it_did_not_take(sizes, chosen, words):
     missing = {name: why for name, why in words.items() if why not in found.get(name, "")}
     assert not missing, str(found)
     assert words or not found
+
+
+def test_auto_says_why_a_kernel_yields_to_another():
+    def found(**sizes):
+        problem = Problem.of_sizes(**tokens(256, **sizes))
+        chosen = planning.select("auto", "backward", problem, H100)
+        return chosen.name, planning.passed_over(chosen, problem, H100).get("wgmma_columns", "")
+
+    name, why = found()
+    assert name == "wgmma_two_pass" and "few keys" in why
+    name, why = found(batch=1)
+    assert name == "wgmma_two_pass" and "too few for the device" in why
+    assert found(d=64) == ("wgmma_columns", "")
 
 
 def test_auto_uses_the_nearest_measured_head_dimension():
