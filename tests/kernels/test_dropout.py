@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from helpers.problems import FORWARD, able, check_case, name, usual_first
+from helpers.gradients import BACKWARD, tiles_of
+from helpers.problems import FORWARD, able, check_case, inputs_of, name, planned, usual_first
 
 import cupyfa
 from cupyfa import Dropout, Problem, Simulator
@@ -10,6 +11,7 @@ from cupyfa.lab.bench.sweeps import usual_dtype
 from cupyfa.planner import choose_kernel as planning, source as sources
 from cupyfa.problem.dtypes import DTYPES
 from cupyfa.problem.options import AttentionOptions
+from cupyfa.runtime import guard
 
 F = np.float32
 KERNELS = able("dropout")
@@ -43,6 +45,21 @@ def test_rows_that_are_computed_again(backend, kernel, values):
 def test_dropped_weights_of_a_text_keep_nan(backend, kernel, values):
     """A dropped weight times a NaN or infinite dO is NaN."""
     check(backend, kernel, values, score_mod="score * (1 + 0.1 * sin(key))", M=7)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("out_dtype", [None, "float32"])
+@pytest.mark.parametrize("kernel", ["mma_two_pass", "columns", "wgmma_columns", "wgmma_two_pass"])
+def test_gradients_of_a_hidden_key_are_zero(backend, kernel, out_dtype):
+    """A mark in the last bit of a weight, times a large dO, is a normal number in bfloat16."""
+    hidden = 5
+    changes = {"score_mod": "score * (1 + 0.1 * sin(key))", "mask_mod": f"key != {hidden}"}
+    sizes = {**SIZES, **OPTIONS, **changes, "out_dtype": out_dtype}
+    plan = planned(BACKWARD[kernel], backend, sizes, "bfloat16", **tiles_of(BACKWARD[kernel]))
+    inputs = inputs_of(plan)
+    inputs["dO"] *= 2**20
+    found = guard.checked(backend, plan, inputs, {})
+    assert not found["dK"][:, :, hidden].any() and not found["dV"][:, :, hidden].any()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@
 // Each word serves two neighbouring keys, which share a register of the next product's operand.
 
 #include <ptx/at_least.cuh>
+#include <ptx/pack.cuh>
 #include <tile/warp.cuh>
 
 struct Mods;
@@ -191,11 +192,11 @@ __device__ __forceinline__ real marked(real PS, bool kept) {
 __device__ __forceinline__ bool is_kept(real PS) {
   return unit_slope ? !(PS < 0) : __builtin_bit_cast(Word, PS) & 1;
 }
-// Returns PS without its mark. Where results are rounded to 16 bits, the last bit may stay; in
-// wider results it would make gradients of hidden pairs nonzero.
+// Returns PS without its mark. Where results are float16, the last bit may stay: it rounds to 0. In
+// bfloat16 and wider results it would make gradients of hidden pairs nonzero.
 __device__ __forceinline__ real unmarked(real PS) {
   if constexpr (unit_slope) return fabs(PS);
-  if constexpr (sizeof(scalar) == 2) return PS;
+  if constexpr (is_half<result>) return PS;
   return __builtin_bit_cast(real, __builtin_bit_cast(Word, PS) & ~Word(1));
 }
 
