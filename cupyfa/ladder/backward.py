@@ -2,7 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from types import SimpleNamespace
+from typing import NamedTuple
 
 from cupyfa.ladder import mma_slices_backward
 from cupyfa.ladder.common import (
@@ -11,6 +13,7 @@ from cupyfa.ladder.common import (
     HALF,
     ROOM,
     ROOM_CANDIDATES,
+    ROOM_UNIT,
     WARP,
     baseline_shares,
     batch_first,
@@ -39,7 +42,7 @@ from cupyfa.ladder.split_float32 import (
     pays_for_short_gradients,
     row_slabs,
 )
-from cupyfa.ladder.tiles import TileChoice, Tiles, cdiv, named
+from cupyfa.ladder.tiles import TileChoice, Tiles, cdiv, named, tiles_of_d
 from cupyfa.problem.optional_inputs import KEY_TILES, MAPS
 from cupyfa.problem.problem import Problem, round_up
 
@@ -305,7 +308,8 @@ def block_heads(p: Problem, c: SimpleNamespace, most: int) -> int:
 
 def group_splits(p: Problem, c: SimpleNamespace) -> int:
     """Returns the number of blocks of mma.sync that share the query heads of a group."""
-    return p.group // block_heads(p, c, MOST_HEADS)
+    kept = kept_shares(p, c)
+    return p.group // (kept.heads if kept else block_heads(p, c, MOST_HEADS))
 
 
 def parts_of_rows(height: int, columns: int, warps: int) -> int:
@@ -526,37 +530,219 @@ def two_pass_rows_launch(name: str, arrays: str, shared: Formula) -> Launch:
     )
 
 
+# Where dS fits into memory, mma_two_pass keeps it between its passes, in rounds over query heads
+
+
+_BUSY = 0.85  # rounds keep multiprocessors busy for at least this part of the time
+
+
+class KeptShares(NamedTuple):
+    """A block computes dK and dV of a share: some query heads of a group.
+
+    heads: query heads of a share.
+    at_a_time: shares whose dS is kept at a time, in all rounds but the last.
+    rounds: the number of rounds.
+    """
+
+    heads: int
+    at_a_time: int
+    rounds: int
+
+
+def line_tiles(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the number of tiles in a line of kept_dS.cuh.
+
+    Under a right limit, a line has the row tiles r and R - 1 - r. They see at most (r + 1) Br + o
+    and (R - r) Br + o keys, with offset o, and a partial tile each.
+    """
+    tiles = cdiv(p.N, c.Bc)
+    if p.right is None:
+        return tiles
+    both = ((cdiv(p.M, c.Br) + 1) * c.Br + 2 * p.causal_offset - 2) // c.Bc + 2
+    return max(tiles, min(2 * tiles, both))
+
+
+def head_scores(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the number of elements of dS that are kept of a query head."""
+    lines = cdiv(cdiv(p.M, c.Br), 1 if p.right is None else 2)
+    return lines * line_tiles(p, c) * c.Br * c.Bc
+
+
+def may_keep_dS(p: Problem) -> bool:
+    """Returns whether dS could be kept: unless rows see few keys or sequences differ in length."""
+    hides = p.is_ragged or p.left is not None or any(x.name in MAPS for x in p.operands)
+    return not hides and p.M > 0 and p.N > 0
+
+
+def kept_heads(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the number of query heads whose dS fits into `room` units; 0 if it is never kept."""
+    if getattr(c, "room", 1) == 1 or not may_keep_dS(p):
+        return 0
+    return (c.room * ROOM_UNIT) // (p.itemsize * head_scores(p, c))
+
+
+@lru_cache(maxsize=256)
+def shares_at_a_time(
+    shares: int, most: int, tiles: int, multiprocessors: int, differ: bool
+) -> int | None:
+    """Returns the number of shares per round, at most `most`, with which rounds take least time.
+
+    Returns None if multiprocessors, which run a block each, would often have no work.
+
+    tiles: blocks of a share. differ: the longest block takes twice as long as the mean one, and
+        blocks that start later are short.
+    """
+
+    def time_of_round(now: int) -> float:  # in times of a mean block
+        blocks = now * tiles
+        return max(blocks / multiprocessors, 2) if differ else cdiv(blocks, multiprocessors)
+
+    def time(now: int) -> float:
+        rounds, last = divmod(shares, now)
+        whole = rounds * time_of_round(now) + (time_of_round(last) if last else 0)
+        return round(whole, 3)  # so that equal times are equal, and the fewest rounds are taken
+
+    most = min(most, shares)
+    now = min(range(most, max(most // 2, most - 16), -1), key=time)
+    busy = shares * tiles / multiprocessors / time(now)
+    return now if now == shares or busy >= _BUSY else None
+
+
+def kept_shares(p: Problem, c: SimpleNamespace) -> KeptShares | None:
+    """Returns the shares with which dS is kept; None if S and dP are computed twice."""
+    room = kept_heads(p, c)
+    for heads in range(min(block_heads(p, c, MOST_HEADS), room) if room else 0, 0, -1):
+        if p.group % heads == 0:
+            shares, tiles = p.batch * p.heads // heads, share_stride(p, c)
+            limits = tiles, c.multiprocessors, p.right is not None
+            if now := shares_at_a_time(shares, room // heads, *limits):
+                return KeptShares(heads, now, cdiv(shares, now))
+    return None
+
+
+def keeps_dS(p: Problem, c: SimpleNamespace) -> bool:
+    """Returns whether mma_two_pass keeps dS between its passes."""
+    return kept_shares(p, c) is not None
+
+
+def shares_now(p: Problem, c: SimpleNamespace) -> range:
+    """Returns the shares of a round; all if dS is not kept."""
+    shares = range(p.batch * p.kv_heads * group_splits(p, c))
+    kept = kept_shares(p, c)
+    return shares[c.round * kept.at_a_time :][: kept.at_a_time] if kept else shares
+
+
+def heads_now(p: Problem, c: SimpleNamespace) -> range:
+    """Returns the query heads of a round, counted over all batch elements."""
+    heads, shares = p.group // group_splits(p, c), shares_now(p, c)
+    return range(shares.start * heads, shares.stop * heads)
+
+
+def kept_dS(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the number of elements of dS in a round; 0 if dS is not kept."""
+    kept = kept_shares(p, c)
+    return kept.at_a_time * kept.heads * head_scores(p, c) if kept else 0
+
+
+def kept_keys(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the keys of a tile of mma_two_pass_kept_rows, which has no sums of S and dP."""
+    return 2 * c.Qc
+
+
+def kept_stage_bytes(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the bytes of a tile of K and of dS in mma_two_pass_kept_rows."""
+    return p.itemsize * kept_keys(p, c) * (round_up(p.d, 16) + c.Qr)
+
+
+def kept_stages(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the number of stages of mma_two_pass_kept_rows.
+
+    Eight warps run on a multiprocessor, in one block or more; all stages have 192 KiB if possible.
+    """
+    return min(max((24 << 10) * (c.Qr // c.Qw) // kept_stage_bytes(p, c), 2), 8)
+
+
+_TWO_PASS_TILES = TileChoice.of(
+    "Br Bc warps stages Qr Qc Qw Qs room",  # Qr x Qc are tiles of the second pass
+    [
+        (64, 64, 8, 1, 64, 32, 16, 1, 1),
+        (32, 64, 8, 1, 64, 16, 16, 1, 1),
+        (32, 32, 4, 1, 32, 32, 16, 1, 1),
+        (32, 16, 2, 1, 32, 16, 16, 1, 1),
+        (16, 16, 1, 1, 16, 16, 16, 1, 1),
+    ],
+    up_to={
+        64: [(128, 128, 8, 2, 128, 64, 32, 2, 1), (64, 64, 4, 2, 64, 64, 16, 2, 1)],
+        128: [(64, 128, 8, 2, 128, 32, 32, 2, 1), (64, 64, 8, 1, 64, 32, 16, 2, 1)],
+        256: [(64, 64, 8, 2, 64, 32, 16, 2, 1), (64, 64, 8, 1, 64, 32, 16, 1, 1)],
+    },
+    on={
+        "90": {
+            32: [(128, 128, 8, 2, 128, 64, 32, 2, 1)],
+            64: [(128, 128, 8, 2, 128, 64, 32, 2, 69632)],
+            128: [(64, 128, 8, 2, 128, 32, 32, 2, 69632)],
+            256: [(128, 64, 8, 1, 128, 32, 16, 1, 69632)],
+        }
+    },
+)
+
+
+def tiles_without_dS(p: Problem) -> Tiles:
+    """Returns the tiles of mma_two_pass for problems whose dS it keeps on no device."""
+    return () if may_keep_dS(p) else tiles_of_d(p, _TWO_PASS_TILES.up_to)
+
+
+KEEPING_COLUMNS = mma_columns_launch("mma_two_pass_columns", "dK dV")
 MMA_TWO_PASS = rung(
     MMA_COLUMNS,
     "mma_two_pass",
     "two passes on tensor cores, without atomics; dS of the second in registers",
     launches=(
         mma_delta(lambda p, c: 0),
-        mma_columns_launch("mma_two_pass_columns", "dK dV"),
-        two_pass_rows_launch(
-            *("mma_two_pass_rows", f"{INPUTS} dQ"),
-            # Holds 16-bit tiles of Q and dO, `Qs` tiles of K and V, and lse and delta.
-            shared=lambda p, c: 2 * (c.Qr + c.Qs * c.Qc) * padded_columns(p, 16) + 8 * c.Qr,
+        replace(
+            KEEPING_COLUMNS,
+            args=KEEPING_COLUMNS.args.replace("counts.data", "counts.data dS.data").replace(
+                "stride", "stride first_block"
+            ),
+            grid=lambda p, c: share_stride(p, c) * len(shares_now(p, c)),
+            numbers={
+                **KEEPING_COLUMNS.numbers,
+                "first_block": lambda p, c: share_stride(p, c) * shares_now(p, c).start,
+            },
+            constants={**SHARING, "keeps_dS": keeps_dS},
+            in_rounds=True,
+        ),
+        Launch(
+            "mma_two_pass_kept_rows",
+            args=f"{INPUTS} dS.data dQ sizes heads group first_head scale mods",
+            grid=lambda p, c: cdiv(p.M, c.Qr) * len(heads_now(p, c)),
+            threads=lambda p, c: WARP * c.Qr // c.Qw,
+            # Holds stages of K and dS.
+            shared=lambda p, c: kept_stages(p, c) * kept_stage_bytes(p, c),
+            constants={
+                "rows": lambda p, c: c.Qr,
+                "keys": kept_keys,
+                "warps": lambda p, c: c.Qr // c.Qw,
+                "stages": kept_stages,
+            },
+            numbers={"first_head": lambda p, c: heads_now(p, c).start},
+            needed=keeps_dS,
+            in_rounds=True,
+        ),
+        replace(
+            two_pass_rows_launch(
+                *("mma_two_pass_rows", f"{INPUTS} dQ"),
+                # Holds 16-bit tiles of Q and dO, `Qs` tiles of K and V, and lse and delta.
+                shared=lambda p, c: 2 * (c.Qr + c.Qs * c.Qc) * padded_columns(p, 16) + 8 * c.Qr,
+            ),
+            needed=lambda p, c: not keeps_dS(p, c),
         ),
     ),
-    tiles=TileChoice.of(
-        "Br Bc warps stages Qr Qc Qw Qs",  # mma_two_pass_rows uses Qr x Qc tiles
-        [
-            (64, 64, 8, 1, 64, 32, 16, 1),
-            (32, 64, 8, 1, 64, 16, 16, 1),
-            (32, 32, 4, 1, 32, 32, 16, 1),
-            (32, 16, 2, 1, 32, 16, 16, 1),
-            (16, 16, 1, 1, 16, 16, 16, 1),
-        ],
-        up_to={
-            64: [(128, 128, 8, 2, 128, 64, 32, 2), (64, 64, 4, 2, 64, 64, 16, 2)],
-            128: [(64, 128, 8, 2, 128, 32, 32, 2), (64, 64, 8, 1, 64, 32, 16, 2)],
-            256: [(64, 64, 8, 2, 64, 32, 16, 2), (64, 64, 8, 1, 64, 32, 16, 1)],
-        },
-    ),
+    rounds=lambda p, c: kept.rounds if (kept := kept_shares(p, c)) else 1,
+    tiles=replace(_TWO_PASS_TILES, of_problem=tiles_without_dS),
     candidates={
         **MMA_COLUMNS.candidates,
-        **{"Qr": (64, 128), "Qc": (32, 64), "Qw": (16, 32), "Qs": (1, 2)},
+        **{"Qr": (64, 128), "Qc": (32, 64), "Qw": (16, 32), "Qs": (1, 2), "room": (1, 69632)},
     },
     rules={
         **MMA_COLUMNS.rules,
@@ -564,7 +750,12 @@ MMA_TWO_PASS = rung(
         "Qr is a multiple of Qw": lambda c: c.Qr % c.Qw == 0,
         "Qs is 1 or 2": lambda c: c.Qs in (1, 2),
     },
-    scratch={**DELTA_SCRATCH, **SHARING_SCRATCH, "dQ_sum": (lambda p, c: 0, "real")},
+    scratch={
+        **DELTA_SCRATCH,
+        **SHARING_SCRATCH,
+        "dQ_sum": (lambda p, c: 0, "real"),
+        "dS": (kept_dS, "operand"),
+    },
     tflops={"float16": {64: 196, 128: 205}, "bfloat16": {192: 148, 256: 169}},
     unordered=(),
 )

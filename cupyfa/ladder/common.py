@@ -17,7 +17,8 @@ CLEARING = 256  # threads per block of clear_rest
 Shares = Mapping[str, Callable[[Problem, SimpleNamespace], float]]
 
 
-# Tiles of the baselines: scratch memory of a round over heads, in units of 16 KiB; usually 768 MiB.
+ROOM_UNIT = 1 << 14  # bytes
+# Tiles of the baselines: scratch memory of a round over heads, in ROOM_UNIT; usually 768 MiB.
 ROOM = named("room", (49152,))
 ROOM_CANDIDATES = {"room": (16384, 32768, 49152)}
 FEWEST_ROWS = 256  # fewer rows of a round would cost more in launches than in products
@@ -33,12 +34,12 @@ def heads_in_room(p: Problem, c: SimpleNamespace, row: int, head: int = 0) -> in
 
     row: the bytes of scratch memory for each row. head: those for each query head in addition.
     """
-    return max((c.room << 14) // max(row * p.M + head, 1), 1)
+    return max((c.room * ROOM_UNIT) // max(row * p.M + head, 1), 1)
 
 
 def rows_in_room(p: Problem, c: SimpleNamespace, row: int, head: int = 0) -> int:
     """Returns the number of rows of a query head that fit into c.room, at least FEWEST_ROWS."""
-    return max(((c.room << 14) - head) // max(row, 1), FEWEST_ROWS)
+    return max(((c.room * ROOM_UNIT) - head) // max(row, 1), FEWEST_ROWS)
 
 
 def baseline_shares(row: Callable[[Problem], int], row_operations: int) -> Shares:

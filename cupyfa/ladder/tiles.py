@@ -64,13 +64,13 @@ class TileChoice(Shown):
         busiest multiprocessor would compute more than 1.5 times as many scores with larger tiles.
     few_rows: tiles for groups of query heads that have at most this many rows in total, as in
         ``{16: {64: tiles}}``.
-    on: tiles measured on an architecture, as in ``{"90": {64: tiles}}``.
     of_problem: a formula for the tiles of special problems; an empty sequence for others.
+    on: tiles measured on an architecture, as in ``{"90": {64: tiles}}``.
     up_to: tiles by largest head dimension, as in ``{64: tiles}``.
     usual: all other tiles, in order of preference.
 
     The inner keys of ``short``, ``few_rows`` and ``on`` are largest head dimensions, too. Within
-    ``on``, ``of_problem`` and ``up_to``, tiles that leave many key slots empty, or compute far more
+    ``of_problem``, ``on`` and ``up_to``, tiles that leave many key slots empty, or compute far more
     scores, come last. ``blocks_per_sm`` is the number of blocks of usual tiles that run on one
     multiprocessor at a time.
     """
@@ -119,15 +119,15 @@ class TileChoice(Shown):
             return max(tile.get("Bc", 1), p.N // _FEW) if p.is_masked else 0
 
         measured = [
-            *_of_d(p, self.on.get(arch or "", {})),
             *self.of_problem(p),
-            *_of_d(p, self.up_to),
+            *tiles_of_d(p, self.on.get(arch or "", {})),
+            *tiles_of_d(p, self.up_to),
         ]
         least = min(map(scores, measured), default=0)
         measured.sort(key=lambda x: (is_mostly_empty(x), scores(x) > _MORE * least))
         rows = min((x for x in self.few_rows if p.M * p.group <= x), default=0)
-        tiles = (*_of_d(p, self.few_rows.get(rows, {})), *measured, *self.usual)
-        short = _of_d(p, self.short)
+        tiles = (*tiles_of_d(p, self.few_rows.get(rows, {})), *measured, *self.usual)
+        short = tiles_of_d(p, self.short)
         if not short or scores(tiles[0]) <= _FAR_MORE * min(map(scores, short)):
             return tiles
         return (*sorted(short, key=lambda x: (is_mostly_empty(x), masked_keys(x))), *tiles)
@@ -156,7 +156,8 @@ RULES: Rules = {
 }
 
 
-def _of_d(p: Problem, sizes: TilesByD) -> Tiles:
+def tiles_of_d(p: Problem, sizes: TilesByD) -> Tiles:
+    """Returns the tiles of the smallest head dimension that is large enough."""
     d = max(p.d, p.dv)
     return sizes.get(min((most for most in sizes if d <= most), default=0), ())
 

@@ -5,12 +5,14 @@
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   lse, delta [batch, heads, M]
-//   shared_sums, counts: used by group_shares.cuh
-//   grid (max(cdiv(N, Bc), 1) * kv_heads * splits * batch)    block (32 * warps)
-//   the host sets: scalar, result, operand, real, Br, Bc, warps, stages, d, dv, threads,
+//   shared_sums, counts: used by group_shares.cuh    dS: see kept_dS.cuh
+//   grid (max(cdiv(N, Bc), 1) * shares of the round, from first_block on)    block (32 * warps)
+//   the host sets: scalar, result, operand, real, Br, Bc, warps, stages, keeps_dS, d, dv, threads,
 //   shared_bytes and options (extent.cuh)
 #include <attention/tile_index.cuh>
 #include <backward/parts/group_shares.cuh>
+#include <backward/parts/kept_dS.cuh>
+#include <backward/parts/longest_first.cuh>
 #include <backward/parts/row_range.cuh>
 #include <backward/parts/row_tile_loads.cuh>
 #include <backward/parts/store_or_repair.cuh>
@@ -44,6 +46,7 @@ static_assert(Scores::whole, "warps divide S evenly");
 constexpr int S_steps = depth > 64 ? 4 : 2;
 constexpr int dP_steps = depth > 128 || (depth > 64 && !has_mask) ? 4 : 2;
 
+using Kept = KeptTiles<Br, Bc>;
 using Walk = RowTileLoads<Br, Bc, d, dv, threads>;
 using Shares = GroupShares<KeyPart::Sums, ValuePart::Sums, threads>;
 
@@ -53,7 +56,8 @@ using Shares = GroupShares<KeyPart::Sums, ValuePart::Sums, threads>;
 template <bool masked>
 __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const TilePair<Br, Bc>& pair,
                                           KeyPart::Sums& dK, ValuePart::Sums& dV, int turn,
-                                          const Scorer<float>& scorer) {
+                                          const Scorer<float>& scorer, const Kept& kept,
+                                          int kept_tile) {
   const int stage = stages == 2 ? turn : 0;
   walk.advance();
   const bool more = walk.left > 0;
@@ -73,6 +77,7 @@ __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const Tile
     multiply_transposed<dP_steps>(dP, shared.dO[stage], shared.V, own, lane);
     compute_dS(dP, PS, shared.stats[turn], own, lane, pair.extent.kept_factor());
     store_tile(shared.dS, dP, own, lane);
+    if constexpr (keeps_dS) keep_dS(kept, kept_tile, dP, own, lane);
   }
   if (more) next.store(shared.stats[1 - turn]);
   __syncthreads();  // P and dS are written
@@ -89,12 +94,13 @@ __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const Tile
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_columns(
     Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V,
     Tensor<const operand> dO, Tensor<const real> lse, Tensor<const real> delta, Tensor<result> dK,
-    Tensor<result> dV, real* shared_sums, int* counts, Sizes sizes, int kv_heads, int group,
-    int splits, int stride, real scale, Mods mods) {
+    Tensor<result> dV, real* shared_sums, int* counts, operand* dS, Sizes sizes, int kv_heads,
+    int group, int splits, int stride, int first_block, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
   const Shares shares = {shared_sums, counts, splits, stride};
   const int sharing = blocks_of_group(splits);
-  const auto [tile, share, batch] = place_of_keys<Bc>(blockIdx.x, sizes, mods, kv_heads * sharing);
+  const int index = first_block + longest_first(blockIdx.x, gridDim.x, stride);
+  const auto [tile, share, batch] = place_of_keys<Bc>(index, sizes, mods, kv_heads * sharing);
   const int kv_head = share / sharing, heads = group / sharing;
   const int first_key = tile * Bc;
   const Extent extent = extent_of(sizes, mods, batch, kv_head * group);
@@ -110,6 +116,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_columns(
     walk.left = tiles > 0 ? heads : 0;
     if (tiles > 0) walk.go_to(walk.map().template from<Br>(start));
   }
+  const Kept kept(dS, sizes);
+  // The first query head of the round, less the heads of earlier batch elements.
+  const int first_head = first_block / stride * heads - batch * kv_heads * group;
   KeyPart::Sums sums_K = {};
   ValuePart::Sums sums_V = {};
   if (walk.left > 0) {
@@ -126,14 +135,15 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_columns(
   for (int turn = 0; walk.left > 0; turn = 1 - turn) {
     const TilePair<Br, Bc> pair = {extent_of_head(extent, walk.head), walk.first_row, first_key};
     timeline::event(timeline::tile, first_key, walk.first_row);
+    const int place = kept.tile(walk.head - first_head, walk.first_row / Br, tile);
     if (first_key + Bc <= extent.N && pair.reaches_all())
-      step_down<false>(shared, walk, pair, sums_K, sums_V, turn, scorer);
+      step_down<false>(shared, walk, pair, sums_K, sums_V, turn, scorer, kept, place);
     else
-      step_down<true>(shared, walk, pair, sums_K, sums_V, turn, scorer);
+      step_down<true>(shared, walk, pair, sums_K, sums_V, turn, scorer, kept, place);
     cp_async_wait_group<0>();
     __syncthreads();  // the next tile has arrived, and this one is no longer read
   }
-  if (!shares.complete(sums_K, sums_V, blockIdx.x)) return;
+  if (!shares.complete(sums_K, sums_V, index)) return;
   const Repair<d, dv, operand, StatsInMemory> repair = {extent, Q,      K,     V,      dO,
                                                         stats,  scorer, batch, kv_head};
   store_or_repair<false>(sums_K, dK, KeyPart(), repair, group, first_key, own_lane());

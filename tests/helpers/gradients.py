@@ -11,7 +11,7 @@ _COLUMNS = {"Br": 16, "Bc": 32, "warps": 2, "stages": 1}
 MMA_TILE = {
     "mma_columns": _COLUMNS,
     "mma_f64_columns": _COLUMNS,
-    "mma_two_pass": {**_COLUMNS, "Qr": 32, "Qc": 16, "Qw": 16, "Qs": 2},
+    "mma_two_pass": {**_COLUMNS, "Qr": 32, "Qc": 16, "Qw": 16, "Qs": 2, "room": 2},
     "mma_fp16x2_two_pass": {**_COLUMNS, "Qr": 32, "Qc": 16, "Qw": 16, "Qs": 2},
     "mma_slices_backward": {
         **{"Br": 32, "Bc": 64, "Wr": 16, "Wc": 32, "Bd": 16},

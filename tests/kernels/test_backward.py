@@ -29,7 +29,7 @@ MMA_TILES = {
     "mma_columns": [(32, 64, 4, 2), (64, 32, 8, 1), (128, 16, 1, 2)],
     # 1, 2 and then 4 warps share a group of 16 keys.
     "mma_f64_columns": [(32, 64, 4, 2), (16, 32, 4, 1), (16, 16, 4, 1)],
-    "mma_two_pass": [(32, 64, 4, 2, 32, 32, 32, 1), (64, 32, 8, 1, 48, 16, 16, 2)],
+    "mma_two_pass": [(32, 64, 4, 2, 32, 32, 32, 1, 1), (64, 32, 8, 1, 48, 16, 16, 2, 2)],
     # 1 and then 4 warps share a group of 16 keys.
     "mma_fp16x2_two_pass": [(32, 64, 4, 2, 32, 32, 32, 1), (64, 32, 8, 1, 48, 16, 16, 2)],
     "mma_slices_backward": [(64, 64, 16, 64, 32, 3, 1)],

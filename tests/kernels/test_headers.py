@@ -55,6 +55,7 @@ MAY_READ = {
     "kv_dtype.cuh": {"has_e4m3", "page_size"},
     "descales.cuh": {"has_q_descale", "has_k_descale", "has_v_descale"},
     "longest_first.cuh": {"causal", "packed"},
+    "kept_dS.cuh": {"causal"},
     "row_tile_number.cuh": {"packed"},
     "place_of_sums.cuh": {"ragged", "packed"},
     "sum_tile.cuh": {"packed"},
