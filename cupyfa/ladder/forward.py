@@ -10,6 +10,7 @@ from typing import Any
 from cupyfa.errors import Unsupported, described
 from cupyfa.ladder.common import (
     ALONG_KEYS,
+    CLEARING,
     HALF,
     ROOM,
     ROOM_CANDIDATES,
@@ -1027,15 +1028,43 @@ def tiles_of_short_heads(p: Problem) -> Tiles:
     return named("Br Bc stages Q_stages", (256, 64, 3, 2)) if is_measured else ()
 
 
-WGMMA_PERSISTENT = rung(
+QUEUE_BYTES = 256  # of the tiles that a block of a ragged launch has taken
+
+
+def queue_bytes(p: Problem) -> int:
+    return QUEUE_BYTES if p.is_ragged else 0
+
+
+# Fills the rows that no tile of Q has, and sets the number of tiles that blocks have taken to 0.
+BEGIN_RAGGED = Launch(
+    "begin_ragged",
+    args="O lse taken.data M heads mods",
+    grid=lambda p, c: max(cdiv(p.M, CLEARING), 1) * p.heads * p.batch,
+    threads=lambda p, c: CLEARING,
+    constants={"of_keys": lambda p, c: False, "width": lambda p, c: p.dv},
+    when=lambda p: p.is_ragged,
+)
+
+
+def begins_early_if_ragged(kernel: Kernel) -> Kernel:
+    """Lets the launch begin while begin_ragged ends, which it waits for to take its second tile."""
+    (plain,) = (x for x in kernel.launches if isinstance(x, Launch))
+    ragged = replace(plain, when=lambda p: p.is_ragged, begins_early=True)
+    plain = replace(plain, when=lambda p: not p.is_ragged)
+    return replace(kernel, launches=(BEGIN_RAGGED, ragged, plain))
+
+
+_PERSISTENT = rung(
     WGMMA_OVERLAP,
     "wgmma_persistent",
     "persistent blocks: the next row tile starts before the current one is finished",
     persistent=True,
     launch={
-        "args": "Q.map K.map V.map Q K V O lse sizes heads group scale batch mods",
+        "args": "Q.map K.map V.map Q K V O lse sizes heads group scale batch taken.data mods",
         "grid": lambda p, c: min(c.multiprocessors, row_tiles(p, c)),
-        "shared": lambda p, c: tma_shared(p, c, staged_pairs(p, c, max(kept_tiles(p, c), 1))),
+        "shared": lambda p, c: tma_shared(
+            p, c, staged_pairs(p, c, max(kept_tiles(p, c), 1)) + queue_bytes(p)
+        ),
         "constants": {
             **STAGES_BIAS,
             "batch_first": lambda p, c: batch_first(p),
@@ -1059,24 +1088,31 @@ WGMMA_PERSISTENT = rung(
         of_problem=tiles_of_short_heads,
     ),
     candidates={**WGMMA.candidates, "Br": (64, 128, 192, 256), "Q_stages": (1, 2)},
+    scratch={"taken": (lambda p, c: int(p.is_ragged), "int")},
     tflops={"float16": {64: 437, 128: 631, 256: 738}, "bfloat16": {64: 440, 128: 646, 256: 734}},
 )
+WGMMA_PERSISTENT = begins_early_if_ragged(_PERSISTENT)
 
 
 def wgmma_fp16x2_shared(p: Problem, c: SimpleNamespace) -> int:
     """Returns the bytes of tma_shared, with the tiles doubled for hi and lo."""
     tiles = 2 * (c.Q_stages * c.Br * round_up(p.d, 64) + c.stages * c.Bc * padded_columns(p, 64))
-    return tma_shared(p, c, tiles + staged_pairs(p, c))
+    return tma_shared(p, c, tiles + staged_pairs(p, c) + queue_bytes(p))
 
 
 OPERAND_MAPS = " ".join(f"{name}.map" for name in OPERANDS.split())
 WGMMA_FP16X2 = rung(
-    WGMMA_PERSISTENT,
+    _PERSISTENT,
     "wgmma_fp16x2",
     "float32 accuracy with wgmma: hi and lo of operands, an accumulator of O for each tile",
-    first=(*SPLIT, *(clear_rest(x, "N", "kv_heads", "dv16") for x in ("V_high", "V_low"))),
+    first=(
+        *SPLIT,
+        *(clear_rest(x, "N", "kv_heads", "dv16") for x in ("V_high", "V_low")),
+        BEGIN_RAGGED,
+    ),
     launch={
-        "args": f"{PARTS.replace(OPERANDS, OPERAND_MAPS)} O lse sizes heads group scale batch mods",
+        "args": f"{PARTS.replace(OPERANDS, OPERAND_MAPS)} O lse sizes heads group scale batch "
+        "taken.data mods",
         "boxes": {
             name: (lambda p, c: 64) if name.startswith("Q") else (lambda p, c: c.Bc)
             for name in OPERANDS.split()
@@ -1106,7 +1142,7 @@ WGMMA_FP16X2 = rung(
     rules={**WGMMA.rules, "turns is 1, 2 or 3": lambda c: c.turns in (1, 2, 3)},
     dtypes=("float32",),
     parts="float16",
-    scratch=SCRATCH,
+    scratch={**SCRATCH, **_PERSISTENT.scratch},
     tflops={"float32": {64: 126, 128: 158, 256: 147}},
     made_for=pays_for_few_rows,
     after=(),
@@ -1373,7 +1409,7 @@ _RUNGS = (
     *(MMA_TF32, MMA_FP16X2, MMA_F64, WGMMA, WGMMA_OVERLAP, WGMMA_PERSISTENT, WGMMA_FP16X2),
     *(WGMMA_SLICES, WGMMA_LATENT, WGMMA_FP8),
 )
-KERNELS = tuple(with_cleared_rest(x, *REST) for x in _RUNGS)
+KERNELS = tuple(with_cleared_rest(x, *(REST[2:] if "taken" in x.scratch else REST)) for x in _RUNGS)
 _IN_SPLITS = (FA2_SPLIT_KV.name, MMA_SPLIT_KV.name)
 
 

@@ -40,7 +40,7 @@ struct TurnsOf<false> {
   static __device__ __forceinline__ void arrive(int) {}
 };
 
-using Registers = RegisterBudget<consumers, consumers == 3 ? 32 : 24>;
+using Registers = RegisterBudget<consumers, consumers == 3 ? 32 : ragged ? 40 : 24>;
 using Tasks = Schedule<Br, Bc, causal || has_key_tiles, batch_first, (dv > 64)>;
 using Turns = TurnsOf<(turns > 1)>;
 using Queries = SplitTile<warpgroup_rows, d>;  // Q tile of one warpgroup
@@ -53,6 +53,7 @@ struct Shared {
   Queries Q[Q_stages][consumers];
   Keys K[stages];
   Values V[stages];
+  Tasks::Queue queue;
   Pipeline<Q_stages> Q_pipeline[consumers];
   Pipeline<stages> K_pipeline, V_pipeline;
   Bias bias;
@@ -72,7 +73,7 @@ __device__ __forceinline__ void produce(Shared& shared, Tasks tasks, const Split
   PipelineState<Q_stages> queries;
   PipelineState<stages> tile;
   for (; tasks.advance(); queries.advance()) {
-    const RowTile task = tasks.task();
+    const auto task = tasks.task();
     const int kv_head = task.head / group, batch = task.packed_batch(task.batch);
     const auto load_queries = [&] {
 #pragma unroll
@@ -284,16 +285,17 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp16x2(
     const __grid_constant__ TensorMap V_high, const __grid_constant__ TensorMap V_low,
     const int* V_exponents, Tensor<const real> scale2, Tensor<unsigned char> flags,
     Tensor<result> O, Tensor<real> lse, Sizes sizes, int heads, int group, real scale, int batch,
-    const __grid_constant__ Mods mods) {
+    int* taken, const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
+  const Tasks tasks(sizes, mods, heads, batch, shared.queue);
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
-  const Tasks tasks(sizes, mods, heads, batch);
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   if (warpgroup < 0) {
     decrease_registers<Registers::producer>();
     if (threadIdx.x < warp_size && elect_one())
       produce(shared, tasks, {Q_high, Q_low}, {K_high, K_low}, {V_high, V_low}, group);
+    tasks.take_tiles(taken);
     return;
   }
   increase_registers<Registers::consumer>();

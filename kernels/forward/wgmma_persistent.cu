@@ -40,6 +40,7 @@ struct Shared {
   Queries Q[Q_stages][consumers];
   Keys K[stages];
   Values V[stages];
+  Tasks::Queue queue;
   Pipeline<Q_stages> Q_pipeline[consumers];
   Pipeline<stages> K_pipeline, V_pipeline;
   Bias bias;
@@ -59,7 +60,7 @@ __device__ __forceinline__ void produce(Shared& shared, Tasks tasks, const Tenso
   PipelineState<Q_stages> queries;
   PipelineState<stages> tile;
   for (; tasks.advance(); queries.advance()) {
-    const RowTile task = tasks.task();
+    const auto task = tasks.task();
     const int kv_head = task.head / group, batch = task.packed_batch(task.batch);
     const auto load_queries = [&] {
 #pragma unroll
@@ -172,8 +173,7 @@ struct Consumer {
 
   // Issues the last O += P V and the scores of the next tile of Q, and stores O meanwhile.
   template <class Finish>
-  __device__ __forceinline__ RowTile advance(const RowTile& task, const Tasks& tasks, int skips,
-                                             Finish finish) {
+  __device__ __forceinline__ void advance(RowTile& task, Tasks& tasks, int skips, Finish finish) {
     float factor[1][2];
     begin_output();
     queries.advance();
@@ -193,15 +193,9 @@ struct Consumer {
     softmax(next, next.kv_begin, factor);
     pack_weights<operand>(flat(S), P, rows, next.kv_begin);
     added = false;
-    return next;
+    task = next;
   }
 
-  __device__ __forceinline__ void skip_keys() {
-    shared.K_pipeline.wait(keys);
-    Turns::wait(warpgroup);
-    Turns::arrive(warpgroup);
-    release_keys();
-  }
   __device__ __forceinline__ void skip_values(int tiles) {
 #pragma unroll 1
     for (; tiles > 0; --tiles) {
@@ -225,9 +219,14 @@ struct Consumer {
       for (; first_key < end; first_key = task.after<Bc>(first_key)) advance(task, first_key);
       shared.Q_pipeline[warpgroup].release(queries);
 #pragma unroll 1
-      for (; first_key < task.kv_end; first_key = task.after<Bc>(first_key), ++skips) skip_keys();
+      for (; first_key < task.kv_end; first_key = task.after<Bc>(first_key), ++skips) {
+        shared.K_pipeline.wait(keys);
+        Turns::wait(warpgroup);
+        Turns::arrive(warpgroup);
+        release_keys();
+      }
       if (!tasks.advance()) break;
-      task = advance(task, tasks, skips, finish);
+      advance(task, tasks, skips, finish);
     }
     begin_output();
     wgmma_wait_group<0>(flat(O));
@@ -240,15 +239,16 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_persistent(
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
     const __grid_constant__ TensorMap V_map, Tensor<const operand> Q, Tensor<const operand> K,
     Tensor<const operand> V, Tensor<result> O, Tensor<real> lse, Sizes sizes, int heads, int group,
-    real scale, int batch, const __grid_constant__ Mods mods) {
+    real scale, int batch, int* taken, const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
+  const Tasks tasks(sizes, mods, heads, batch, shared.queue);
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
-  const Tasks tasks(sizes, mods, heads, batch);
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   if (warpgroup < 0) {
     decrease_registers<Registers::producer>();
     if (threadIdx.x < warp_size && elect_one()) produce(shared, tasks, Q_map, K_map, V_map, group);
+    tasks.take_tiles(taken);
     return;
   }
   increase_registers<Registers::consumer>();

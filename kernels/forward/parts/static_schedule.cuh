@@ -16,22 +16,18 @@
 // share the memory bandwidth. With `may_skip` a few blocks may be idle (slower up to d = 64).
 template <int Br, int Bc, bool by_length, bool batch_first, bool may_skip>
 struct StaticSchedule {
+  struct Queue {};  // a dynamic scheduler has one (kernels/with/forward/parts/ragged_schedule.cuh)
   Sizes sizes;
   const Mods* mods;
-  int heads, all_heads, tiles, slots, turned, together, first;
+  int heads, all_heads, tiles = cdiv(sizes.M, Br);
+  int slots = may_skip ? gridDim.x / tiles * tiles : gridDim.x, turned = heads_in_turn();
+  int together = by_length ? heads_together() : all_heads;
+  int first = may_skip && blockIdx.x >= slots ? turned : 0;
   int round = 0, slot = blockIdx.x, index = 0;
 
   __device__ __forceinline__ StaticSchedule(const Sizes& sizes, const Mods& mods, int heads,
-                                            int batch)
-      : sizes(sizes),
-        mods(&mods),
-        heads(heads),
-        all_heads(heads * batch),
-        tiles(cdiv(sizes.M, Br)),
-        slots(may_skip ? gridDim.x / tiles * tiles : gridDim.x),
-        turned(heads_in_turn()),
-        together(by_length ? heads_together() : all_heads),
-        first(may_skip && blockIdx.x >= slots ? turned : 0) {}
+                                            int batch, const Queue&)
+      : sizes(sizes), mods(&mods), heads(heads), all_heads(heads * batch) {}
 
   // Returns the number of heads to sort: whole pairs of rounds, or about four rounds in equal sets,
   // as a small last set keeps few blocks busy (two for dv > 128, where K and V fill the cache).
@@ -50,10 +46,14 @@ struct StaticSchedule {
     return (all_heads + all_heads / 32) / group * group;
   }
 
-  __device__ __forceinline__ bool in_turn() const { return !has_key_tiles && first < turned; }
+  __device__ __forceinline__ void take_tiles(int*) const {}
+
+  __device__ __forceinline__ bool in_turn() const {
+    return by_length && !has_key_tiles && first < turned;
+  }
 
   __device__ __forceinline__ int count() const {  // of heads that are assigned together
-    return min(by_length && in_turn() ? turned : together, all_heads - first);
+    return min(in_turn() ? turned : together, all_heads - first);
   }
 
   // Advances to the block's next tile of Q; returns false if there is none.
@@ -78,20 +78,17 @@ struct StaticSchedule {
   // Returns the current tile of Q. Its range of keys is never empty: without keys, the tile reads
   // zeros. Opaque divisors keep the slow divisions here, where products in flight hide them.
   __device__ __forceinline__ RowTile task() const {
-    const int size = opaque(by_length && !in_turn() ? count() : tiles);
+    const bool sorted = by_length && !in_turn();
+    const int size = opaque(sorted ? count() : tiles), line = index / size;
     const int all = opaque(batch_first ? all_heads / heads : heads);
-    int tile = by_length ? tiles - 1 - index / size : index % size;
-    int of_all = first + (by_length ? index % size : index / size);
-    if (by_length && in_turn()) {
-      tile = (index + round) % size;
-      of_all = index / size;
-    }
+    int tile = sorted ? tiles - 1 - line : (index + (in_turn() ? round : 0)) % size;
+    const int of_all = first + (sorted ? index % size : line);
     const int batch = batch_first ? of_all % all : of_all / all;
     const int head = batch_first ? of_all / all : of_all % all;
     Extent extent = extent_of(sizes, batch);
     if constexpr (has_key_tiles) {
       extent.take(batch, head, sizes.M, sizes.N, *mods);
-      tile = extent.longest(cdiv(sizes.N, Bc), index / size);
+      tile = extent.longest(cdiv(sizes.N, Bc), line);
     }
     RowTile task = row_tile<Br, Bc>(extent, tile * Br, head, batch);
     if (extent.N == 0) task.kv_begin = 1;

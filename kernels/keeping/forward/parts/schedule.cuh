@@ -13,10 +13,12 @@ template <int Br, int Bc, bool by_length, bool batch_first, bool may_skip>
 struct Schedule {
   static_assert(batch_first && !(causal || windowed || ragged || has_key_tiles),
                 "all batch elements read the same tiles of the bias");
+  struct Queue {};
   Sizes sizes;
   int batch, tiles, together, index, end;
 
-  __device__ __forceinline__ Schedule(const Sizes& sizes, const Mods&, int heads, int batch)
+  __device__ __forceinline__ Schedule(const Sizes& sizes, const Mods&, int heads, int batch,
+                                      const Queue&)
       : sizes(sizes),
         batch(batch),
         tiles(cdiv(sizes.M, Br)),
@@ -26,6 +28,8 @@ struct Schedule {
     index = own * least + min(own, more) - 1;
     end = index + 1 + least + (own < more);
   }
+
+  __device__ __forceinline__ void take_tiles(int*) const {}
 
   // Advances to the block's next tile of Q; returns false if there is none.
   __device__ __forceinline__ bool advance() { return ++index < end; }
