@@ -22,6 +22,7 @@
 #include <backward/parts/block_end.cuh>
 #include <backward/parts/load_rows.cuh>
 #include <backward/parts/register_operands.cuh>
+#include <backward/parts/tile_of_block.cuh>
 #include <backward/parts/tile_queue.cuh>
 #include <tile/shared.cuh>
 #include <tile/warpgroup_products.cuh>
@@ -210,19 +211,19 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
-  const int shares = kv_heads * blocks_of_group(splits);
+  const int sharing = blocks_of_group(splits), shares = kv_heads * sharing;
   const int tiles = persistent ? max(cdiv(sizes.N, Bc), 1) * shares * batch : gridDim.x;
-  const auto task_of = [&](int number) {
-    return key_tile<Br, Bc, batch_first>(sizes, mods, kv_heads, group, heads,
-                                         blocks_of_group(splits), number, tiles);
+  const int own = tile_of_block<Bc>(sizes, mods, shares);
+  const auto task_of = [&](int tile) {
+    return key_tile<Br, Bc, batch_first>(sizes, mods, kv_heads, group, heads, sharing, tile, tiles);
   };
   const auto own_tiles = [&](int* counter = nullptr) {
     if constexpr (persistent)
       return QueuedTiles{shared.queue, tiles, counter};
     else
-      return OneTile();
+      return OneTile{own};
   };
-  const Task first = task_of(blockIdx.x);
+  const Task first = task_of(own);
   if (!first.extent.has_tile_of_keys(first.first_key)) {
     wait_for_launch_before();  // every block must wait
     return;

@@ -243,6 +243,19 @@ def test_gradients_with_lengths_of_queries_or_of_keys_alone(backend, form, kerne
         gradients(form, kernel, backend, given)
 
 
+def test_blocks_that_share_a_group_take_each_tile(backend):
+    """Sequences have two, one and two tiles of keys, in the order of ragged_order.cuh."""
+    offsets = np.int32([0, 130, 135, 264])
+    q, dout = (random(264, 2, 16, dtype="float16", seed=seed) for seed in (0, 1))
+    k, v = random(2, 264, 1, 16, dtype="float16", seed=2)
+    arrays, how = [Packed(x, offsets) for x in (q, k, v)], {"causal": True, "backend": backend}
+    out, lse = cupyfa.attention(*arrays, return_lse=True, kernel="fa2", **how)
+    given = (dout, *arrays, out, lse)
+    plan = cupyfa.compile(*given, kernel="wgmma_columns", **how).plan
+    assert any(x.constants.get("shares_groups") for x in plan.launches)
+    cupyfa.backward(*given, kernel="wgmma_columns", check=True, **how)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.feature)
 @pytest.mark.parametrize("kernel", ["wgmma_columns", "wgmma_two_pass", "wgmma_fp16x2_two_pass"])

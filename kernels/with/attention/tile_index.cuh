@@ -63,10 +63,12 @@ __device__ __forceinline__ int tiles_of_rows(const Sizes& sizes,
   else
     return cdiv(sizes.M, size);
 }
-// Converts the index of a key tile to a tile, head and batch element.
+// Converts the index of a key tile to a tile, head and batch element; without an index (-1), to a
+// tile that no element has.
 template <int size, class Arrays>
 __device__ __forceinline__ Place place_of_keys(int index, const Sizes& sizes,
                                                [[maybe_unused]] const Arrays& mods, int heads) {
+  if (packed && index < 0) return {-1, 0, 0};
   if constexpr (packed)
     return ragged_place<size, 1>(index, mods.cu_seqlens_k_, sizes.N, heads);
   else

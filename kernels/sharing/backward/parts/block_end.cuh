@@ -56,13 +56,13 @@ struct BlockEnd {
     return reinterpret_cast<Sums*>(key_sums)[index];
   }
   // Returns the index of a warpgroup's keys over all key heads. `all` is the number of tasks, key
-  // tiles times splits. In packed batches some tile indices are unused; `number` counts them, too.
+  // tiles times splits. In packed batches some tile indices are unused; they count, too.
   template <int Br, int Bc>
   __device__ __forceinline__ int index_of(const KeyTile<Br, Bc>& task, int number, int all,
                                           int warpgroup) const {
     const int of_head = all / (kv_heads * (task.group / task.heads));
-    const int tile =
-        packed ? number % of_head : task.batch * max(cdiv(sizes.N, Bc), 1) + task.first_key / Bc;
+    const int tile = packed ? task.index % of_head
+                            : task.batch * max(cdiv(sizes.N, Bc), 1) + task.first_key / Bc;
     return (task.kv_head * of_head + tile) * consumers + warpgroup;
   }
 };
