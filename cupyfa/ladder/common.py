@@ -186,6 +186,7 @@ def clear_rest(array: str, rows: str, heads: str, width: str = "") -> Launch:
         args=f"{array} {rows} {heads} mods",
         grid=lambda p, c: max(cdiv(getattr(p, rows), CLEARING), 1) * getattr(p, heads) * p.batch,
         threads=lambda p, c: CLEARING,
+        begins_early=True,
         constants={
             "of_keys": lambda p, c: rows == "N",
             "of_sums": lambda p, c: not width,

@@ -22,6 +22,7 @@ extern "C" __global__ __launch_bounds__(threads) void finish_dQ(
   const auto [tile, head, batch] = place_of_rows<Br>(blockIdx.x, sizes, mods, heads);
   const Extent extent = extent_of(sizes, mods, batch, head);
   wait_for_launch_before();
+  if (ragged) launch_dependents();  // clear_rest follows
   if (!extent.has_tile_of_rows(tile * Br)) return;
   const Repair<d, dv, scalar, StatsOfTiles<Br>> repair = {
       extent,

@@ -8,6 +8,7 @@
 //   the host sets: result, operand, real, of_keys, of_sums, of_lse, of_operands, width, threads,
 //   shared_bytes
 #include <forward/parts/rest_rows.cuh>
+#include <ptx/dependent_launch.cuh>
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
 
@@ -29,6 +30,8 @@ using Own = Element<of_sums, of_operands>::Type;
 
 extern "C" __global__ __launch_bounds__(threads) void clear_rest(Tensor<Own> X, int rows, int heads,
                                                                  Mods mods) {
+  wait_for_launch_before();
+  launch_dependents();
   const auto [tile, head, batch] = place(blockIdx.x, max(cdiv(rows, threads), 1), heads);
   const int row = tile * threads + threadIdx.x;
   if (row >= rows || is_used(mods, batch, row, rows)) return;
