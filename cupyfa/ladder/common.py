@@ -42,7 +42,9 @@ def rows_in_room(p: Problem, c: SimpleNamespace, row: int, head: int = 0) -> int
     return max(((c.room * ROOM_UNIT) - head) // max(row, 1), FEWEST_ROWS)
 
 
-def baseline_shares(row: Callable[[Problem], int], row_operations: int) -> Shares:
+def baseline_shares(
+    row: Callable[[Problem], int], row_operations: Callable[[Problem], int]
+) -> Shares:
     """Returns the shares of its measured speed that a baseline reaches for a problem.
 
     row: the bytes of scratch memory for each row. row_operations: the operations of products in the
@@ -51,7 +53,7 @@ def baseline_shares(row: Callable[[Problem], int], row_operations: int) -> Share
 
     def of_rows(keys: int, p: Problem) -> float:
         products = 2 * (p.d + p.dv) * keys
-        return products / max(products + row_operations, 1)
+        return products / max(products + row_operations(p), 1)
 
     def of_usual_rows(p: Problem, c: SimpleNamespace) -> float:
         return min(of_rows(p.N, p) / max(of_rows(_USUAL_KEYS, p), 1e-9), 1.0)
