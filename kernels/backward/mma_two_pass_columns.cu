@@ -106,8 +106,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_columns(
   const Extent extent = extent_of(sizes, mods, batch, kv_head * group);
   if (!extent.has_tile_of_keys(first_key)) return;
   const Scorer<float> scorer = {scale, mods};
-  const int start = row_begin(extent, first_key) / Br * Br, end = row_end(extent, first_key, Bc);
-  const int tiles = end > start ? cdiv(end - start, Br) : 0;
+  const int begin = row_begin(extent, first_key), end = row_end(extent, first_key, Bc);
+  const int start = begin / Br * Br;
+  const int tiles = end > begin ? cdiv(end - start, Br) : 0;
   const int last = start + (tiles - 1) * Br;
   const StatsInMemory stats = {lse, delta, batch};
   Walk walk = {Q,    dO,    stats, extent.M,      batch,   share * heads,
