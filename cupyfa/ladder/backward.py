@@ -572,9 +572,9 @@ def head_scores(p: Problem, c: SimpleNamespace) -> int:
 
 
 def may_keep_dS(p: Problem) -> bool:
-    """Returns whether dS could be kept: unless rows see few keys or sequences differ in length."""
+    """Returns whether dS could be kept: rows see many keys, and all sequences are equally long."""
     hides = p.is_ragged or p.left is not None or any(x.name in MAPS for x in p.operands)
-    return not hides and p.M > 0 and p.N > 0
+    return not hides and min(p.batch, p.heads, p.M, p.N) > 0
 
 
 def kept_heads(p: Problem, c: SimpleNamespace) -> int:

@@ -54,6 +54,7 @@ def test_gradients_have_the_bits_of_scores_that_are_computed_twice(backend, size
 def test_rounds_cover_all_heads(backend, monkeypatch, heads):
     """Shares of a group may be in different rounds; the last of them adds dK and dV."""
     monkeypatch.setattr(backward, "kept_heads", lambda p, c: heads * (c.room > 1))
+    monkeypatch.setattr(backward, "shares_at_a_time", lambda shares, most, *_: min(shares, most))
     sizes = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 280, "N": 270, "d": 16, "causal": True}
     kept, twice = (plan_of(backend, sizes, room) for room in (2, 1))
     assert entries(kept) == ["mma_delta", *["columns", "kept_rows"] * (4 // heads)]
@@ -72,6 +73,8 @@ def test_rounds_cover_all_heads(backend, monkeypatch, heads):
         {"batch": 2, "lengths_q": (2,), "lengths_k": (2,)},
         {"M": 0},
         {"N": 0},
+        {"batch": 0},
+        {"heads": 0},
         {"M": 200, "N": 200},
     ],
 )
