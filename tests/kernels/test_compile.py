@@ -291,6 +291,19 @@ def test_texts_compile_for_the_oldest_tensor_cores(text):
     assert compile_launch(launch, "75").warnings == ()
 
 
+def plan_of_kept_dS():
+    problem = Problem.of_sizes(batch=4, heads=32, M=1024, d=64, dtype="float16")
+    device = replace(limits_of("90"), multiprocessors=132)
+    return planning.plan(record_named("mma_two_pass"), problem, device)
+
+
+@pytest.mark.slow
+def test_launches_with_kept_dS_compile():
+    for launch in plan_of_kept_dS().launches:
+        compiled = compile_launch(launch, "90")
+        assert compiled.warnings == () and compiled.spilled_bytes == 0
+
+
 @pytest.mark.slow
 def test_every_launch_of_every_record_is_compiled():
     names = {param.values[1].entry for param in cases()}
@@ -300,6 +313,8 @@ def test_every_launch_of_every_record_is_compiled():
         plan_of_gradients("two_pass", "float32"),
         plan_of_a_bias(64, {}),
         plan_of_sequences(record_named("fa2"), "ragged", "90"),
+        plan_of_sequences(record_named("wgmma_persistent"), "ragged", "90"),
+        plan_of_kept_dS(),
     ):
         names |= {launch.entry for launch in plan.launches}
     launches = [x for kernel in EVERY for x in kernel.launches if isinstance(x, Launch)]

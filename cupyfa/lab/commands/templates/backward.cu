@@ -70,7 +70,7 @@ extern "C" __global__ __launch_bounds__(threads) void NAME_columns(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const real> lse,
     Tensor<const scalar> dO, Tensor<const real> delta, Tensor<scalar> dK, Tensor<scalar> dV,
     Sizes sizes, int kv_heads, int group, real scale, real limit) {
-  const auto [tile, kv_head, batch] = place(blockIdx.x, cdiv(sizes.N, Bc), kv_heads);
+  const auto [tile, kv_head, batch] = place(blockIdx.x, max(cdiv(sizes.N, Bc), 1), kv_heads);
   const Extent extent = extent_of(sizes, batch);
   const int key = tile * Bc + threadIdx.x;
   if (key >= extent.N) return;
