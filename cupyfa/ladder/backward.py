@@ -14,6 +14,7 @@ from cupyfa.ladder.common import (
     ROOM,
     ROOM_CANDIDATES,
     ROOM_UNIT,
+    SHARED_OF_SM_90,
     WARP,
     baseline_shares,
     batch_first,
@@ -899,7 +900,6 @@ MMA_SLICES_BACKWARD = rung(
 LANES_OF_ROW = 8  # threads per row in begin_rows and sum_rows
 # Constants of launches that read sequence lengths but have no argument `sizes`.
 BY_LENGTHS: dict[str, Constant] = {"ragged": lambda p, c: p.is_ragged}
-SHARED_OF_SM_90 = 232448  # maximum bytes of shared memory per block on sm_90
 WGMMA_RULES = {
     "Br is 64, or 128 up to d = 128": lambda c: c.Br == 64 or (c.Br == 128 and not is_wide(c)),
     "Bc is 128, or 64 above d = 128": lambda c: c.Bc == (64 if is_wide(c) else 128),

@@ -14,6 +14,7 @@ from cupyfa.problem.problem import Problem, round_up
 WARP = 32
 HALF = ("float16", "bfloat16")
 CLEARING = 256  # threads per block of clear_rest
+SHARED_OF_SM_90 = 232448  # maximum bytes of shared memory per block on sm_90
 Shares = Mapping[str, Callable[[Problem, SimpleNamespace], float]]
 
 

@@ -14,6 +14,7 @@ from cupyfa.ladder.common import (
     HALF,
     ROOM,
     ROOM_CANDIDATES,
+    SHARED_OF_SM_90,
     WARP,
     baseline_shares,
     batch_first,
@@ -992,7 +993,6 @@ WGMMA_OVERLAP = rung(
     },
     tflops={"float16": {64: 397, 128: 616, 256: 723}, "bfloat16": {64: 400, 128: 631, 256: 737}},
 )
-LARGEST_SHARED = 227 * 1024  # bytes of shared memory per block on Hopper
 
 
 def kept_tiles(p: Problem, c: SimpleNamespace) -> int:
@@ -1002,7 +1002,7 @@ def kept_tiles(p: Problem, c: SimpleNamespace) -> int:
     four row tiles rarely divide the number of blocks; blocks then read K and V at different times.
     """
     tiles = cdiv(p.N, c.Bc)
-    fits = tma_shared(p, c, staged_pairs(p, c, tiles)) <= LARGEST_SHARED
+    fits = tma_shared(p, c, staged_pairs(p, c, tiles)) <= SHARED_OF_SM_90
     return tiles if may_keep_bias(p) and fits and cdiv(p.M, c.Br) <= 4 else 0
 
 
@@ -1409,7 +1409,15 @@ _RUNGS = (
     *(MMA_TF32, MMA_FP16X2, MMA_F64, WGMMA, WGMMA_OVERLAP, WGMMA_PERSISTENT, WGMMA_FP16X2),
     *(WGMMA_SLICES, WGMMA_LATENT, WGMMA_FP8),
 )
-KERNELS = tuple(with_cleared_rest(x, *(REST[2:] if "taken" in x.scratch else REST)) for x in _RUNGS)
+
+
+def clearing_launches(kernel: Kernel) -> tuple[Launch, ...]:
+    """Returns the launches that fill unused rows; begin_ragged fills those of O and lse itself."""
+    fills = any(BEGIN_RAGGED.entry == x.entry for x in kernel.launches if isinstance(x, Launch))
+    return (clear_row_max(),) if fills else REST
+
+
+KERNELS = tuple(with_cleared_rest(x, *clearing_launches(x)) for x in _RUNGS)
 _IN_SPLITS = (FA2_SPLIT_KV.name, MMA_SPLIT_KV.name)
 
 

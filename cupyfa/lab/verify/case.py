@@ -48,7 +48,7 @@ from cupyfa.score.expressions import Expression
 # Kinds of input values; each kind reveals different faults.
 VALUES = {
     "scales": "normal, times a power of two for each head of Q, K and V and for each row of dO; "
-    "those of Q and K cancel in scores; values of the first or last keys are smaller",
+    "the powers of Q and K cancel in scores; V is smaller for the first or the last keys",
     "normal": "normally distributed",
     "uniform": "from 0 to 1: sums grow instead of cancelling",
     "integers": "-2 … 2: products are exact",

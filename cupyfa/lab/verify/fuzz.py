@@ -130,8 +130,8 @@ _SIDES = ("neither", "both", "neither", "left", "neither", "right")
 _SEEDS = ("i64[1]", "u64[1]", "i32[1]", "u32[1]")
 _FEW_ROWS, _FEW_OF_GROUP = 48, 240  # rows of a head, and of all heads of a key head
 _MOVED = {"offset", "window"}  # options with which every other sample of a combination is moved
-# What other tiles change first, in turns: a number of stages, or any constant. Of kernels with two
-# numbers of stages, default tiles usually differ in the other one, "stages".
+# The constant that a tile other than the planner's changes; None stands for any. Where a kernel has
+# two numbers of stages, the default tiles usually vary "stages", so "Qs" occurs more often.
 _OTHERS_FIRST = ("Qs", "stages", "Qs", None)
 _LONG_PADDING = 257, 288  # range of the rows of a padded array with more than a block has threads
 _OF_LONG_PADDING = 8  # maximum number of keys in such a case
@@ -631,8 +631,8 @@ class Fuzz:
     ) -> dict[str, int]:
         """Decreases one of the tile sizes or, most often, changes a number of stages.
 
-        The number of keys may rise, too, to twice the lanes of a warp. Values are those that tuning
-        tries. Returns the usual constants if the kernel has no others.
+        The number of keys may also increase, to at most twice the warp size. All values are
+        candidates of `tune`. Returns the usual constants if the kernel has no others.
         """
         pick = turns.random("other tile itself")
         names, turn = [*record.candidates], turns.i // len(_OTHERS_FIRST)
@@ -779,7 +779,7 @@ class Fuzz:
         is_past = each.i % TOGETHER == 2 if is_asked else pick.random() < 0.5
         if p.left is None or not is_past or "window" in (self.options or {}):
             return p.with_options(offset=pick.randint(-p.M, p.N + 1))
-        # Windows begin past the last key: those of half of the rows, or all by more than a tile.
+        # The windows of half of the rows, or of all rows, begin past the last key.
         half = 0 if self._is_in_blocks(turns) else p.M // 2
         near, past = min(p.left, p.M // 4), pick.choice((half, 0))
         rows = tile.keys + pick.randrange(2, tile.keys)
