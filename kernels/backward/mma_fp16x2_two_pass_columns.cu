@@ -20,7 +20,7 @@
 #include <backward/parts/split_f32/split_gradients.cuh>
 #include <backward/parts/split_f32/split_row_iterator.cuh>
 #include <backward/parts/split_f32/store_split_dK_dV.cuh>
-#include <forward/parts/split_f32/split_products.cuh>
+#include <forward/parts/split_f32/weighted_products.cuh>
 #include <ptx/arch.cuh>
 #include <ptx/cp_async.cuh>
 #include <ptx/opaque.cuh>

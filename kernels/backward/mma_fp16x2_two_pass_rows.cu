@@ -10,9 +10,10 @@
 //   and options (extent.cuh)
 #include <attention/row_tile.cuh>
 #include <attention/tile_index.cuh>
+#include <backward/parts/split_f32/load_split_stats.cuh>
 #include <backward/parts/split_f32/store_split_dQ.cuh>
 #include <forward/parts/split_f32/split_head.cuh>
-#include <forward/parts/split_f32/split_products.cuh>
+#include <forward/parts/split_f32/weighted_products.cuh>
 #include <ptx/cp_async.cuh>
 #include <ptx/opaque.cuh>
 #include <tile/shared.cuh>

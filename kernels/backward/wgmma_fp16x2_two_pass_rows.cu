@@ -10,6 +10,7 @@
 //   shared_bytes and options (extent.cuh)
 #include <attention/row_tile.cuh>
 #include <attention/tile_index.cuh>
+#include <backward/parts/split_f32/load_split_stats.cuh>
 #include <backward/parts/split_f32/split_gradients_wgmma.cuh>
 #include <backward/parts/split_f32/store_split_dQ.cuh>
 #include <tile/shared.cuh>

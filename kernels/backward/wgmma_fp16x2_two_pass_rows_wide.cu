@@ -14,6 +14,7 @@
 #include <attention/row_tile.cuh>
 #include <attention/tile_index.cuh>
 #include <backward/parts/register_tile.cuh>
+#include <backward/parts/split_f32/load_split_stats.cuh>
 #include <backward/parts/split_f32/split_gradients_wgmma.cuh>
 #include <backward/parts/split_f32/store_split_dQ.cuh>
 #include <ptx/named_barrier.cuh>

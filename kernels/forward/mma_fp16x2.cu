@@ -14,7 +14,7 @@
 #include <forward/parts/split_f32/sectioned_output.cuh>
 #include <forward/parts/split_f32/split_head.cuh>
 #include <forward/parts/split_f32/split_output.cuh>
-#include <forward/parts/split_f32/split_products.cuh>
+#include <forward/parts/split_f32/weighted_products.cuh>
 #include <ptx/cp_async.cuh>
 #include <ptx/mma.cuh>
 #include <ptx/opaque.cuh>

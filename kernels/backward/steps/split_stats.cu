@@ -5,7 +5,7 @@
 //   grid (cdiv(M, Br) * heads * batch)    block (Br)
 //   the host sets: scalar, real, Br, d, dv, threads, shared_bytes and options (extent.cuh)
 #include <backward/parts/place_of_sums.cuh>
-#include <backward/parts/split_f32/split_row_stats.cuh>
+#include <backward/parts/split_f32/load_split_stats.cuh>
 
 static_assert(shared_bytes == 0, "nothing is shared");
 static_assert(threads == Br, "one thread per row");

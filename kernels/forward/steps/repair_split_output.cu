@@ -17,6 +17,7 @@
 #include <forward/parts/split_f32/cancellation.cuh>
 #include <tile/shared.cuh>
 #include <tile/tensor.cuh>
+#include <tile/times_two_to.cuh>
 #include <tile/warp.cuh>
 
 constexpr int warps = threads / warp_size;

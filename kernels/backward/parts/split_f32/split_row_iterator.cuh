@@ -2,7 +2,7 @@
 // Iterates over row tiles with split Q and dO, for a block that owns a key tile.
 
 #include <backward/parts/row_tile_iterator.cuh>
-#include <backward/parts/split_f32/split_gradients.cuh>
+#include <backward/parts/split_f32/load_split_stats.cuh>
 #include <forward/parts/split_f32/split_head.cuh>
 #include <ptx/opaque.cuh>
 

@@ -25,12 +25,6 @@ __device__ __forceinline__ int exponent_of(float x) {
   return int(__float_as_uint(x) >> 23 & 255) - 127;
 }
 
-// Returns x * 2^power, in two steps because 2^power itself may be out of range.
-__device__ __forceinline__ float times_two_to(float x, int power) {
-  const int first = max(-252, min(power, 254)) >> 1;
-  return x * two_to(first) * two_to(max(-252, min(power, 254)) - first);
-}
-
 // Splits two neighbouring numbers into packed high and low parts.
 template <class T>
 __device__ __forceinline__ void split_pair(float x, float y, unsigned& high, unsigned& low) {

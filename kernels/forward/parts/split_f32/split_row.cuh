@@ -3,6 +3,7 @@
 // or V; then each row is scaled by its own power of two.
 
 #include <forward/parts/split_f32/split_pair.cuh>
+#include <tile/times_two_to.cuh>
 #include <tile/warp_max.cuh>
 
 // Reads the column exponents of a head's K and V from the table of split_maxima. Returns whether
