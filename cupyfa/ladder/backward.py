@@ -41,7 +41,6 @@ from cupyfa.ladder.split_float32 import (
     UNITS,
     pays_for_gradients,
     pays_for_short_gradients,
-    row_slabs,
 )
 from cupyfa.ladder.tiles import TileChoice, Tiles, cdiv, named, tiles_of_d
 from cupyfa.problem.optional_inputs import KEY_TILES, MAPS
@@ -774,9 +773,8 @@ def fp16x2_columns(name: str, shared: Formula, when: Callable[[Problem], bool]) 
     """Makes a launch that computes dK and dV from operands split into hi and lo."""
     return replace(
         columns_launch(name, "", lambda p, c: WARP * c.warps, shared),
-        args=f"{OPERANDS} {GRADIENT} K_exponents.data V_exponents.data row_maxima.data lse delta "
-        f"{UNITS} dK dV dK_flags dV_flags sizes kv_heads group scale mods",
-        constants={"row_slabs": row_slabs},
+        args=f"{OPERANDS} {GRADIENT} K_exponents.data V_exponents.data column_bits.data lse "
+        f"delta {UNITS} dK dV dK_flags dV_flags sizes kv_heads group scale mods",
         when=when,
     )
 
@@ -810,7 +808,7 @@ MMA_FP16X2_TWO_PASS = rung(
         ),
         two_pass_rows_launch(
             "mma_fp16x2_two_pass_rows",
-            f"{OPERANDS} {GRADIENT} K_exponents.data lse delta {UNITS} dQ",
+            f"{OPERANDS} {GRADIENT} K_exponents.data column_bits.data lse delta {UNITS} dQ",
             # Holds Q, dO and `Qs` tiles of K and V, each as hi and lo, and row statistics.
             shared=lambda p, c: 4 * (c.Qr + c.Qs * c.Qc) * padded_columns(p, 16) + 16 * c.Qr,
         ),
@@ -1277,12 +1275,14 @@ def shares_keys(sizes: Problem | SimpleNamespace) -> bool:
 def fp16x2_wgmma_shared(p: Problem, c: SimpleNamespace) -> int:
     """Returns the bytes of shared memory for hi and lo of K, V and `stages` tiles of Q and dO.
 
-    Each stage also holds row statistics and four mbarriers. If warpgroups share keys, it also holds
-    P and four more mbarriers.
+    Each stage also holds row statistics and two mbarriers for them and for each box of Q and dO. If
+    warpgroups share keys, it also holds P and four more mbarriers.
     """
-    tiles = 4 * (c.Bc + c.stages * c.Br) * padded_columns(p, 64)
+    columns = padded_columns(p, 64)
+    tiles = 4 * (c.Bc + c.stages * c.Br) * columns
     of_P = 256 * c.Br + 32 if shares_keys(p) else 0
-    return round_up(tiles + c.stages * (16 * c.Br + 32 + of_P) + 32, 1024)
+    barriers = 16 * (c.stages * (columns // 64 + 1) + columns // 64)
+    return round_up(tiles + c.stages * (16 * c.Br + of_P) + barriers, 1024)
 
 
 def fp16x2_wgmma_rows_shared(p: Problem, c: SimpleNamespace, V_stages: int | None = None) -> int:
@@ -1292,7 +1292,8 @@ def fp16x2_wgmma_rows_shared(p: Problem, c: SimpleNamespace, V_stages: int | Non
     V_stages = V_stages or fp16x2_V_stages(p, c)
     d, dv = round_up(p.d, 64), round_up(p.dv, 64)
     tiles = 4 * (128 * (d + dv) + c.Bk * (c.Ks * d + V_stages * dv))
-    return round_up(tiles + 16 * (128 + 2 + c.Ks + V_stages), 1024)
+    boxes = ((c.Ks + 1) * d + (V_stages + 1) * dv) // 64
+    return round_up(tiles + 16 * (128 + boxes), 1024)
 
 
 def fp16x2_V_stages(p: Problem, c: SimpleNamespace) -> int:
@@ -1302,28 +1303,29 @@ def fp16x2_V_stages(p: Problem, c: SimpleNamespace) -> int:
 
 def fp16x2_wgmma_rows_wide_shared(p: Problem, c: SimpleNamespace) -> int:
     """Returns the bytes of shared memory for hi and lo of 64 rows of Q and dO, two K tiles and one
-    V tile, row statistics, row maxima and mbarriers.
+    V tile, row statistics, the largest weights of rows and mbarriers.
     """
     d, dv = round_up(p.d, 64), round_up(p.dv, 64)
     tiles = 4 * (64 * (d + dv) + c.Bk * (2 * d + dv))
-    return round_up(tiles + 64 * (16 + 4) + 88, 1024)
+    barriers = (6 * d + 4 * dv) // 64 + 1
+    return round_up(tiles + 64 * (16 + 4) + 8 * barriers, 1024)
 
 
 WGMMA_FP16X2_COLUMNS = Launch(
     "wgmma_fp16x2_two_pass_columns",
-    args=f"{PART_MAPS} K_exponents.data V_exponents.data row_maxima.data stats.data dK dV dK_flags "
-    "dV_flags sizes heads kv_heads group scale mods",
+    args=f"{PART_MAPS} K_exponents.data V_exponents.data column_bits.data stats.data "
+    "dK dV dK_flags dV_flags sizes heads kv_heads group scale mods",
     boxes=part_boxes(lambda p, c: c.Br, lambda p, c: 64),
     grid=key_tiles,
     threads=lambda p, c: 384,
     shared=fp16x2_wgmma_shared,
-    constants={"row_slabs": row_slabs},
     when=lambda p: not shares_keys(p),
     walks=DOWN_ROWS,
 )
 WGMMA_FP16X2_ROWS = Launch(
     "wgmma_fp16x2_two_pass_rows",
-    args=f"{PART_MAPS} K_exponents.data lse delta {UNITS} dQ sizes heads group scale mods",
+    args=f"{PART_MAPS} K_exponents.data column_bits.data lse delta {UNITS} dQ sizes heads group "
+    "scale mods",
     boxes=part_boxes(lambda p, c: 64, lambda p, c: c.Bk),
     grid=lambda p, c: tiles_of(p, p.M, 128) * p.heads * p.batch,
     threads=lambda p, c: 384,

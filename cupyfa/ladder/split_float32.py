@@ -67,11 +67,6 @@ def _slabs(p: Problem, c: SimpleNamespace) -> int:
     return 32 if p.N > 512 else 4
 
 
-def row_slabs(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the number of slabs into which a head's rows are divided."""
-    return 32 if p.M > 512 else 4
-
-
 def _blocks_of_rows(p: Problem, size: int) -> int:
     return tiles_of(p, p.M, size) * p.heads * p.batch
 
@@ -80,44 +75,39 @@ def _blocks_of_keys(p: Problem, size: int) -> int:
     return max(tiles_of(p, p.N, size), 1) * p.kv_heads * p.batch
 
 
+_SPLITTING = {"slabs": _slabs, "rows_of_block": lambda p, c: _ROWS}
 SPLIT = (
     Launch(
         "split_maxima",
-        args="K V maxima.data sizes kv_heads mods",
+        args="K V maxima.data column_bits.data sizes kv_heads group mods",
         grid=lambda p, c: _slabs(p, c) * p.kv_heads * _elements(p),
         threads=lambda p, c: _THREADS,
         shared=lambda p, c: 4 * _THREADS,
-        constants={"of_rows": lambda p, c: False, "slabs": _slabs},
+        constants={"slabs": _slabs, "sets_bits": lambda p, c: False},
         file="forward/steps/split_maxima.cu",
     ),
     Launch(
         "split_operands",
-        args=f"Q K V maxima.data {PARTS} small_values.data sizes query_blocks heads kv_heads "
-        "group scale mods",
+        args=f"Q K V maxima.data {PARTS} small_values.data column_bits.data sizes query_blocks "
+        "heads kv_heads group scale mods",
         grid=lambda p, c: _blocks_of_rows(p, _ROWS) + _blocks_of_keys(p, _ROWS),
         threads=lambda p, c: _THREADS,
-        shared=lambda p, c: 4 * (p.d + p.dv) + 32 * cdiv(p.dv, 16),
-        constants={"slabs": _slabs, "rows_of_block": lambda p, c: _ROWS},
+        shared=lambda p, c: 4 * (p.d + p.dv) + 32 * cdiv(p.dv, 16) + 4 * WARP,
+        constants={**_SPLITTING, "sets_bits": lambda p, c: False},
         numbers={"query_blocks": lambda p, c: _blocks_of_rows(p, _ROWS)},
         file="forward/steps/split_operands.cu",
     ),
 )
 SPLIT_FOR_GRADIENTS = (
-    *SPLIT,
-    replace(
-        SPLIT[0],
-        args="Q dO row_maxima.data sizes heads mods",
-        grid=lambda p, c: row_slabs(p, c) * p.heads * _elements(p),
-        constants={"of_rows": lambda p, c: True, "slabs": row_slabs},
-    ),
+    *(replace(x, constants={**x.constants, "sets_bits": lambda p, c: True}) for x in SPLIT),
     Launch(
         "split_gradient",
-        args=f"Q O dO maxima.data {GRADIENT} K_exponents.data scale2 dO_units delta flags "
-        "sizes query_blocks heads kv_heads group scale mods",
+        args=f"Q O dO maxima.data {GRADIENT} column_bits.data K_exponents.data scale2 dO_units "
+        "delta flags sizes query_blocks heads kv_heads group scale mods",
         grid=lambda p, c: _blocks_of_rows(p, _ROWS) + p.kv_heads * _elements(p),
         threads=lambda p, c: _THREADS,
         shared=lambda p, c: 4 * (p.d + p.dv),
-        constants=SPLIT[1].constants,
+        constants=_SPLITTING,
         numbers={"query_blocks": lambda p, c: _blocks_of_rows(p, _ROWS)},
     ),
 )
@@ -154,13 +144,10 @@ SCRATCH = {
     "scale2": ("batch heads M", "real"),
     "small_values": (lambda p, c: _blocks_of_keys(p, _ROWS) * p.dv, "byte"),
     "flags": ("batch heads M", "byte"),
+    "column_bits": (lambda p, c: _elements(p) * (p.kv_heads + 2 * p.heads) * WARP, "int"),
 }
 GRADIENT_SCRATCH = {
     **SCRATCH,
-    "row_maxima": (
-        lambda p, c: row_slabs(p, c) * p.heads * _elements(p) * (p.d + p.dv + 1),
-        "real",
-    ),
     "dO_high": ("batch heads M dv16", "operand"),
     "dO_low": ("batch heads M dv16", "operand"),
     "K_exponents": (lambda p, c: _elements(p) * p.kv_heads * p.d, "int"),

@@ -11,11 +11,11 @@
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   Q_high …, scale2, flags: see split_operands.cu    dO_high …, dO_units: see split_gradient.cu
-//   row_maxima: see split_maxima.cu    lse, delta [batch, heads, M]
+//   column_bits: see column_bits.cuh    lse, delta [batch, heads, M]
 //   dK_flags, dV_flags [batch, kv_heads, N]
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (32 * warps)
-//   the host sets: scalar, result, operand, real, Br, Bc, warps, stages, row_slabs (slabs of
-//   row_maxima), d, dv, threads, shared_bytes and options (extent.cuh)
+//   the host sets: scalar, result, operand, real, Br, Bc, warps, stages, d, dv, threads,
+//   shared_bytes and options (extent.cuh)
 #include <attention/tile_index.cuh>
 #include <backward/parts/split_f32/split_gradients.cuh>
 #include <backward/parts/split_f32/split_row_iterator.cuh>
@@ -172,7 +172,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_col
     Tensor<const operand> Q_high, Tensor<const operand> Q_low, Tensor<const operand> K_high,
     Tensor<const operand> K_low, Tensor<const operand> V_high, Tensor<const operand> V_low,
     Tensor<const operand> dO_high, Tensor<const operand> dO_low, const int* K_exponents,
-    const int* V_exponents, const float* row_maxima, Tensor<const real> lse,
+    const int* V_exponents, const unsigned* column_bits, Tensor<const real> lse,
     Tensor<const real> delta, Tensor<const real> scale2, Tensor<const real> dO_units,
     Tensor<const unsigned char> flags, Tensor<result> dK, Tensor<result> dV,
     Tensor<unsigned char> dK_flags, Tensor<unsigned char> dV_flags, Sizes sizes, int kv_heads,
@@ -209,7 +209,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_col
     else
       step_down<true>(shared, walk, pair, sums_K, sums_V, largest, turn, scorer);
   }
-  const SplitKeys<d, dv, row_slabs> keys(row_maxima, extent, batch, kv_head, kv_heads, group);
+  const long long own_head = (long long)batch * kv_heads + kv_head;
+  const SplitKeys<d, dv> keys = {column_bits, own_head, batch, kv_head, group, extent};
   const Own own;
   const int own_key = first_key + own.key;
   join_sums(shared.K, shared.largest[0], sums_K, largest[0]);

@@ -4,11 +4,11 @@
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   Q_high …, scale2, flags: see split_operands.cu    dO_high …, dO_units: see split_gradient.cu
-//   row_maxima: see split_maxima.cu    lse, delta [batch, heads, M]
+//   column_bits: see column_bits.cuh    lse, delta [batch, heads, M]
 //   dK_flags, dV_flags [batch, kv_heads, N]
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (32 * warps)
-//   the host sets: scalar, result, operand, real, Br, Bc, warps, row_slabs (slabs of row_maxima),
-//   d, dv, threads, shared_bytes and options (extent.cuh)
+//   the host sets: scalar, result, operand, real, Br, Bc, warps, d, dv, threads, shared_bytes and
+//   options (extent.cuh)
 #include <attention/tile_index.cuh>
 #include <backward/parts/split_f32/split_row_iterator.cuh>
 #include <backward/parts/split_f32/store_split_dK_dV.cuh>
@@ -86,16 +86,15 @@ __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const Tile
 // Stores the warp's columns of dK or dV, and the flags of keys, like SplitKeys::store().
 template <bool of_V, int columns>
 __device__ __forceinline__ void store_keys(Shared& shared, const TeamSums<columns>& sums,
-                                           const Largest<1>& largest,
-                                           const SplitKeys<d, dv, row_slabs>& keys,
+                                           const Largest<1>& largest, const SplitKeys<d, dv>& keys,
                                            Tensor<result> gradient, Tensor<unsigned char> flags,
                                            const int* exponents, float scale, int first_key) {
   constexpr int cols = of_V ? dv : d;
   const int* own_exponents = exponents + keys.own_head * cols;
   shared.given[0].store<cols, columns>(
-      sums, largest, of_V || scale != 0, of_V ? keys.kept_factor : keys.of_units(scale), gradient,
-      keys.batch, keys.kv_head, first_key, keys.N,
-      [&](int col) { return keys.has_numbers(of_V ? d + col : col); },
+      sums, largest, of_V || scale != 0, of_V ? keys.extent.kept_factor() : keys.of_units(scale),
+      gradient, keys.batch, keys.kv_head, first_key, keys.extent.N,
+      [&](int col, bool tiny) { return keys.is_inaccurate<of_V>(col, tiny); },
       [&](int col) { return -key_exponent - own_exponents[col]; },
       [&](int key, bool wrong) { *flags.row(keys.batch, keys.kv_head, key) = wrong; });
 }
@@ -104,7 +103,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_col
     Tensor<const operand> Q_high, Tensor<const operand> Q_low, Tensor<const operand> K_high,
     Tensor<const operand> K_low, Tensor<const operand> V_high, Tensor<const operand> V_low,
     Tensor<const operand> dO_high, Tensor<const operand> dO_low, const int* K_exponents,
-    const int* V_exponents, const float* row_maxima, Tensor<const real> lse,
+    const int* V_exponents, const unsigned* column_bits, Tensor<const real> lse,
     Tensor<const real> delta, Tensor<const real> scale2, Tensor<const real> dO_units,
     Tensor<const unsigned char> flags, Tensor<result> dK, Tensor<result> dV,
     Tensor<unsigned char> dK_flags, Tensor<unsigned char> dV_flags, Sizes sizes, int kv_heads,
@@ -140,7 +139,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_col
     else
       step_down<true>(shared, walk, pair, sums_K, sums_V, largest, turn, scorer);
   }
-  const SplitKeys<d, dv, row_slabs> keys(row_maxima, extent, batch, kv_head, kv_heads, group);
+  const long long own_head = (long long)batch * kv_heads + kv_head;
+  const SplitKeys<d, dv> keys = {column_bits, own_head, batch, kv_head, group, extent};
   store_keys<false, depth>(shared, sums_K, largest[0], keys, dK, dK_flags, K_exponents, scale,
                            first_key);
   store_keys<true, width>(shared, sums_V, largest[1], keys, dV, dV_flags, V_exponents, scale,

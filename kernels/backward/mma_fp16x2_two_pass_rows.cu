@@ -4,7 +4,7 @@
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   Q_high …, scale2, flags: see split_operands.cu    dO_high …, dO_units: see split_gradient.cu
-//   lse, delta [batch, heads, M]
+//   column_bits: see column_bits.cuh    lse, delta [batch, heads, M]
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * Br / Wr)
 //   the host sets: scalar, result, operand, real, Br, Bc, Wr, stages, d, dv, threads, shared_bytes
 //   and options (extent.cuh)
@@ -94,9 +94,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_row
     Tensor<const operand> Q_high, Tensor<const operand> Q_low, Tensor<const operand> K_high,
     Tensor<const operand> K_low, Tensor<const operand> V_high, Tensor<const operand> V_low,
     Tensor<const operand> dO_high, Tensor<const operand> dO_low, const int* K_exponents,
-    Tensor<const real> lse, Tensor<const real> delta, Tensor<const real> scale2,
-    Tensor<const real> dO_units, Tensor<unsigned char> flags, Tensor<result> dQ, Sizes sizes,
-    int heads, int group, real scale, Mods mods) {
+    const unsigned* column_bits, Tensor<const real> lse, Tensor<const real> delta,
+    Tensor<const real> scale2, Tensor<const real> dO_units, Tensor<unsigned char> flags,
+    Tensor<result> dQ, Sizes sizes, int heads, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
   const auto [tile, head, batch] = place_of_rows<Br>(blockIdx.x, sizes, mods, heads);
   const Extent extent = extent_of(sizes, mods, batch, head);
@@ -140,7 +140,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_row
     buffer = stages - 1 - buffer;
   }
   cp_async_wait_group<0>();  // if no row sees a key, the first copies are still in flight
-  const int* exponents = K_exponents + ((long long)batch * (heads / group) + kv_head) * d;
-  store_dQ<d>(sums, largest, exponents, scale, dQ, flags, batch, head, first_row + own_row,
-              extent.M, lane);
+  const long long own_head = (long long)batch * (heads / group) + kv_head;
+  store_dQ<d>(sums, largest, K_exponents + own_head * d,
+              column_words(column_bits, own_head, group, 0), scale, dQ, flags, batch, head,
+              first_row + own_row, extent.M, lane);
 }

@@ -7,11 +7,11 @@
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   Q_high …: see split_operands.cu    dO_high …: see split_gradient.cu
-//   row_maxima: see split_maxima.cu    stats: see split_stats.cu
+//   column_bits: see column_bits.cuh    stats: see split_stats.cu
 //   dK_flags, dV_flags [batch, kv_heads, N]
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (384)
-//   the host sets: scalar, result, operand, real, Br, Bc, stages, row_slabs (slabs of row_maxima),
-//   d, dv, threads, shared_bytes and options (extent.cuh)
+//   the host sets: scalar, result, operand, real, Br, Bc, stages, d, dv, threads, shared_bytes and
+//   options (extent.cuh)
 #include <backward/parts/split_f32/split_key_pass.cuh>
 #include <tile/shared.cuh>
 
@@ -25,8 +25,11 @@ struct Shared {
   SplitTile<Br, d> Q[stages];
   SplitTile<Br, dv> dO[stages];
   SplitStats stats[stages][Br];
-  Pipeline<1> K_pipeline, V_pipeline;
-  Pipeline<stages> Q_pipeline, dO_pipeline;
+  BoxPipelines<1, d> K_pipeline;
+  BoxPipelines<1, dv> V_pipeline;
+  BoxPipelines<stages, d> Q_pipeline;
+  BoxPipelines<stages, dv> dO_pipeline;
+  Pipeline<stages> stats_pipeline;
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(Bc == consumers * warpgroup_rows, "a warpgroup owns 64 keys");
@@ -35,9 +38,9 @@ static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup l
 __device__ __forceinline__ void init_pipelines(Shared& shared) {
   shared.K_pipeline.init(1, consumers);
   shared.V_pipeline.init(1, consumers);
-  // Two loads, as in wgmma_two_pass_columns.cu. Every thread arrives after reading stats.
-  shared.Q_pipeline.init(consuming_threads, 2);
+  shared.Q_pipeline.init(consumers);
   shared.dO_pipeline.init(consumers);
+  shared.stats_pipeline.init(consuming_threads);
   fence_barrier_init();
 }
 
@@ -66,19 +69,24 @@ struct Consumer {
     const auto& stats = shared.stats[rows.stage];
     SplitScores<Br, false> scores, gradients;
     SplitSums<Br> P, PS, dS;
-    shared.Q_pipeline.wait(rows);
-    scores.begin(shared.K[warpgroup], Q);
-    shared.dO_pipeline.wait(rows);
-    gradients.begin(shared.V[warpgroup], dO);
+    scores.begin(shared.K[warpgroup], Q, [&](int i) {
+      shared.K_pipeline.box[i].wait();
+      shared.Q_pipeline.box[i].wait(rows);
+    });
+    gradients.begin(shared.V[warpgroup], dO, [&](int i) {
+      shared.V_pipeline.box[i].wait();
+      shared.dO_pipeline.box[i].wait(rows);
+    });
     scores.wait<1>(P);
+    shared.stats_pipeline.wait(rows);
     compute_P_of_tile(P, PS, stats, own(), pair, scorer);
     gradients.wait(dS);
     compute_dS(dS, PS, stats, own(), pair.extent.kept_factor());
     multiply_units<&SplitStats::dO_unit>(P, stats, own());
     multiply_units<&SplitStats::unit>(dS, stats, own());
-    add_weighted(P, of_V, dO, dV, [&] { shared.dO_pipeline.release(rows); });
-    add_weighted(dS, of_K, Q, dK, [] {});
-    shared.Q_pipeline.arrive(rows);
+    shared.stats_pipeline.arrive(rows);
+    add_weighted(P, of_V, dO, dV, [&](int i, bool) { shared.dO_pipeline.box[i].release(rows); });
+    add_weighted(dS, of_K, Q, dK, [&](int i, bool) { shared.Q_pipeline.box[i].release(rows); });
     rows.advance();
   }
 };
@@ -88,7 +96,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp16x2_two_pass_c
     const __grid_constant__ TensorMap K_high, const __grid_constant__ TensorMap K_low,
     const __grid_constant__ TensorMap V_high, const __grid_constant__ TensorMap V_low,
     const __grid_constant__ TensorMap dO_high, const __grid_constant__ TensorMap dO_low,
-    const int* K_exponents, const int* V_exponents, const float* row_maxima,
+    const int* K_exponents, const int* V_exponents, const unsigned* column_bits,
     const SplitStats* stats, Tensor<result> dK, Tensor<result> dV, Tensor<unsigned char> dK_flags,
     Tensor<unsigned char> dV_flags, Sizes sizes, int heads, int kv_heads, int group, real scale,
     const __grid_constant__ Mods mods) {
@@ -107,14 +115,10 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp16x2_two_pass_c
   }
   increase_registers<consumer_registers>();
   const Scorer<float> scorer = {scale, mods};
-  const SplitKeys<d, dv, row_slabs> keys(row_maxima, task.extent, task.batch, task.kv_head,
-                                         kv_heads, group);
-  const bool any = task.first_row < task.end_row;
+  const long long own_head = (long long)task.batch * kv_heads + task.kv_head;
+  const SplitKeys<d, dv> keys = {column_bits,  own_head, task.batch,
+                                 task.kv_head, group,    task.extent};
   Consumer consumer(shared, warpgroup, scorer);
-  if (any) {
-    shared.K_pipeline.wait();
-    shared.V_pipeline.wait();
-  }
   task.for_tiles([&](int head, int row, long long) {
     consumer.advance({extent_of_head(task.extent, head), row, task.first_key});
   });

@@ -5,11 +5,11 @@
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   Q_high …: see split_operands.cu    dO_high …: see split_gradient.cu
-//   row_maxima: see split_maxima.cu    stats: see split_stats.cu
+//   column_bits: see column_bits.cuh    stats: see split_stats.cu
 //   dK_flags, dV_flags [batch, kv_heads, N]
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (384)
-//   the host sets: scalar, result, operand, real, Br, Bc, stages, row_slabs (slabs of row_maxima),
-//   d, dv, threads, shared_bytes and options (extent.cuh)
+//   the host sets: scalar, result, operand, real, Br, Bc, stages, d, dv, threads, shared_bytes and
+//   options (extent.cuh)
 #include <backward/parts/register_tile.cuh>
 #include <backward/parts/split_f32/split_key_pass.cuh>
 #include <tile/shared.cuh>
@@ -27,8 +27,11 @@ struct Shared {
   SplitTile<Br, dv> dO[stages];
   RegisterTile<Br> P[stages];
   SplitStats stats[stages][Br];
-  Pipeline<1> K_pipeline, V_pipeline;
-  Pipeline<stages> Q_pipeline, dO_pipeline;
+  BoxPipelines<1, d> K_pipeline;
+  BoxPipelines<1, dv> V_pipeline;
+  BoxPipelines<stages, d> Q_pipeline;
+  BoxPipelines<stages, dv> dO_pipeline;
+  Pipeline<stages> stats_pipeline;
   Barrier P_full[stages][warps];  // a warp of the first warpgroup has written its P
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
@@ -38,9 +41,9 @@ static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup l
 __device__ __forceinline__ void init_pipelines(Shared& shared) {
   shared.K_pipeline.init(1);
   shared.V_pipeline.init(1);
-  // Two loads, as in wgmma_two_pass_columns.cu. Every thread arrives after reading P and stats.
-  shared.Q_pipeline.init(consuming_threads, 2);
+  shared.Q_pipeline.init(consumers);
   shared.dO_pipeline.init(consumers);
+  shared.stats_pipeline.init(consuming_threads);  // every thread arrives after reading P and stats
   for (int i = 0; i < stages * warps; ++i) init_barrier(shared.P_full[i / warps][i % warps], 32);
   fence_barrier_init();
 }
@@ -61,16 +64,21 @@ struct ValueConsumer {
     const auto& stats = shared.stats[rows.stage];
     SplitScores<Br> scores;
     SplitSums<Br> P, PS;
-    shared.Q_pipeline.wait(rows);
-    scores.begin(shared.K[0], shared.Q[rows.stage]);
+    scores.begin(shared.K[0], shared.Q[rows.stage], [&](int i) {
+      shared.K_pipeline.box[i].wait();
+      shared.Q_pipeline.box[i].wait(rows);
+    });
     scores.wait(P);
+    shared.Q_pipeline.release(rows);
+    shared.stats_pipeline.wait(rows);
     compute_P_of_tile(P, PS, stats, own_scores(0), pair, scorer);
     shared.P[rows.stage].write(flat(PS));
     arrive(shared.P_full[rows.stage][threadIdx.x / warp_size % warps]);
     multiply_units<&SplitStats::dO_unit>(P, stats, own_scores(0));
-    shared.Q_pipeline.arrive(rows);
-    shared.dO_pipeline.wait(rows);
-    add_weighted(P, largest, shared.dO[rows.stage], dV, [&] { shared.dO_pipeline.release(rows); });
+    shared.stats_pipeline.arrive(rows);
+    for (auto& pipeline : shared.dO_pipeline.box) pipeline.wait(rows);
+    add_weighted(P, largest, shared.dO[rows.stage], dV,
+                 [&](int i, bool) { shared.dO_pipeline.box[i].release(rows); });
     rows.advance();
   }
 };
@@ -89,8 +97,10 @@ struct KeyConsumer {
     const auto& stats = shared.stats[rows.stage];
     SplitScores<Br> gradients;
     SplitSums<Br> PS, dS;
-    shared.dO_pipeline.wait(rows);
-    gradients.begin(shared.V[0], shared.dO[rows.stage]);
+    gradients.begin(shared.V[0], shared.dO[rows.stage], [&](int i) {
+      shared.V_pipeline.box[i].wait();
+      shared.dO_pipeline.box[i].wait(rows);
+    });
     wait(shared.P_full[rows.stage][threadIdx.x / warp_size % warps],
          rows.phase);  // Q and stats have arrived by then
     shared.P[rows.stage].read(flat(PS));
@@ -98,8 +108,9 @@ struct KeyConsumer {
     shared.dO_pipeline.release(rows);
     compute_dS(dS, PS, stats, own_scores(0), factor);
     multiply_units<&SplitStats::unit>(dS, stats, own_scores(0));
-    add_weighted(dS, largest, shared.Q[rows.stage], dK, [] {});
-    shared.Q_pipeline.arrive(rows);
+    shared.stats_pipeline.arrive(rows);
+    add_weighted(dS, largest, shared.Q[rows.stage], dK,
+                 [&](int i, bool) { shared.Q_pipeline.box[i].release(rows); });
     rows.advance();
   }
 };
@@ -109,7 +120,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp16x2_two_pass_c
     const __grid_constant__ TensorMap K_high, const __grid_constant__ TensorMap K_low,
     const __grid_constant__ TensorMap V_high, const __grid_constant__ TensorMap V_low,
     const __grid_constant__ TensorMap dO_high, const __grid_constant__ TensorMap dO_low,
-    const int* K_exponents, const int* V_exponents, const float* row_maxima,
+    const int* K_exponents, const int* V_exponents, const unsigned* column_bits,
     const SplitStats* stats, Tensor<result> dK, Tensor<result> dV, Tensor<unsigned char> dK_flags,
     Tensor<unsigned char> dV_flags, Sizes sizes, int heads, int kv_heads, int group, real scale,
     const __grid_constant__ Mods mods) {
@@ -128,20 +139,18 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp16x2_two_pass_c
   }
   increase_registers<consumer_registers>();
   const Scorer<float> scorer = {scale, mods};
-  const SplitKeys<d, dv, row_slabs> keys(row_maxima, task.extent, task.batch, task.kv_head,
-                                         kv_heads, group);
-  const bool any = task.first_row < task.end_row;
+  const long long own_head = (long long)task.batch * kv_heads + task.kv_head;
+  const SplitKeys<d, dv> keys = {column_bits,  own_head, task.batch,
+                                 task.kv_head, group,    task.extent};
   const int lane = threadIdx.x % warp_size, first = task.first_key + own_first();
   if (warpgroup == of_dV) {
     ValueConsumer values(shared, scorer);
-    if (any) shared.K_pipeline.wait();
     task.for_tiles([&](int head, int row, long long) {
       values.advance({extent_of_head(task.extent, head), row, task.first_key});
     });
     keys.store<true>(values.dV, values.largest, dV, dV_flags, V_exponents, scale, first, lane);
   } else {
     KeyConsumer gradients(shared);
-    if (any) shared.V_pipeline.wait();
     task.for_tiles([&](int, int, long long) { gradients.advance(task.extent.kept_factor()); });
     keys.store<false>(gradients.dK, gradients.largest, dK, dK_flags, K_exponents, scale, first,
                       lane);

@@ -4,7 +4,7 @@
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   Q_high …, scale2, flags: see split_operands.cu    dO_high …, dO_units: see split_gradient.cu
-//   lse, delta [batch, heads, M]
+//   column_bits: see column_bits.cuh    lse, delta [batch, heads, M]
 //   grid (cdiv(M, 128) * heads * batch)    block (384)
 //   the host sets: scalar, result, operand, real, Bk, stages, V_stages, d, dv, threads,
 //   shared_bytes and options (extent.cuh)
@@ -25,9 +25,10 @@ struct Shared {
   SplitTile<Bk, d> K[stages];
   SplitTile<Bk, dv> V[V_stages];
   SplitStats stats[own_rows];
-  Pipeline<1> Q_pipeline, dO_pipeline;
-  Pipeline<stages> K_pipeline;
-  Pipeline<V_stages> V_pipeline;
+  BoxPipelines<1, d> Q_pipeline;
+  BoxPipelines<1, dv> dO_pipeline;
+  BoxPipelines<stages, d> K_pipeline;
+  BoxPipelines<V_stages, dv> V_pipeline;
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(Bk % step == 0, "tiles are made of whole products");
@@ -41,6 +42,15 @@ __device__ __forceinline__ void init_pipelines(Shared& shared) {
   fence_barrier_init();
 }
 
+template <int stages, int all_rows, int columns>
+__device__ __forceinline__ void load_boxes(BoxPipelines<stages, columns>& pipelines,
+                                           TmaTile<operand, all_rows, columns>& tile,
+                                           const SplitMaps& maps, PipelineState<stages> state,
+                                           int row, int head, int batch) {
+#pragma unroll
+  for (int i = 0; i < tile.count; ++i) pipelines.load(tile, i, maps, state, row, head, batch);
+}
+
 // The elected producer thread loads Q and dO once, then K and V tile by tile.
 __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, const SplitMaps& Q,
                                         const SplitMaps& K, const SplitMaps& V, const SplitMaps& dO,
@@ -50,8 +60,8 @@ __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, con
 #pragma unroll
   for (int i = 0; i < consumers; ++i) {
     const int row = task.packed_row(task.row + i * warpgroup_rows);
-    load_split(shared.Q[i], Q, shared.Q_pipeline.full[0][0], row, task.head, batch);
-    load_split(shared.dO[i], dO, shared.dO_pipeline.full[0][0], row, task.head, batch);
+    load_boxes(shared.Q_pipeline, shared.Q[i], Q, PipelineState<1>(), row, task.head, batch);
+    load_boxes(shared.dO_pipeline, shared.dO[i], dO, PipelineState<1>(), row, task.head, batch);
   }
   PipelineState<stages> keys;
   PipelineState<V_stages> values;
@@ -60,8 +70,8 @@ __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, con
        first_key = task.after<Bk>(first_key), keys.advance(), values.advance()) {
     timeline::event(timeline::tile, first_key, task.row);
     const int key = task.packed_key(first_key);
-    load_split(shared.K[keys.stage], K, shared.K_pipeline.acquire(keys), key, kv_head, batch);
-    load_split(shared.V[values.stage], V, shared.V_pipeline.acquire(values), key, kv_head, batch);
+    load_boxes(shared.K_pipeline, shared.K[keys.stage], K, keys, key, kv_head, batch);
+    load_boxes(shared.V_pipeline, shared.V[values.stage], V, values, key, kv_head, batch);
   }
 }
 
@@ -90,16 +100,20 @@ struct Consumer {
     const auto& K = shared.K[keys.stage];
     SplitScores<Bk> scores, gradients;
     SplitSums<Bk> P, PS, dS;
-    shared.K_pipeline.wait(keys);
-    scores.begin(shared.Q[warpgroup], K);
+    scores.begin(shared.Q[warpgroup], K, [&](int i) {
+      shared.Q_pipeline.box[i].wait();
+      shared.K_pipeline.box[i].wait(keys);
+    });
     scores.wait(P);
-    shared.V_pipeline.wait(values);
-    gradients.begin(shared.dO[warpgroup], shared.V[values.stage]);
+    gradients.begin(shared.dO[warpgroup], shared.V[values.stage], [&](int i) {
+      shared.dO_pipeline.box[i].wait();
+      shared.V_pipeline.box[i].wait(values);
+    });
     compute_P_of_tile(P, PS, shared.stats, own(), pair, scorer);
     gradients.wait(dS);
     shared.V_pipeline.release(values);
     compute_dS(dS, PS, shared.stats, own(), pair.extent.kept_factor());
-    add_weighted(dS, largest, K, dQ, [&] { shared.K_pipeline.release(keys); });
+    add_weighted(dS, largest, K, dQ, [&](int i, bool) { shared.K_pipeline.box[i].release(keys); });
     keys.advance();
     values.advance();
   }
@@ -110,9 +124,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp16x2_two_pass_r
     const __grid_constant__ TensorMap K_high, const __grid_constant__ TensorMap K_low,
     const __grid_constant__ TensorMap V_high, const __grid_constant__ TensorMap V_low,
     const __grid_constant__ TensorMap dO_high, const __grid_constant__ TensorMap dO_low,
-    const int* K_exponents, Tensor<const real> lse, Tensor<const real> delta,
-    Tensor<const real> scale2, Tensor<const real> dO_units, Tensor<unsigned char> flags,
-    Tensor<result> dQ, Sizes sizes, int heads, int group, real scale,
+    const int* K_exponents, const unsigned* column_bits, Tensor<const real> lse,
+    Tensor<const real> delta, Tensor<const real> scale2, Tensor<const real> dO_units,
+    Tensor<unsigned char> flags, Tensor<result> dQ, Sizes sizes, int heads, int group, real scale,
     const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) init_pipelines(shared);
@@ -143,16 +157,13 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp16x2_two_pass_r
   increase_registers<consumer_registers>();
   const Scorer<float> scorer = {scale, mods};
   Consumer consumer(shared, warpgroup, scorer);
-  if (task.kv_begin < task.kv_end) {
-    shared.Q_pipeline.wait();
-    shared.dO_pipeline.wait();
-  }
 #pragma unroll 1
   for (int first_key = task.kv_begin; first_key < task.kv_end;
        first_key = task.after<Bk>(first_key))
     consumer.advance({extent, first_row, first_key});
-  const int* exponents = K_exponents + ((long long)batch * (heads / group) + kv_head) * d;
+  const long long own_head = (long long)batch * (heads / group) + kv_head;
   const int first = first_row + warpgroup * warpgroup_rows + own_first();
-  store_dQ<d>(consumer.dQ, consumer.largest, exponents, scale, dQ, flags, batch, head, first,
+  store_dQ<d>(consumer.dQ, consumer.largest, K_exponents + own_head * d,
+              column_words(column_bits, own_head, group, 0), scale, dQ, flags, batch, head, first,
               extent.M, threadIdx.x % warp_size);
 }

@@ -7,7 +7,7 @@
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   Q_high …, scale2, flags: see split_operands.cu    dO_high …, dO_units: see split_gradient.cu
-//   lse, delta [batch, heads, M]
+//   column_bits: see column_bits.cuh    lse, delta [batch, heads, M]
 //   grid (cdiv(M, 64) * heads * batch)    block (384)
 //   the host sets: scalar, result, operand, real, Bk, d, dv, threads, shared_bytes and options
 //   (score.cuh)
@@ -22,6 +22,7 @@
 
 constexpr int depth = padded_columns(d);  // columns of the Q and K tiles, zero-padded
 constexpr int own_rows = warpgroup_rows;
+constexpr int V_boxes = cdiv(dv, box_columns);
 using Pair = TilePair<own_rows, Bk>;
 
 struct Shared {
@@ -31,9 +32,10 @@ struct Shared {
   SplitTile<Bk, dv> V;
   SplitStats stats[own_rows];
   float largest[own_rows];  // largest weights of the second warpgroup
-  Pipeline<1> Q_pipeline, dO_pipeline;
-  Pipeline<consumers> K_pipeline;
-  Barrier V_full[consumers], V_empty;
+  BoxPipelines<1, d> Q_pipeline;
+  BoxPipelines<1, dv> dO_pipeline;
+  BoxPipelines<consumers, d> K_pipeline;
+  Barrier V_full[V_boxes][consumers], V_empty;
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(Bk % step == 0, "tiles are made of whole products");
@@ -43,7 +45,8 @@ __device__ __forceinline__ void init_pipelines(Shared& shared) {
   shared.Q_pipeline.init(1);
   shared.dO_pipeline.init(1);
   shared.K_pipeline.init(1);
-  for (Barrier& full : shared.V_full) init_barrier(full, 1);
+  for (int i = 0; i < V_boxes * consumers; ++i)
+    init_barrier(shared.V_full[i / consumers][i % consumers], 1);
   init_barrier(shared.V_empty, 1);
   fence_barrier_init();
 }
@@ -55,7 +58,6 @@ __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, con
   if (task.kv_begin >= task.kv_end) return;
   const int batch = task.packed_batch(task.batch);
   const int row = task.packed_row(task.row);
-  load_split(shared.dO, dO, shared.dO_pipeline.acquire(), row, task.head, batch);
   PipelineState<consumers> keys;
   PipelineState<1> values;
 #pragma unroll 1  // not unrolled: the producer has few registers
@@ -64,10 +66,19 @@ __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, con
     timeline::event(timeline::tile, first_key, task.row);
     const int key = task.packed_key(first_key);
     wait(shared.V_empty, values.phase ^ 1);
-    load_split(shared.V, V, shared.V_full[keys.stage], key, kv_head, batch);
-    if (first_key == task.kv_begin)
-      load_split(shared.Q, Q, shared.Q_pipeline.acquire(), row, task.head, batch);
-    load_split(shared.K[keys.stage], K, shared.K_pipeline.acquire(keys), key, kv_head, batch);
+#pragma unroll
+    for (int i = 0; i < V_boxes; ++i) {
+      if (first_key == task.kv_begin)
+        shared.dO_pipeline.load(shared.dO, i, dO, {}, row, task.head, batch);
+      arrive_expect_tx(shared.V_full[i][keys.stage], sizeof shared.V.box[i]);
+      load_split_box(shared.V, i, V, shared.V_full[i][keys.stage], key, kv_head, batch);
+    }
+#pragma unroll
+    for (int i = 0; i < shared.K_pipeline.count; ++i) {
+      if (first_key == task.kv_begin)
+        shared.Q_pipeline.load(shared.Q, i, Q, {}, row, task.head, batch);
+      shared.K_pipeline.load(shared.K[keys.stage], i, K, keys, key, kv_head, batch);
+    }
   }
 }
 
@@ -100,18 +111,22 @@ struct Consumer {
     SplitSums<Bk> P, PS, dS;
     {
       SplitScores<Bk> gradients;
-      wait(shared.V_full[warpgroup], keys.phase);
-      gradients.begin(shared.dO, shared.V);
+      gradients.begin(shared.dO, shared.V, [&](int i) {
+        shared.dO_pipeline.box[i].wait();
+        wait(shared.V_full[i][warpgroup], keys.phase);
+      });
       gradients.wait(dS);
       if (threadIdx.x % warpgroup_size == 0) arrive(shared.V_empty);
     }
     SplitScores<Bk> scores;
-    shared.K_pipeline.wait(keys);
-    scores.begin(shared.Q, K);
+    scores.begin(shared.Q, K, [&](int i) {
+      shared.Q_pipeline.box[i].wait();
+      shared.K_pipeline.box[i].wait(keys);
+    });
     scores.wait(P);
     compute_P_of_tile(P, PS, shared.stats, own(), pair, scorer);
     compute_dS(dS, PS, shared.stats, own(), pair.extent.kept_factor());
-    add_weighted(dS, largest, K, dQ, [&] { shared.K_pipeline.release(keys); });
+    add_weighted(dS, largest, K, dQ, [&](int i, bool) { shared.K_pipeline.box[i].release(keys); });
   }
 
   // Combines accumulators and largest weights of both warpgroups in the first one. The second
@@ -144,9 +159,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp16x2_two_pass_r
     const __grid_constant__ TensorMap K_high, const __grid_constant__ TensorMap K_low,
     const __grid_constant__ TensorMap V_high, const __grid_constant__ TensorMap V_low,
     const __grid_constant__ TensorMap dO_high, const __grid_constant__ TensorMap dO_low,
-    const int* K_exponents, Tensor<const real> lse, Tensor<const real> delta,
-    Tensor<const real> scale2, Tensor<const real> dO_units, Tensor<unsigned char> flags,
-    Tensor<result> dQ, Sizes sizes, int heads, int group, real scale,
+    const int* K_exponents, const unsigned* column_bits, Tensor<const real> lse,
+    Tensor<const real> delta, Tensor<const real> scale2, Tensor<const real> dO_units,
+    Tensor<unsigned char> flags, Tensor<result> dQ, Sizes sizes, int heads, int group, real scale,
     const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) init_pipelines(shared);
@@ -177,17 +192,14 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp16x2_two_pass_r
   increase_registers<consumer_registers>();
   const Scorer<float> scorer = {scale, mods};
   Consumer consumer(shared, warpgroup, scorer);
-  if (task.kv_begin < task.kv_end) {
-    shared.Q_pipeline.wait();
-    shared.dO_pipeline.wait();
-  }
 #pragma unroll 1
   for (int first_key = task.kv_begin; first_key < task.kv_end;
        first_key = task.after<Bk>(first_key))
     consumer.advance({extent, first_row, first_key});
   consumer.join();
   if (warpgroup == 1) return;
-  const int* exponents = K_exponents + ((long long)batch * (heads / group) + kv_head) * d;
-  store_dQ<d>(consumer.dQ, consumer.largest, exponents, scale, dQ, flags, batch, head,
+  const long long own_head = (long long)batch * (heads / group) + kv_head;
+  store_dQ<d>(consumer.dQ, consumer.largest, K_exponents + own_head * d,
+              column_words(column_bits, own_head, group, 0), scale, dQ, flags, batch, head,
               first_row + own_first(), extent.M, threadIdx.x % warp_size);
 }

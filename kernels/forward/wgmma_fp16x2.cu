@@ -67,6 +67,15 @@ __device__ __forceinline__ void init_pipelines(Shared& shared) {
   fence_barrier_init();
 }
 
+template <int all_rows, int columns>
+__device__ __forceinline__ void load_split(TmaTile<operand, all_rows, columns>& tile,
+                                           const SplitMaps& maps, Barrier& barrier, int row,
+                                           int head, int batch) {
+  arrive_expect_tx(barrier, sizeof tile);
+#pragma unroll
+  for (int i = 0; i < tile.count; ++i) load_split_box(tile, i, maps, barrier, row, head, batch);
+}
+
 // Runs in one thread of the producer warp: for each tile of Q, loads Q, then K and V tile by tile.
 __device__ __forceinline__ void produce(Shared& shared, Tasks tasks, const SplitMaps& Q,
                                         const SplitMaps& K, const SplitMaps& V, int group) {
@@ -122,7 +131,7 @@ struct Consumer {
   __device__ __forceinline__ void begin_scores() {
     shared.K_pipeline.wait(keys);
     Turns::wait(warpgroup);
-    scores.begin(shared.Q[queries.stage][warpgroup], shared.K[keys.stage]);
+    scores.begin(shared.Q[queries.stage][warpgroup], shared.K[keys.stage], [](int) {});
     Turns::arrive(warpgroup);
   }
   __device__ __forceinline__ void release_keys() {
@@ -157,7 +166,9 @@ struct Consumer {
         [&](int part, bool is_last) {
           if (turns == 3 ? is_last : part == 0) Turns::arrive(warpgroup);
         },
-        [&] { release_values(); });
+        [&](int, bool is_last) {
+          if (is_last) release_values();
+        });
   }
 
   // Waits for the scores of a tile of keys, computes its softmax and adds its P V to O.

@@ -198,7 +198,8 @@ def split_gradient(do, out, of):
 def sum_tiles(weights, B, has_numbers, tile):
     """Multiplies weights [m, n] by B [n, k] tile by tile; flags rows that lost accuracy.
 
-    has_numbers [k] marks the columns of B with nonzero numbers, in which a sum of 0 is suspicious.
+    has_numbers [k] marks the columns of B with nonzero numbers. A small sum in such a column is
+    suspicious if it also has small numbers, or if all weights are tiny.
     """
     sums, top = np.zeros((len(weights), B.high.shape[1]), np.float32), np.zeros(len(weights))
     for first in range(0, weights.shape[1], tile):
@@ -212,8 +213,17 @@ def sum_tiles(weights, B, has_numbers, tile):
         sums = np.float32(np.ldexp(product.astype(np.float64), power - 14) + sums)
         top = np.maximum(top, largest)
     least = np.where(top == 0, 0, np.maximum(top, 2.0**-112) * 2.0**-10)[:, None]
-    small = (np.abs(sums) < least) & ((sums != 0) | has_numbers)
-    return sums, small.any(1)
+    terms = (np.abs(B.high) < 2.0**-10).any(0) | (top < 2.0**-112)[:, None]
+    return sums, ((np.abs(sums) < least) & has_numbers & terms).any(1)
+
+
+def column_words(x, high):
+    """Returns the 32 words of column_bits.cuh for an array [rows, columns] and its high parts."""
+    words, columns = np.zeros(32, np.uint32), np.arange(x.shape[1])
+    bits = np.uint32(1) << np.uint32(columns // 64 * 2 + columns % 2)
+    for found, up in (((x != 0).any(0), 0), ((np.abs(high) < 2.0**-10).any(0), 16)):
+        np.bitwise_or.at(words, columns[found] // 2 % 32, bits[found] << np.uint32(up))
+    return words
 
 
 @np.errstate(over="ignore", under="ignore", invalid="ignore")

@@ -74,6 +74,11 @@ def wide(given):
     given["V"][0, 1, 8, 2] = -np.inf
 
 
+def of_columns(columns):
+    """Returns a mask of the bits that column_bits.cuh defines for an array with these columns."""
+    return parts.column_words(np.ones((1, columns)), np.zeros((1, columns)))
+
+
 @pytest.mark.parametrize("scale", [0.3, -0.3, 0.0, 1e-36])
 @pytest.mark.parametrize("change", [lambda given: None, wide], ids=["normal", "wide"])
 def test_parts_are_those_of_numpy(backend, change, scale):
@@ -192,9 +197,37 @@ def test_parts_of_dO_are_those_of_numpy(backend, size):
         np.testing.assert_array_equal(arrays["dO_units"][0, head], units)
         exponents = arrays["K_exponents"].reshape(2, 21)[head // 2]
         np.testing.assert_array_equal(exponents, parts.exponents(np.abs(k).max(0)))
+        words = arrays["column_bits"].view(np.uint32).reshape(2, 5, 32)[head // 2]
+        expected = (k, parts.split(q, k, v, 0.3).K), (q, parts.split(q, k, v, 0.3).Q), (do, own.dO)
+        for place, (x, of_x) in zip((0, 1 + head % 2 * 2, 2 + head % 2 * 2), expected):
+            mask = of_columns(x.shape[1])
+            wanted = parts.column_words(x, of_x.high)
+            np.testing.assert_array_equal(words[place] & mask, wanted & mask)
         np.testing.assert_allclose(arrays["delta"][0, head], own.delta, rtol=1e-4, atol=1e-6 * size)
     assert not any(arrays[name].any() for name in ("flags", "dK_flags", "dV_flags"))
     require_right(plan, arrays)
+
+
+def repeat(name, signs):
+    """Returns a function that replaces every second row by signs, [d], times the row before."""
+
+    def change(given):
+        x = given[name]
+        x[..., 1::2, :] = x[..., ::2, :] * np.resize(F(signs), x.shape[-1])
+
+    return change
+
+
+def pairs_of_rows(given):
+    """Makes pairs of rows whose terms cancel in each sum of dK and dV."""
+    repeat("Q", [1])(given), repeat("O", [1])(given), repeat("dO", [-1])(given)
+    given["lse"][..., 1::2] = given["lse"][..., ::2]
+
+
+def pairs_of_keys(given):
+    """Makes pairs of keys whose terms cancel in every second column of dQ."""
+    put("Q", (..., slice(1, None, 2)), 0)(given)
+    repeat("K", [1, -1])(given), repeat("V", [1])(given)
 
 
 LAST = (0, 0, -1, 3)  # an element of the last key, which only the last query sees
@@ -218,6 +251,18 @@ CHANGES = {
     "infinity in a value": (put("V", LAST, -np.inf), SHARED, (140, 70, 70)),
     "tiny dO": (lambda given: given["dO"].__imul__(F(1e-25)), SHARED, (140, 70, 70)),
     "no scale": (lambda given: None, {**SHARED, "scale": 0.0}, (0, 0, 0)),
+    "rows that cancel": (pairs_of_rows, LARGE, (0, 0, 0)),
+    "keys that cancel": (pairs_of_keys, LARGE, (0, 0, 0)),
+    "rows that cancel, two numbers are small": (
+        lambda given: [pairs_of_rows(given), put("dO", (..., [8, 9], 3), 1e-9)(given)],
+        LARGE,
+        (0, 0, 512),
+    ),
+    "keys that cancel, two numbers are small": (
+        lambda given: [pairs_of_keys(given), put("K", (..., [8, 9], 3), 1e-9)(given)],
+        LARGE,
+        (40, 0, 0),
+    ),
 }
 
 

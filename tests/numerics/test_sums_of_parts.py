@@ -106,10 +106,9 @@ def shares_of_gradients(inputs, found, scale=0.125):
         yield np.where(np.isnan(share), np.inf, share), flags
 
 
-# Whether dQ, dK and dV have flags. Equal keys give dQ = 0, and values that cancel give D = 0; if
-# V's columns vary widely in magnitude, the parts of a dO row cannot represent the products.
+# Whether dQ, dK and dV have flags. Values that cancel give D = 0; if V's columns vary widely in
+# magnitude, the parts of a dO row cannot represent the products.
 FLAGGED = {
-    "equal": [True, False, False],
     "cancelling": [True, True, True],
     "columns of V": [True, True, True],
     "elements of V": [True, True, True],

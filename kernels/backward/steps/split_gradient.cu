@@ -16,6 +16,7 @@
 //
 //   Q, O, dO [batch, heads, M, d | dv]    maxima: see split_maxima
 //   dO_high, dO_low [batch, heads, M, dv]: contiguous, padded with zeros to a multiple of 16
+//   column_bits: see column_bits.cuh
 //   K_exponents [batch, kv_heads, d]    scale2, dO_units, delta, flags [batch, heads, M]
 //   grid (query_blocks for row tiles, then kv_heads * batch)    block (threads)
 //   the host sets: scalar, result, operand, real, slabs, rows_of_block, d, dv, threads,
@@ -65,9 +66,10 @@ __device__ __forceinline__ bool is_small(const scalar* q, real unit, real scale,
 
 extern "C" __global__ __launch_bounds__(threads) void split_gradient(
     Tensor<const scalar> Q, Tensor<const result> O, Tensor<const scalar> dO, const float* maxima,
-    Tensor<operand> dO_high, Tensor<operand> dO_low, int* K_exponents, Tensor<const real> scale2,
-    Tensor<real> dO_units, Tensor<real> delta, Tensor<unsigned char> flags, Sizes sizes,
-    int query_blocks, int heads, int kv_heads, int group, real scale, Mods mods) {
+    Tensor<operand> dO_high, Tensor<operand> dO_low, unsigned* column_bits, int* K_exponents,
+    Tensor<const real> scale2, Tensor<real> dO_units, Tensor<real> delta,
+    Tensor<unsigned char> flags, Sizes sizes, int query_blocks, int heads, int kv_heads, int group,
+    real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
   constexpr int table = slabs * (d + dv + 1);
   const int lane = threadIdx.x % warp_size, index = blockIdx.x;
@@ -83,13 +85,14 @@ extern "C" __global__ __launch_bounds__(threads) void split_gradient(
   if (first < 0 || first >= M) return;
   const long long kv_head = (long long)batch * kv_heads + head / group;
   read_exponents<threads, slabs>(maxima + kv_head * table, shared.exponents);
+  unsigned bits = 0;
   const int* exponents = shared.exponents + d;  // column exponents of V
   for (int row = first + threadIdx.x / warp_size; row < min(first + rows_of_block, M);
        row += threads / warp_size) {
     const scalar* gradient = dO.row(batch, head, row);
     const SplitRow<dv> own(gradient, exponents, lane);
-    own.split<operand>(dO_high.row(batch, head, row), dO_low.row(batch, head, row), exponents, 1.0f,
-                       lane);
+    bits |= own.split<operand>(dO_high.row(batch, head, row), dO_low.row(batch, head, row),
+                               exponents, 1.0f, lane);
     const RowProduct product(O.row(batch, head, row), gradient, lane);
     const bool small =
         is_small(Q.row(batch, head, row), *scale2.row(batch, head, row), scale, lane);
@@ -102,4 +105,5 @@ extern "C" __global__ __launch_bounds__(threads) void split_gradient(
     if (!own.finite || !held || small || !(fabs(D) < largest_delta))
       *flags.row(batch, head, row) = 1;
   }
+  atomicOr(column_words(column_bits, kv_head, group, 2 + head % group * 2) + lane, bits);
 }

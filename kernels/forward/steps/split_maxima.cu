@@ -1,17 +1,21 @@
-// split_maxima: finds the largest finite magnitude in each column of K and V, or of Q and dO.
+// split_maxima: finds the largest finite magnitude in each column of K and V.
 //
-// The keys, or rows, of a head are divided among `slabs` blocks. Each block writes one line of a
+// The keys of a head are divided among `slabs` blocks. Each block writes one line of a
 // table, and readers take the maximum of all lines, so neither clearing nor atomics are needed. The
-// last element of a line is 1 if the slab has NaN or infinity, and 0 otherwise.
+// last element of a line is 1 if the slab has NaN or infinity, and 0 otherwise. column_bits, in
+// which split_operands and split_gradient set bits, is cleared.
 //
-//   X, Y [batch, heads, rows, d | dv]    maxima [batch, heads, slabs, d + dv + 1]
-//   grid (slabs * heads * batch)    block (threads)
-//   the host sets: scalar, real, of_rows (1 for Q and dO), slabs, d, dv, threads, shared_bytes and
-//   options (extent.cuh)
+//   K, V [batch, kv_heads, N, d | dv]    maxima [batch, kv_heads, slabs, d + dv + 1]
+//   column_bits: see column_bits.cuh
+//   grid (slabs * kv_heads * batch)    block (threads)
+//   the host sets: scalar, real, slabs, sets_bits, d, dv, threads, shared_bytes and options
+//   (extent.cuh)
 #include <attention/extent.cuh>
+#include <forward/parts/split_f32/column_bits.cuh>
 #include <tile/share_out_rows.cuh>
 #include <tile/shared.cuh>
 #include <tile/tensor.cuh>
+#include <tile/warp.cuh>
 
 struct Shared {
   float largest[threads];
@@ -47,18 +51,20 @@ __device__ bool write_maxima(Tensor<const scalar> X, int batch, int head, int fi
   return !finite;
 }
 
-extern "C" __global__ __launch_bounds__(threads) void split_maxima(Tensor<const scalar> X,
-                                                                   Tensor<const scalar> Y,
-                                                                   float* maxima, Sizes sizes,
-                                                                   int heads, Mods mods) {
+extern "C" __global__ __launch_bounds__(threads) void split_maxima(
+    Tensor<const scalar> K, Tensor<const scalar> V, float* maxima, unsigned* column_bits,
+    Sizes sizes, int kv_heads, int group, Mods mods) {
   Shared& shared = shared_memory<Shared>();
-  const auto [slab, head, batch] = place(blockIdx.x, slabs, heads);
-  const Extent extent = extent_of(sizes, mods, batch);
-  const int rows = of_rows ? extent.M : extent.N, size = cdiv(rows, slabs);
-  const int first = min(slab * size, rows), end = min(first + size, rows);
+  const auto [slab, head, batch] = place(blockIdx.x, slabs, kv_heads);
+  if (sets_bits && slab == 0) {
+    unsigned* own = column_words(column_bits, (long long)batch * kv_heads + head, group, 0);
+    for (int i = threadIdx.x; i < (1 + 2 * group) * warp_size; i += threads) own[i] = 0;
+  }
+  const int N = extent_of(sizes, mods, batch).N, size = cdiv(N, slabs);
+  const int first = min(slab * size, N), end = min(first + size, N);
   float* line = maxima + (long long)blockIdx.x * (d + dv + 1);
-  bool special = write_maxima<d>(X, batch, head, first, end, shared, line);
-  special |= write_maxima<dv>(Y, batch, head, first, end, shared, line + d);
+  bool special = write_maxima<d>(K, batch, head, first, end, shared, line);
+  special |= write_maxima<dv>(V, batch, head, first, end, shared, line + d);
   special = __syncthreads_or(special);
   if (threadIdx.x == 0) line[d + dv] = special ? 1.0f : 0.0f;
 }

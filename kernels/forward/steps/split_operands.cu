@@ -17,7 +17,7 @@
 //  - the row, or K or V of its head, contains NaN or infinity;
 //  - scores are so large that the split error of the row's largest number would be noticeable.
 // All other flags are set to 0, so the array need not be cleared before. small_values counts the
-// small numbers in each column of V, for each block of rows (cancellation.cuh).
+// small numbers in each column of V and block of rows (cancellation.cuh); see also column_bits.cuh.
 //
 //   Q [batch, heads, M, d]    K, V [batch, kv_heads, N, d | dv]    maxima: see split_maxima
 //   Q_high, Q_low [batch, heads, M, d], K_high, K_low, V_high, V_low [batch, kv_heads, N, d | dv]:
@@ -25,8 +25,8 @@
 //   V_exponents [batch, kv_heads, dv]    scale2, flags [batch, heads, M]
 //   with packed rows (batch.cuh) the arrays [batch, kv_heads, …] have one element per sequence
 //   grid (query_blocks for tiles of Q, then blocks for tiles of K and V)    block (threads)
-//   the host sets: scalar, operand, real, slabs, rows_of_block, d, dv, threads, shared_bytes and
-//   options (extent.cuh)
+//   the host sets: scalar, operand, real, slabs, rows_of_block, sets_bits (false if only the
+//   output is computed), d, dv, threads, shared_bytes and options (extent.cuh)
 #include <attention/score.cuh>
 #include <attention/tile_index.cuh>
 #include <forward/parts/split_f32/cancellation.cuh>
@@ -34,11 +34,11 @@
 #include <ptx/resident_threads.cuh>
 #include <tile/block_copy.cuh>
 #include <tile/shared.cuh>
-#include <tile/tensor.cuh>
 
 struct Shared {
   int exponents[d + dv];                      // column exponents of K, then of V
   unsigned small[cdiv(dv, step) * step / 2];  // two 16-bit counters of small values, one per column
+  unsigned bits[warp_size];                   // of columns of K (column_bits.cuh)
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(sizeof(operand) == 2, "two 16-bit parts share a register");
@@ -82,23 +82,26 @@ extern "C" __global__ __launch_bounds__(threads, resident) void split_operands(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, const float* maxima,
     Tensor<operand> Q_high, Tensor<operand> Q_low, Tensor<operand> K_high, Tensor<operand> K_low,
     Tensor<operand> V_high, Tensor<operand> V_low, int* V_exponents, Tensor<real> scale2,
-    Tensor<unsigned char> flags, unsigned char* small_values, Sizes sizes, int query_blocks,
-    int heads, int kv_heads, int group, real scale, Mods mods) {
+    Tensor<unsigned char> flags, unsigned char* small_values, unsigned* column_bits, Sizes sizes,
+    int query_blocks, int heads, int kv_heads, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
-  constexpr int table = slabs * (d + dv + 1);
+  constexpr long long table = slabs * (d + dv + 1);
   const int lane = threadIdx.x % warp_size, index = blockIdx.x;
   if (index < query_blocks) {
     const auto [tile, head, batch] = place_of_rows<rows_of_block>(index, sizes, mods, heads);
     const int M = extent_of(sizes, mods, batch).M, first = tile * rows_of_block;
     if (first < 0 || first >= M) return;
-    const long long kv_head = (long long)batch * kv_heads + head / group;
+    const int kv_head = batch * kv_heads + head / group;
     const bool special = read_exponents<threads, slabs>(maxima + kv_head * table, shared.exponents);
     const float sign = has_score_mod ? 1.0f : float((scale > 0) - (scale < 0));
-    for (int row = first + threadIdx.x / warp_size; row < min(first + rows_of_block, M);
-         row += threads / warp_size) {
+    const int end = min(first + rows_of_block, M);
+    unsigned bits = 0;
+    for (int row = first + threadIdx.x / warp_size; row < end; row += threads / warp_size) {
       const SplitRow<d> q(Q.row(batch, head, row), shared.exponents, lane);
-      q.split<operand>(Q_high.row(batch, head, row), Q_low.row(batch, head, row), shared.exponents,
-                       sign, lane);
+      bits |= q.split<operand>(Q_high.row(batch, head, row), Q_low.row(batch, head, row),
+                               shared.exponents, sign, lane);
+      if (sets_bits && row + threads / warp_size >= end)  // after the loop ptxas would spill
+        atomicOr(column_words(column_bits, kv_head, group, 1 + head % group * 2) + lane, bits);
       if (lane > 0) continue;
       *scale2.row(batch, head, row) = unit_of(q.exponent, scale);
       const bool too_large = !(times_two_to(fabs(scale), q.exponent) <= largest_score);
@@ -115,17 +118,24 @@ extern "C" __global__ __launch_bounds__(threads, resident) void split_operands(
       for (int col = threadIdx.x; col < dv; col += threads)
         V_exponents[kv_head * dv + col] = shared.exponents[d + col];
     for (int i = threadIdx.x; i < cdiv(dv, step) * step / 2; i += threads) shared.small[i] = 0;
+    if (threadIdx.x < warp_size) shared.bits[lane] = 0;
     __syncthreads();  // the counters are 0 before counting starts
     split_rows<d>(K, K_high, K_low, batch, head, first, N, shared.exponents,
-                  [](int, float, float) {});
+                  [&](int pair, float x, float y) {
+                    const unsigned bits = bits_of(x, x) | bits_of(y, y) << 1;
+                    if (sets_bits)
+                      atomicOr(&shared.bits[pair % warp_size], bits << pair / warp_size * 2);
+                  });
     const float least = small_value(N);
     split_rows<dv>(V, V_high, V_low, batch, head, first, N, shared.exponents + d,
                    [&](int pair, float x, float y) {
                      const unsigned small = (fabs(x) < least) + ((fabs(y) < least) << 16);
                      if (counts_values && small > 0) atomicAdd(&shared.small[pair], small);
                    });
+    __syncthreads();  // all small values are counted, and all bits set
+    if (sets_bits && threadIdx.x < warp_size)
+      atomicOr(column_words(column_bits, kv_head, group, 0) + lane, shared.bits[lane]);
     if constexpr (!counts_values) return;
-    __syncthreads();  // all small values are counted
     const long long place = kv_head * max(cdiv(N, rows_of_block), 1) + tile;
     for (int col = threadIdx.x; col < dv; col += threads)
       small_values[place * dv + col] = shared.small[col / 2] >> 16 * (col % 2);

@@ -103,6 +103,7 @@ __device__ __forceinline__ void compute_dS(float (&dP)[m][n][4], const float (&P
 template <int m>
 struct Largest {
   static constexpr int least = -112;  // smallest exponent for which 2^(14 - least) is finite
+  static constexpr float least_weight = 0x1p-112f;  // parts of smaller ones are less accurate
   float weight[m][2] = {};
 
   // Scales each fragment row so that its largest weight is in 2^14 … 2^15; `factor` undoes this.
@@ -128,54 +129,58 @@ struct Largest {
   // two factors below 2^15, may exceed float rounding. Without weights all sums are 0.
   __device__ __forceinline__ float least_sum(int i, int half) const {
     const float largest = weight[i][half];
-    return largest == 0 ? 0 : fmax(largest, 0x1p-112f) * (0x1p-25f * 0x1p15f);
+    return largest == 0 ? 0 : fmax(largest, least_weight) * (0x1p-25f * 0x1p15f);
   }
 };
 
-// Returns, to all lanes of a fragment row, whether the row has inaccurate sums. has_numbers(col):
-// whether a sum of 0 in this column is wrong. The columns begin at first_col.
-template <int cols, int m, int n, class HasNumbers>
+// Returns, to all lanes of a fragment row, whether the row has inaccurate sums: NaN, infinity, and
+// sums below `least` with is_inaccurate(col). The columns begin at first_col.
+template <int cols, int m, int n, class IsInaccurate>
 __device__ __forceinline__ bool is_wrong(const float (&sums)[m][n][4], int i, int half, float least,
-                                         int lane, HasNumbers has_numbers, int first_col = 0) {
+                                         int lane, IsInaccurate is_inaccurate, int first_col = 0) {
   static_assert(2 * n <= 64, "one bit per column of a lane");
-  bool wrong = false, zero = false;
-  const auto at = [&](int j) { return sums[i][j / 2][half * 2 + j % 2]; };
+  bool wrong = false, small = false;
+  const auto at = [&](int j) { return fabs(sums[i][j / 2][half * 2 + j % 2]); };
   const auto column = [&](int j) { return first_col + j / 2 * 8 + 2 * (lane % 4) + j % 2; };
 #pragma unroll
   for (int j = 0; j < 2 * n; ++j) {
-    const bool held = fabs(at(j)) >= least && fabs(at(j)) < infinity;
-    wrong |= !held && at(j) != 0 && column(j) < cols;
-    zero |= !held && at(j) == 0 && column(j) < cols;
+    wrong |= !(at(j) < infinity) && column(j) < cols;
+    small |= at(j) < least && column(j) < cols;
   }
-  if (zero && !wrong) {  // rare; a rolled loop inlines has_numbers() only once
-    unsigned long long zeros = 0;
+  if (small && !wrong) {  // rare; a rolled loop inlines is_inaccurate() only once
+    unsigned long long smalls = 0;
 #pragma unroll
-    for (int j = 0; j < 2 * n; ++j) zeros |= (unsigned long long)(at(j) == 0) << j;
+    for (int j = 0; j < 2 * n; ++j) smalls |= (unsigned long long)(at(j) < least) << j;
 #pragma unroll 1
-    for (int j = 0; zeros != 0 && !wrong; ++j, zeros >>= 1)
-      wrong = zeros % 2 != 0 && column(j) < cols && has_numbers(column(j));
+    for (int j = 0; smalls != 0 && !wrong; ++j, smalls >>= 1)
+      wrong = smalls % 2 != 0 && column(j) < cols && is_inaccurate(column(j));
   }
   wrong |= __shfl_xor_sync(full_warp, int(wrong), 1) != 0;
   wrong |= __shfl_xor_sync(full_warp, int(wrong), 2) != 0;
   return wrong;
 }
 
-// Stores rows of a gradient: sums times factor * 2^power(column).
+// Stores rows of a gradient: sums times factor * 2^power(column), in pairs where rows are aligned.
 template <int cols, int m, int n, class Power>
 __device__ __forceinline__ void store_scaled(const float (&sums)[m][n][4], float factor,
                                              Tensor<result> gradient, int batch, int head,
                                              int first, int end, int lane, Power power,
                                              int first_col = 0) {
+  const bool in_pairs = cols % 2 == 0 && sizeof(result) == 4 && is_aligned(gradient);
 #pragma unroll
-  for (int j = 0; j < 2 * n; ++j) {
-    const int col = first_col + j / 2 * 8 + 2 * (lane % 4) + j % 2;
-    if (col >= cols) continue;
-    const int all = power(col), half = all >> 1;
-#pragma unroll
-    for (int i = 0; i < 2 * m; ++i) {
-      const int row = first + i * 8 + lane / 4;
-      const float x = sums[i / 2][j / 2][i % 2 * 2 + j % 2] * two_to(half) * two_to(all - half);
-      if (row < end) gradient.row(batch, head, row)[col] = x * factor;
-    }
+  for (int i = 0; i < 2 * m * n; ++i) {
+    const int row = first + i % (2 * m) * 8 + lane / 4;
+    const int col = first_col + i / (2 * m) * 8 + 2 * (lane % 4);
+    if (row >= end || col >= cols) continue;
+    const auto scaled = [&](int k) {
+      const int all = power(col + k), half = all >> 1;
+      const float x = sums[i % (2 * m) / 2][i / (2 * m)][i % 2 * 2 + k];
+      return x * two_to(half) * two_to(all - half) * factor;
+    };
+    result* to = gradient.row(batch, head, row) + col;
+    if (in_pairs)
+      *reinterpret_cast<float2*>(to) = {scaled(0), scaled(1)};
+    else
+      for (int k = 0; k < 2 && col + k < cols; ++k) to[k] = scaled(k);
   }
 }

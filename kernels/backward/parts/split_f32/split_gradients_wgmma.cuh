@@ -3,7 +3,7 @@
 
 #include <backward/parts/gradient_warpgroups.cuh>
 #include <backward/parts/split_f32/split_gradients.cuh>
-#include <forward/parts/split_f32/split_wgmma.cuh>
+#include <backward/parts/split_f32/box_pipelines.cuh>
 #include <ptx/opaque.cuh>
 
 // Pads the columns of accumulators. Above 192, ptxas spills accumulators of any width but 256.
@@ -31,7 +31,8 @@ __device__ __forceinline__ void compute_P_of_tile(float (&S)[1][n][4], float (&P
     compute_P<true>(S, PS, stats, own, pair, scorer);
 }
 
-// Adds weights * B of a tile to `sums` and calls read() after the last read of B.
+// Adds weights * B of a tile to `sums` and calls read(i, is_last) after the last read of box i of
+// B.
 template <int n, int columns, int all_rows, int width, class Read>
 __device__ __forceinline__ void add_weighted(float (&weights)[1][n][4], Largest<1>& largest,
                                              const TmaTile<operand, all_rows, columns>& B,

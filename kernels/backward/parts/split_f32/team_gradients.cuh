@@ -130,13 +130,14 @@ struct TeamWeights {
   }
 
   // Stores the warp's columns of gradient rows from first_row on, and calls flag(row, is_wrong) for
-  // each row of the block. The other parameters are those of is_wrong() and store_scaled(). Without
-  // `has_least` every sum counts as accurate.
-  template <int cols, int columns, class HasNumbers, class Power, class Flag>
+  // each row of the block. is_inaccurate() has another parameter: whether the row's weights are
+  // tiny. The others are those of is_wrong() and store_scaled(). Without `has_least` every sum
+  // counts as accurate.
+  template <int cols, int columns, class IsInaccurate, class Power, class Flag>
   __device__ __forceinline__ void store(const TeamSums<columns>& sums, const Largest<1>& largest,
                                         bool has_least, float factor, Tensor<result> gradient,
                                         int batch, int head, int first_row, int end,
-                                        HasNumbers has_numbers, Power power, Flag flag) {
+                                        IsInaccurate is_inaccurate, Power power, Flag flag) {
     const TeamPlace own;
     const int first = own.group * team_rows, col = own.turn * own_columns<columns>;
     if (has_own() && own.lane % 4 < 2) own_factor(own) = largest.weight[0][own.lane % 4 == 1];
@@ -148,8 +149,9 @@ struct TeamWeights {
       float& weight = of_all.weight[i / 2][i % 2];
       for (int k = 0; k < across / step; ++k) weight = fmax(weight, factors[k][row]);
       const float least = has_least ? of_all.least_sum(i / 2, i % 2) : 0;
+      const auto inaccurate = [&](int c) { return is_inaccurate(c, weight < of_all.least_weight); };
       const bool is_not_held =
-          col < cols && is_wrong<cols>(sums, i / 2, i % 2, least, own.lane, has_numbers, col);
+          col < cols && is_wrong<cols>(sums, i / 2, i % 2, least, own.lane, inaccurate, col);
       if (own.lane % 4 == 0) wrong[own.turn][row] = is_not_held;
     }
     store_scaled<cols>(sums, factor, gradient, batch, head, first_row + first, end, own.lane, power,

@@ -2,6 +2,7 @@
 // Splits rows of Q or dO. Each element is first multiplied by the power of two of its column in K
 // or V; then each row is scaled by its own power of two.
 
+#include <forward/parts/split_f32/column_bits.cuh>
 #include <forward/parts/split_f32/split_pair.cuh>
 #include <tile/times_two_to.cuh>
 #include <tile/warp_max.cuh>
@@ -25,6 +26,11 @@ __device__ __forceinline__ bool read_exponents(const float* maxima, int (&expone
 
 __device__ __forceinline__ bool is_finite(float x) {
   return fabs(x) < infinity;
+}
+
+// Returns both bits of a number of a column (column_bits.cuh).
+__device__ __forceinline__ unsigned bits_of(float number, float scaled) {
+  return unsigned(number != 0) | unsigned(fabs(scaled) < least_number) << 16;
 }
 
 // A row of Q or dO; each lane holds every 32nd pair of columns.
@@ -55,9 +61,12 @@ struct SplitRow {
     return __all_sync(full_warp, zero);
   }
 
+  // Writes both parts, and returns the row's word of column_bits.cuh.
   template <class T>
-  __device__ __forceinline__ void split(T* high, T* low, const int* exponents, float sign,
-                                        int lane) const {
+  __device__ __forceinline__ unsigned split(T* high, T* low, const int* exponents, float sign,
+                                            int lane) const {
+    static_assert(count <= 8, "a word has two bits for each column of a lane");
+    unsigned bits = 0;
 #pragma unroll
     for (int i = 0; i < count; ++i) {
       const int col = 2 * (lane + i * warp_size);
@@ -65,11 +74,14 @@ struct SplitRow {
         if (col + j >= cols) return 0.0f;
         return sign * times_two_to(x[i][j], split_exponent + exponents[col + j] - exponent);
       };
+      const float pair[2] = {at(0), at(1)};
+      bits |= bits_of(x[i][0], pair[0]) << 2 * i | bits_of(x[i][1], pair[1]) << (2 * i + 1);
       unsigned high_pair, low_pair;
-      split_pair<T>(at(0), at(1), high_pair, low_pair);
+      split_pair<T>(pair[0], pair[1], high_pair, low_pair);
       if (col >= 2 * pairs) break;
       *reinterpret_cast<unsigned*>(high + col) = high_pair;
       *reinterpret_cast<unsigned*>(low + col) = low_pair;
     }
+    return bits;
   }
 };

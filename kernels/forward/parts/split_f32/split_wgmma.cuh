@@ -19,16 +19,13 @@ struct SplitMaps {
   const TensorMap &high, &low;
 };
 
+// Starts copying box i of a tile of split operands, without telling the barrier its size.
 template <int all_rows, int columns>
-__device__ __forceinline__ void load_split(TmaTile<operand, all_rows, columns>& tile,
-                                           const SplitMaps& maps, Barrier& barrier, int row,
-                                           int head, int batch) {
-  arrive_expect_tx(barrier, sizeof tile);
-#pragma unroll
-  for (int i = 0; i < tile.count; ++i) {
-    tma_load(tile.box[i], maps.high, barrier, i * tile.in_row, row, head, batch);
-    tma_load(tile.box[i][all_rows / 2], maps.low, barrier, i * tile.in_row, row, head, batch);
-  }
+__device__ __forceinline__ void load_split_box(TmaTile<operand, all_rows, columns>& tile, int i,
+                                               const SplitMaps& maps, Barrier& barrier, int row,
+                                               int head, int batch) {
+  tma_load(tile.box[i], maps.high, barrier, i * tile.in_row, row, head, batch);
+  tma_load(tile.box[i][all_rows / 2], maps.low, barrier, i * tile.in_row, row, head, batch);
 }
 
 // S = A B^T for 64 rows of A and n of B. If `joined`, one product multiplies A's high parts with
@@ -38,13 +35,14 @@ struct SplitScores {
   float high[joined ? n : n / 2];  // A high * B high | A high * B low
   float low[n / 2];                // A low * B high
 
-  template <int A_rows, int B_rows, int columns>
+  // Begins the products; calls ready(i) before those of box i.
+  template <int A_rows, int B_rows, int columns, class Ready>
   __device__ __forceinline__ void begin(const TmaTile<operand, A_rows, columns>& A,
-                                        const TmaTile<operand, B_rows, columns>& B) {
+                                        const TmaTile<operand, B_rows, columns>& B, Ready ready) {
     static_assert(A_rows == 2 * warpgroup_rows && B_rows == 2 * n, "tiles hold high and low parts");
-    wgmma_fence();
 #pragma unroll
     for (int k = 0; k < cdiv(columns, step); ++k) {
+      if (k % 4 == 0) ready(k / 4), wgmma_fence();
       const int col = k % 4 * wgmma_bytes;
       const Matrix a = by_rows(A.box[k / 4]) + col, b = by_rows(B.box[k / 4]) + col;
       if constexpr (!joined) multiply<operand>(low, a, by_rows(B.box[k / 4][n]) + col, k > 0);
@@ -78,7 +76,8 @@ __device__ __forceinline__ void split_operands(float (&weights)[1][n][4],
 }
 
 // O += weight * P V, with P in registers, in parts of 64 columns that are accumulated from zero.
-// Calls begun(part, is_last) once a part's products are issued, and read() once V has been read.
+// Calls begun(part, is_last) once a part's products are issued, and read(part, is_last) once they
+// have read their box of V.
 template <int part = 0, int all_rows, int columns, int n, class Begun, class Read>
 __device__ __forceinline__ void add_split_products(const TmaTile<operand, all_rows, columns>& V,
                                                    const unsigned (&P_high)[all_rows / 32][4],
@@ -102,7 +101,7 @@ __device__ __forceinline__ void add_split_products(const TmaTile<operand, all_ro
   begun(part, is_last);
   wgmma_wait_group<0>(high);
   read_after_here(low);
-  if (is_last) read();
+  read(part, is_last);
 #pragma unroll
   for (int i = 0; i < width / 2; ++i) {
     float& x = flat(O)[part * box_columns / 2 + i];
