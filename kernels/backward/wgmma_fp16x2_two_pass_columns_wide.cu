@@ -92,7 +92,6 @@ struct KeyConsumer {
 
   __device__ __forceinline__ explicit KeyConsumer(Shared& shared) : shared(shared), dK() {}
 
-  // Processes one row tile.
   __device__ __forceinline__ void advance(float factor) {
     const auto& stats = shared.stats[rows.stage];
     SplitScores<Br> gradients;

@@ -42,7 +42,8 @@ struct SplitScores {
     static_assert(A_rows == 2 * warpgroup_rows && B_rows == 2 * n, "tiles hold high and low parts");
 #pragma unroll
     for (int k = 0; k < cdiv(columns, step); ++k) {
-      if (k % 4 == 0) ready(k / 4), wgmma_fence();
+      if (k % 4 == 0) ready(k / 4);
+      if (k == 0 || (k % 4 == 0 && !__is_empty(Ready))) wgmma_fence();  // again after waiting
       const int col = k % 4 * wgmma_bytes;
       const Matrix a = by_rows(A.box[k / 4]) + col, b = by_rows(B.box[k / 4]) + col;
       if constexpr (!joined) multiply<operand>(low, a, by_rows(B.box[k / 4][n]) + col, k > 0);
