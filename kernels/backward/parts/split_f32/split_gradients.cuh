@@ -145,7 +145,7 @@ __device__ __forceinline__ bool is_wrong(const float (&sums)[m][n][4], int i, in
 #pragma unroll
   for (int j = 0; j < 2 * n; ++j) {
     wrong |= !(at(j) < infinity) && column(j) < cols;
-    small |= at(j) < least && column(j) < cols;
+    small |= !(at(j) >= least && at(j) < infinity) && column(j) < cols;
   }
   if (small && !wrong) {  // rare; a rolled loop inlines is_inaccurate() only once
     unsigned long long smalls = 0;

@@ -154,8 +154,19 @@ struct TeamWeights {
           col < cols && is_wrong<cols>(sums, i / 2, i % 2, least, own.lane, inaccurate, col);
       if (own.lane % 4 == 0) wrong[own.turn][row] = is_not_held;
     }
-    store_scaled<cols>(sums, factor, gradient, batch, head, first_row + first, end, own.lane, power,
-                       col);
+    // Stores numbers one by one: in pairs, as store_scaled() does, the main loop would spill.
+#pragma unroll
+    for (int j = 0; j < own_columns<columns> / 4; ++j) {
+      const int to = col + j / 2 * 8 + 2 * (own.lane % 4) + j % 2;
+      if (to >= cols) continue;
+      const int all = power(to), half = all >> 1;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = first_row + first + i * 8 + own.lane / 4;
+        const float x = sums[i / 2][j / 2][i % 2 * 2 + j % 2] * two_to(half) * two_to(all - half);
+        if (row < end) gradient.row(batch, head, row)[to] = x * factor;
+      }
+    }
     __syncthreads();  // wait for all elements of `wrong`
     for (int row = threadIdx.x; row < rows && first_row + row < end; row += block) {
       bool is_not_held = false;
