@@ -8,6 +8,7 @@ from pathlib import Path
 
 from cupyfa.planner import includes
 from cupyfa.planner.plan import NO_MODS, PlannedLaunch
+from cupyfa.problem.dtypes import E4M3_INPUTS
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 # An installed package contains kernels/ and cli.py; in a checkout they lie next to the package.
@@ -15,9 +16,9 @@ ROOT = _PACKAGE if (_PACKAGE / "kernels").is_dir() else _PACKAGE.parent
 KERNELS = ROOT / "kernels"
 INCLUDE = KERNELS / "include"
 # Folders whose headers override headers of INCLUDE and KERNELS: RECORDING for recorded launches,
-# WITH for lengths, pages, modified scores and scales that may be negative. ENDS maps constants to
-# folders for launches in which the constant is not 0; their headers say how a block ends, or
-# that it keeps a bias.
+# WITH for lengths, pages, e4m3, modified scores and scales that may be negative. ENDS maps
+# constants to folders for launches in which the constant is not 0; their headers say how a block
+# ends, or that it keeps a bias.
 RECORDING = KERNELS / "timeline"
 WITH = KERNELS / "with"
 ENDS = {
@@ -220,10 +221,11 @@ def _folders(
 def _is_plain(launch: PlannedLaunch) -> bool:
     """Returns whether a launch can be compiled without the headers in WITH.
 
-    This requires scores q·k times a positive scale, and keys that are neither e4m3 nor paged.
+    This requires scores q·k times a positive scale, and arrays that are neither e4m3 nor paged.
     """
     of = launch.constants.get
-    is_stored_alike = not (of("page_size") or of("has_e4m3"))
+    is_e4m3 = launch.dtype == E4M3_INPUTS or of("has_e4m3")
+    is_stored_alike = not (of("page_size") or is_e4m3)
     return launch.mods == NO_MODS and is_stored_alike and bool(of("positive_scale", True))
 
 

@@ -9,11 +9,15 @@
 // register of the second product, in V8's order of keys. Rows with wrong results, caused by
 // infinities, NaN or huge scores, are recomputed from Q, K and V.
 //
+// With `persistent`, for e4m3 inputs, a block takes one tile of Q after the other, and loads Q and
+// K before `transpose_e4m3` has ended. Otherwise it takes one tile.
+//
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   Q8, K8, V8 and Q_scale, K_scale, V_scale: see quantise.cu; e4m3 inputs have only Q, K and V8
-//   grid (cdiv(M, Br) * heads * batch)    block (128 + 2 * Br)
-//   the host sets: scalar, result, real, Br, Bc, Wr, stages, pack_gqa, bias_bytes, d, dv, threads,
-//   shared_bytes and options (extent.cuh)
+//   grid (cdiv(M, Br) * heads * batch; with `persistent` at most multiprocessors)
+//   block (128 + 2 * Br)
+//   the host sets: scalar, result, real, Br, Bc, Wr, stages, pack_gqa, persistent, bias_bytes, d,
+//   dv, threads, shared_bytes and options (extent.cuh)
 #include <attention/bias_tile.cuh>
 #include <attention/descales.cuh>
 #include <attention/nonfinite.cuh>
@@ -39,9 +43,12 @@ constexpr int offset = 6;
 constexpr float tolerated = 2.75;  // slack: P is at most 2^(6 + 2.75) = 431 < 448, the e4m3 maximum
 constexpr int depth = 32;          // columns of an operand per instruction
 constexpr bool e4m3_inputs = sizeof(scalar) == sizeof(E4m3);
+constexpr int Q_stages = persistent ? 2 : 1;
+constexpr bool by_length = persistent && (causal || has_key_tiles);
 // Whether the softmax processes a tile in halves. With fewer columns, whole tiles are faster.
 constexpr bool in_halves = width > (e4m3_inputs ? 64 : 96);
 static_assert(Br % warpgroup_rows == 0 && Wr == step && pack_gqa == 1, "a warpgroup owns 64 rows");
+static_assert(e4m3_inputs || !persistent, "Q and K are read before the earlier launch has ended");
 static_assert(Bc % depth == 0, "tiles are multiples of the MMA depth");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
 
@@ -54,10 +61,10 @@ using Bias = OfWarps<StagedBias<bias_bytes, Bc / 8>, 4 * consumers>;
 using PackedP = unsigned[Bc / depth][4];  // P as operands of O += P V
 
 struct Shared {
-  Queries Q[1][consumers];
+  Queries Q[Q_stages][consumers];
   Keys K[stages];
   Values V[stages];
-  Pipeline<1> Q_pipeline[consumers];
+  Pipeline<Q_stages> Q_pipeline[consumers];
   Pipeline<stages> K_pipeline, V_pipeline;
   Bias bias;
 };
@@ -70,22 +77,59 @@ __device__ __forceinline__ void init_pipelines(Shared& shared) {
   fence_barrier_init();
 }
 
-// Runs in one thread of the producer warp: loads Q, then K and V tile by tile.
-__device__ __forceinline__ void produce(Shared& shared, const RowTile& task, const TensorMap& Q,
-                                        const TensorMap& K, const TensorMap& V, int kv_head) {
-  for (int i = 0; i < consumers; ++i)
-    load_async(shared.Q[0][i], Q, shared.Q_pipeline[i].acquire({}), task.row + i * warpgroup_rows,
-               task.head, task.batch);
-  PipelineState<stages> tile;
-#pragma unroll 1  // not unrolled: the producer has few registers
-  for (int first_key = task.kv_begin; first_key < task.kv_end;
-       first_key = task.after<Bc>(first_key), tile.advance()) {
-    timeline::event(timeline::tile, first_key, task.row);
-    load_async(shared.K[tile.stage], K, shared.K_pipeline.acquire(tile), first_key, kv_head,
-               task.batch);
-    load_async(shared.V[tile.stage], V, shared.V_pipeline.acquire(tile), 0, kv_head, task.batch,
-               first_key);
+// The tiles of Q of a block. Those of a head are reversed: under a causal mask the last rows have
+// the most keys and should start first. With `by_length`, the longest tiles of all heads come
+// first, and odd rounds run from the last block to the first, so that all blocks have about equal
+// work.
+struct TileOrder {
+  const Sizes& sizes;
+  const Mods& mods;
+  int heads, all_heads, tiles = cdiv(sizes.M, Br), round = 0, index = blockIdx.x;
+
+  __device__ __forceinline__ RowTile task() const {
+    const int line = by_length ? index / all_heads : index % tiles;
+    const int of_all = by_length ? index % all_heads : index / tiles;
+    const int head = of_all % heads, batch = of_all / heads;
+    const Extent extent = extent_of(sizes, mods, batch, head);
+    int tile = tiles - 1 - line;
+    if constexpr (by_length && has_key_tiles) tile = extent.longest(cdiv(sizes.N, Bc), line);
+    return row_tile<Br, Bc>(extent, tile * Br, head, batch);
   }
+  // Replaces `current` with the block's next tile; returns false if there is none.
+  __device__ __forceinline__ bool advance(RowTile& current) {
+    if constexpr (!persistent) return false;
+    const int slot = ++round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    index = round * gridDim.x + slot;
+    if (index >= all_heads * tiles) return false;
+    current = task();
+    return true;
+  }
+};
+
+// Runs in one thread of the producer warp: for each tile of Q, loads Q, then K and V tile by tile.
+__device__ __forceinline__ void produce(Shared& shared, TileOrder order, RowTile task,
+                                        const TensorMap& Q, const TensorMap& K, const TensorMap& V,
+                                        int group) {
+  PipelineState<Q_stages> queries;
+  PipelineState<stages> tile;
+  do {
+    const int kv_head = task.head / group;
+    for (int i = 0; i < consumers; ++i)
+      load_async(shared.Q[queries.stage][i], Q, shared.Q_pipeline[i].acquire(queries),
+                 task.row + i * warpgroup_rows, task.head, task.batch);
+#pragma unroll 1  // not unrolled: the producer has few registers
+    for (int first_key = task.kv_begin; first_key < task.kv_end;
+         first_key = task.after<Bc>(first_key), tile.advance()) {
+      timeline::event(timeline::tile, first_key, task.row);
+      load_async(shared.K[tile.stage], K, shared.K_pipeline.acquire(tile), first_key, kv_head,
+                 task.batch);
+      if constexpr (persistent) wait_for_launch_before();  // it writes V8
+      load_async(shared.V[tile.stage], V, shared.V_pipeline.acquire(tile), 0, kv_head, task.batch,
+                 first_key);
+    }
+    queries.advance();
+  } while (order.advance(task));
+  if constexpr (persistent) wait_for_launch_before();  // also without keys
 }
 
 // Starts O += P V with e4m3 operands and transposed V.
@@ -141,15 +185,16 @@ struct Consumer {
   Shared& shared;
   Sizes sizes;
   Scorer<real> scorer;
-  int warpgroup;
-  Scales scales;
-  Descales descales;
+  int warpgroup, group;
+  bool is_first = true;  // whether no tile of Q has begun
+  Scales scales = {};    // from here on set by run()
+  Descales descales = {};
   Units units = {};
-  Rows<step> rows = {0, {}, 0, false};  // set by run()
-  Fragments<step, width> O = {};
+  Rows<step> rows = {0, {}, 0, false};
+  Fragments<step, width> O;
   Fragments<step, Bc> S;
   PackedP P;
-  PipelineState<1> queries;
+  PipelineState<Q_stages> queries;
   PipelineState<stages> keys, values;
 
   __device__ __forceinline__ Rows<step> rows_of(const RowTile& task) const {
@@ -171,6 +216,10 @@ struct Consumer {
   __device__ __forceinline__ void release_keys() {
     shared.K_pipeline.release(keys);
     keys.advance();
+  }
+  __device__ __forceinline__ void release_queries() {
+    shared.Q_pipeline[warpgroup].release(queries);
+    queries.advance();
   }
   __device__ __forceinline__ void release_values() {
     shared.V_pipeline.release(values);
@@ -258,7 +307,8 @@ struct Consumer {
     units = scales.at(task.kv_begin, descales);
     if constexpr (in_halves) scales.of_O = units.V;
     shared.bias.own().load(rows, task.kv_begin);
-    if (warpgroup == 0) Turns::arrive(consumers - 1);  // gives warpgroup 0 the first turn
+    if (is_first && warpgroup == 0) Turns::arrive(consumers - 1);  // gives it the first turn
+    is_first = false;
     begin_scores();
     Turns::arrive(warpgroup);
     wgmma_wait_group<0>(flat(S));
@@ -284,7 +334,11 @@ struct Consumer {
     if (risen) scale_rows(O, factor);
   }
 
-  __device__ __forceinline__ void run(const RowTile& task) {
+  __device__ __forceinline__ void run(const RowTile& task, const Scales& of_tiles,
+                                      const Descales& of_inputs) {
+    scales = of_tiles;
+    descales = of_inputs;
+    for (float& x : flat(O)) x = 0;
     rows = rows_of(task);
     for (float& sum : rows.sum[0]) sum *= exp2f(offset);  // scales the sink's term like P
     shared.Q_pipeline[warpgroup].wait(queries);
@@ -295,6 +349,34 @@ struct Consumer {
       advance(task, first_key);
     begin_output();
     wgmma_wait_group<0>(flat(O));
+    if constexpr (persistent) release_values();
+  }
+
+  // Divides O by the row sums and stores it with lse. `of_inputs` equals `descales`, but only
+  // in the argument does the compiler see that omitted descales are constants.
+  __device__ __forceinline__ void finish(const RowTile& task, const Descales& of_inputs,
+                                         Tensor<const scalar> Q, Tensor<const scalar> K,
+                                         Tensor<const scalar> V, Tensor<result> out,
+                                         Tensor<real> lse) {
+    const int batch = task.batch, head = task.head;
+    for (float& maximum : rows.maximum[0]) maximum -= offset;
+    const bool wrong = overflows(rows) || has_nan(O);  // V8 holds NaN where V is infinite
+    if (__any_sync(full_warp, wrong || !are_finite(of_inputs))) {
+      const auto [of_Q, of_K, of_scores] = for_repair(of_inputs);
+      repair_rows<d, dv>(descaled(Q, of_Q), descaled(K, of_K), descaled(V, of_inputs.v), out, lse,
+                         rows, batch, head, head / group, DescaledScorer<real>{scorer, of_scores});
+      return;
+    }
+    const int lane = threadIdx.x % warp_size;
+    finish_rows(O, rows, lse, batch, head, lane);
+    const float unit[1][2] = {{scales.of_O, scales.of_O}};
+    scale_rows(O, unit);
+    if constexpr (has_v_descale)
+      for (float& x : flat(O)) x = x * of_inputs.v + 0.0f;  // + 0 turns -0 of masked rows into 0
+    if constexpr (sizeof(result) == 2)
+      store_output<dv>(O, rows, out, batch, head, lane);
+    else
+      store_rows<dv>(O, rows, out, batch, head, lane);
   }
 };
 
@@ -303,49 +385,31 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp8(
     const __grid_constant__ TensorMap V_map, const float* Q_scale, const float* K_scale,
     const float* V_scale, Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V,
     Tensor<result> O, Tensor<real> lse, Sizes sizes, int heads, int group, real scale,
-    const __grid_constant__ Mods mods) {
+    const __grid_constant__ Mods mods, int batch) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
-  wait_for_launch_before();
-  // Reversed order: under a causal mask the last rows have the most keys and should start first.
-  const auto [index, head, batch] = place(blockIdx.x, cdiv(sizes.M, Br), heads);
-  const int row = (cdiv(sizes.M, Br) - 1 - index) * Br;
-  const RowTile task = row_tile<Br, Bc>(extent_of(sizes, mods, batch, head), row, head, batch);
+  if constexpr (!persistent) wait_for_launch_before();
+  TileOrder order = {sizes, mods, heads, heads * batch};
+  RowTile task = order.task();
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   if (warpgroup < 0) {
     decrease_registers<Registers::producer>();
     if (threadIdx.x < warp_size && elect_one())
-      produce(shared, task, Q_map, K_map, V_map, head / group);
+      produce(shared, order, task, Q_map, K_map, V_map, group);
     return;
   }
   increase_registers<Registers::consumer>();
   const Scorer<real> scorer = {scale, mods};
-  const int first_tile = (batch * heads + head) / group * cdiv(sizes.N, Bc);
-  const Descales descales = descales_of(mods, batch, head / group);
-  const float own =
-      e4m3_inputs ? 1 : Q_scale[(batch * heads + head) * cdiv(sizes.M, Br) + row / Br];
-  const Scales scales = {K_scale + first_tile, V_scale + first_tile, scorer.scale2() * own};
-  Consumer consumer = {shared, sizes, scorer, warpgroup, scales, descales};
-  consumer.run(task);
-  Fragments<step, width>& sums = consumer.O;
-  Rows<step>& rows = consumer.rows;
-  for (float& maximum : rows.maximum[0]) maximum -= offset;
-  const bool wrong = overflows(rows) || has_nan(sums);  // V8 holds NaN where V is infinite
-  if (__any_sync(full_warp, wrong || !are_finite(descales))) {
-    const auto [of_Q, of_K, of_scores] = for_repair(descales);
-    repair_rows<d, dv>(descaled(Q, of_Q), descaled(K, of_K), descaled(V, descales.v), O, lse, rows,
-                       batch, head, head / group, DescaledScorer<real>{scorer, of_scores});
-    return;
-  }
-  const int lane = threadIdx.x % warp_size;
-  finish_rows(sums, rows, lse, batch, head, lane);
-  const float of_O = consumer.scales.of_O, unit[1][2] = {{of_O, of_O}};
-  scale_rows(sums, unit);
-  if constexpr (has_v_descale)
-    for (float& x : flat(sums)) x = x * descales.v + 0.0f;  // + 0 turns -0 of masked rows into 0
-  if constexpr (sizeof(result) == 2)
-    store_output<dv>(sums, rows, O, batch, head, lane);
-  else
-    store_rows<dv>(sums, rows, O, batch, head, lane);
+  Consumer consumer = {shared, sizes, scorer, warpgroup, group};
+  do {
+    const int of_all = task.batch * heads + task.head;
+    const int first_tile = of_all / group * cdiv(sizes.N, Bc);
+    const Descales descales = descales_of(mods, task.batch, task.head / group);
+    const float own = e4m3_inputs ? 1 : Q_scale[of_all * cdiv(sizes.M, Br) + task.row / Br];
+    consumer.run(task, {K_scale + first_tile, V_scale + first_tile, scorer.scale2() * own},
+                 descales);
+    if constexpr (persistent) consumer.release_queries();
+    consumer.finish(task, descales, Q, K, V, O, lse);
+  } while (order.advance(task));
 }

@@ -1,12 +1,14 @@
 """float8_e4m3: conversions and products in the simulator, kernels and their accuracy."""
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
 from helpers import e4m3_sums
 from helpers.device_code import code, launch_on_device
 from helpers.hopper_code import HEAD, WRITE, launch
-from helpers.problems import FORWARD, inputs_of
+from helpers.problems import FORWARD, check_case, inputs_of
 
 import cupyfa
 from cupyfa import Problem
@@ -136,6 +138,19 @@ def test_tiles_of_different_magnitude(sizes, dv):
         for i, size in enumerate(sizes):
             inputs[name][..., 64 * i : 64 * (i + 1), :] *= size if name == "V" else min(size, 2)
     guard.checked(Simulator(), plan, inputs, {})
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_persistent_blocks_process_tiles_with_and_without_keys(backend, blocks):
+    """The first 70 rows see no key: with e4m3 inputs, their tiles come last."""
+    dtype = "float8_e4m3fn"
+    launches = (
+        replace(x, grid=lambda p, c: blocks) if x.entry == "wgmma_fp8" else x for x in FP8.launches
+    )
+    few = replace(FP8, launches=tuple(launches))
+    sizes = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 150, "N": 80, "d": 24, "causal": True}
+    if planning.can(FP8, Problem.of_sizes(**sizes, dtype=dtype), backend.limits):
+        check_case(few, backend, sizes, dtype, Br=64, Bc=32, stages=2)
 
 
 def test_faults_exceed_the_bounds():

@@ -362,6 +362,25 @@ def test_auto_says_why_a_kernel_yields_to_another():
     assert found(d=64) == ("wgmma_columns", "")
 
 
+def test_auto_takes_persistent_blocks_if_no_other_kernel_can():
+    def chosen(**how):
+        problem = Problem.of_sizes(M=1024, d=64, dtype="float16", heads=64, **how)
+        return planning.select("auto", "forward", problem, H100, persistent=False).name
+
+    assert chosen() == "wgmma_overlap"
+    assert chosen(precision="float8_e4m3") == "wgmma_fp8"
+
+
+def test_blocks_of_wgmma_fp8_are_persistent_for_e4m3_inputs_up_to_128_columns():
+    def blocks(**sizes):
+        two = replace(H100, multiprocessors=2)
+        return plan("wgmma_fp8", two, {"Br": 128}, M=1024, **sizes).launches[-1].grid[0]
+
+    assert blocks(dtype="float8_e4m3fn", d=128) == 2
+    assert blocks(dtype="float8_e4m3fn", d=128, dv=256) == 8
+    assert blocks(dtype="bfloat16", precision="float8_e4m3", d=128) == 8
+
+
 def test_auto_uses_the_nearest_measured_head_dimension():
     def chosen(d):
         return planning.select("auto", "forward", Problem.of_sizes(M=64, d=d), H100).name

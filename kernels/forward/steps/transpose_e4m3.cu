@@ -6,6 +6,7 @@
 //   V [batch, kv_heads, N, dv]    V8 [batch, kv_heads, dv, N32], N padded to N32 with zeros
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (threads): a tile
 //   the host sets: Bc, dv, threads, shared_bytes
+#include <ptx/dependent_launch.cuh>
 #include <ptx/e4m3.cuh>
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
@@ -31,6 +32,7 @@ __device__ __forceinline__ unsigned byte_of(unsigned four, int j) {
 extern "C" __global__ __launch_bounds__(threads) void transpose_e4m3(Tensor<const E4m3> V,
                                                                      Tensor<unsigned char> V8,
                                                                      int N, int kv_heads) {
+  launch_dependents();
   const auto [tile, head, of_batch] = place(blockIdx.x, max(cdiv(N, Bc), 1), kv_heads);
   constexpr int in_row = cdiv(dv, 4);
   const bool aligned = is_aligned(V);
