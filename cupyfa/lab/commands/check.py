@@ -39,7 +39,8 @@ _COLUMNS = ("kernel", "failure", "output", "error", "bound", "ratio", "worst_at"
 @click.option(
     "--samples",
     type=command_options.Integer(1, checking.MOST_SAMPLES),
-    help="Number of cases to draw, with as many pairs of sizes and options as possible.  "
+    help="Number of cases to draw of each grid, with as many pairs of sizes and options as "
+    "possible.  "
     f"[default: all; of fuzz {SAMPLES['simulator']} for each kernel, {SAMPLES['cuda']} on a GPU]",
 )
 @click.option(

@@ -121,7 +121,7 @@ class Checked:
         reasons = ", ".join(counted if len(counted) > 1 else not_run)
         parts = (
             f"{self.right:,} of {self.runs:,} runs right: {self.cases:,} "
-            f"case{'s' * (self.cases != 1)} of {self.grid}, "
+            f"case{'s' * (self.cases != 1)} of {', '.join(grids.parts_of(self.grid))}, "
             f"{', '.join(tally.kernel for tally in self.tallies)} on {self.device}",
             "at worst {:.2g} x the bound ({})".format(*max(ran)) if ran else "",
             f"{not_run.total():,} not supported ({reasons})" if not_run else "",
@@ -158,8 +158,8 @@ def check(
 
     kernels: records, or names, including ``script.py:name`` and "auto".
     grid: one of ``grids.GRIDS``. Failures on ``fuzz`` are shrunk.
-    samples: number of cases to draw. The default is all cases; for ``fuzz``, 64 per kernel in the
-        simulator and 160 on a GPU.
+    samples: number of cases to draw; of "all", from each of its grids. The default is all cases;
+        for ``fuzz``, 64 per kernel in the simulator and 160 on a GPU.
     seed: seed of the drawn cases and of their inputs.
     dtypes: dtypes to use instead of the grid's.
     options: options of attention to use instead of the grid's. If ``dtypes`` is None, a precision
@@ -207,7 +207,7 @@ def check(
     ended: BaseException | None = None
     try:
         _run(workers, dict(enumerate(tasks)), sheet)
-        found = _examined(workers, sheet, backend, folder, shrink=grid == "fuzz")
+        found = _examined(workers, sheet, backend, folder)
     except (KeyboardInterrupt, SystemExit) as error:
         found = [_failure(backend, task, outcome) for task, outcome in sheet.failed()]
         ended = error
@@ -266,10 +266,10 @@ def tasks_of(
     records = [record for _, record in named.values()]
     _refuse_foreign(records, backend, dtypes or tuple(DTYPES), {**given, **arrays})
     how: Any = {"seed": seed, "dtypes": dtypes, "options": given, "arrays": arrays}
-    if grid == "fuzz":
-        found = list(_fuzzed(named, backend, samples, **how))
-    else:
-        found = list(_of_grid(named, backend, grid, samples=samples, **how))
+    found = list[Task]()
+    for part in grids.parts_of(grid):
+        drawn = _fuzzed if part == "fuzz" else partial(_of_grid, grid=part)
+        found += drawn(named, backend, samples=samples, **how)
     first = getattr(backend, "schedule", None) or 0
     later = [replace(x, schedule=first + i) for x in found for i in range(1, schedules)]
     return found + later
@@ -466,7 +466,7 @@ def _takes(kernel: Kernel, dtypes: Sequence[str], name: str, value: Any) -> bool
 _Named = Mapping[str, tuple[KernelOrName, Kernel | None]]
 
 
-def _fuzzed(named: _Named, backend: Backend, samples: int | None, **how: Any) -> Iterator[Task]:
+def _fuzzed(named: _Named, backend: Backend, *, samples: int | None, **how: Any) -> Iterator[Task]:
     """Yields random cases of each kernel, with sizes relative to the kernel's constants."""
     for kernel, record in named.values():
         drawing = fuzz.Fuzz(record, backend, **how)
@@ -474,10 +474,10 @@ def _fuzzed(named: _Named, backend: Backend, samples: int | None, **how: Any) ->
             drawn = drawing.sample(i)
             which = kernel if record else drawn.kernel.name
             few = drawn.multiprocessors
-            yield Task(drawn.case, (which,), drawn.constants, multiprocessors=few)
+            yield Task(drawn.case, (which,), drawn.constants, shrinks=True, multiprocessors=few)
 
 
-def _of_grid(named: _Named, backend: Backend, grid: str, **how: Any) -> Iterator[Task]:
+def _of_grid(named: _Named, backend: Backend, *, grid: str, **how: Any) -> Iterator[Task]:
     """Yields a grid's cases, each with all kernels of its operation."""
     by_operation: dict[str, list[tuple[KernelOrName, Kernel | None]]] = defaultdict(list)
     for kernel, record in named.values():
@@ -586,16 +586,17 @@ def _only(task: Task, *names: str) -> Task:
 
 
 def _examined(
-    workers: Sequence[Worker], sheet: _Sheet, backend: Backend, folder: Path | None, *, shrink: bool
+    workers: Sequence[Worker], sheet: _Sheet, backend: Backend, folder: Path | None
 ) -> list[Failure]:
     """Returns the failures; shrinks and stores the first failures of each kernel if requested."""
     failed = sheet.failed()
     found = {i: _failure(backend, *one) for i, one in enumerate(failed)}
 
-    first = _first(failed) if shrink or folder else []
-    seconds = _SHRINKING * len(workers) / max(len(first), 1) if shrink else 0.0
+    first = [i for i in _first(failed) if folder or failed[i][0].shrinks]
+    shrinking = sum(failed[i][0].shrinks for i in first)
 
     def job(worker: Worker, i: int) -> Failure:
+        seconds = _SHRINKING * len(workers) / shrinking if failed[i][0].shrinks else 0.0
         return _closer(worker, backend, *failed[i], seconds)
 
     for i, closer in in_parallel(workers, job, first):

@@ -18,11 +18,13 @@ from cupyfa.problem.options import OF_TANGENTS, OPTIONS
 from cupyfa.problem.problem import Problem, can_give
 from cupyfa.problem.wrt import WRT
 
+ALL = "all"
 GRIDS = {
     "fuzz": "random cases, with sizes near those of a kernel's tiles",
     "smoke": "lengths, head dimensions, masks and shared key heads: 180 cases for each dtype",
     "edges": "sizes of 0 and 1, odd and large sizes, windows, ragged batches, keys in pages, every "
     "layout, every kind of values",
+    ALL: "all of these, one after the other",
 }
 
 Axes = Mapping[str, Sequence[Any]]
@@ -32,6 +34,11 @@ _EVERY = tuple(DTYPES)
 _MASKS = (None, "bottom-right")
 _EVERY_MASK = (None, *OPTIONS["causal"].tried)
 _NEAR = tuple(layout for layout in LAYOUTS if layout != "far")
+
+
+def parts_of(grid: str) -> list[str]:
+    """Returns the grids of which a grid consists, usually the grid itself."""
+    return [x for x in GRIDS if x != ALL] if grid == ALL else [grid]
 
 
 def cases(
@@ -45,7 +52,7 @@ def cases(
     arrays: Choice | None = None,
     can: Sequence[Callable[[Case], bool]] = (),
 ) -> list[Case]:
-    """Returns the cases of a grid other than ``fuzz``, or a sample that covers many value pairs.
+    """Returns the cases of ``smoke`` or ``edges``, or a sample that covers many value pairs.
 
     dtypes, options (of attention), arrays (their forms): replace the grid's. samples: number of
     cases to draw, by default all. seed: seed of the sample and of the inputs. can: one predicate

@@ -37,9 +37,9 @@ class Task:
 
     reruns: number of further runs of each kernel, which must be bitwise identical. timeout: seconds
     that a kernel may take in a worker process. keep: whether outcomes keep the arrays to store for
-    a failure. schedule, multiprocessors: replace the simulator's thread order and number of
-    multiprocessors. inputs: contiguous arrays to copy to the case's layout, in place of the
-    case's inputs.
+    a failure. shrinks: whether the case of a failure is reduced. schedule, multiprocessors: replace
+    the simulator's thread order and number of multiprocessors. inputs: contiguous arrays to copy
+    to the case's layout, in place of the case's inputs.
     """
 
     case: Case
@@ -48,6 +48,7 @@ class Task:
     reruns: int = 0
     timeout: float = 60.0
     keep: bool = False
+    shrinks: bool = False
     schedule: int | None = None
     multiprocessors: int | None = None
     inputs: Arrays | None = field(default=None, repr=False, compare=False)

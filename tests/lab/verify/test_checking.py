@@ -21,7 +21,7 @@ from helpers.processes import left_running, running_with
 
 import cupyfa
 from cupyfa import Problem, Simulator
-from cupyfa.lab.verify import checker as checking, failures, sampling, tasks, workers
+from cupyfa.lab.verify import checker as checking, failures, grids, sampling, tasks, workers
 from cupyfa.lab.verify.case import Case
 from cupyfa.lab.verify.failures import Outcome
 from cupyfa.lab.verify.fuzz import Fuzz
@@ -30,6 +30,7 @@ from cupyfa.ladder import LADDER
 from cupyfa.ladder.lookup import record_named
 from cupyfa.ladder.operations import OPERATIONS
 from cupyfa.planner import choose_kernel as planning
+from cupyfa.problem.dtypes import INPUTS
 
 
 @pytest.fixture(autouse=True)
@@ -274,6 +275,41 @@ def test_a_sample_is_one_that_kernel_and_backend_run(grid):
         plan = planning.plan(cupyfa.kernel("v3"), task.case.problem, Simulator().limits)
         tasks.refuse_long(Simulator(), plan.problem)
         task.case.require_reach(Simulator())
+
+
+@pytest.mark.parametrize("dtypes", [None, ["bfloat16", "float16"]])
+def test_the_grid_all_has_the_cases_of_each_grid(dtypes):
+    kernels, how = ["fa2", "auto"], {"samples": 2, "dtypes": dtypes, "backend": "simulator"}
+    alone = [checking.tasks_of(kernels, grid=x, **how) for x in grids.GRIDS if x != grids.ALL]
+    every = checking.tasks_of(kernels, grid="all", **how)
+    assert every == [task for tasks in alone for task in tasks]
+    assert [len(x) for x in alone] == [4, 2, 2]
+    assert {x.case.problem.dtype.name for x in every} <= {*(dtypes or INPUTS)}
+
+
+def test_the_command_checks_all_grids(tmp_path):
+    how = ("--grid", "all", "--samples", 2, "--dtype", "float32", *HERE)
+    says(cli("check", "softmax_safe", *how).stdout, "6 cases of fuzz, smoke, edges, softmax_safe")
+    (row,) = json.loads(cli("check", "softmax_safe", *how, "--format", "json").stdout)
+    assert row["runs"] == row["right"] == 6
+    (row,) = csv.DictReader(
+        cli("check", "softmax_safe", *how, "--format", "csv").stdout.splitlines()
+    )
+    assert row["runs"] == row["right"] == "6"
+    planned = json.loads(cli("check", "fa2", *how, "--dry-run", "--format", "json").stdout)
+    assert len(planned) == 6
+
+
+@pytest.mark.slow
+def test_failures_of_all_grids_are_shrunk_on_fuzz_and_replayed(tmp_path):
+    kernel = broken_kernels.write(tmp_path, broken_kernels.LAST_COLUMN_DROPPED)
+    done = check(kernel, grid="all", samples=40, failures=tmp_path / "files")
+    assert {bool(x.found_on) for x in done.failures} == {True, False}
+    for failure in done.failures:
+        assert failure.case.problem.N % 16 == 3
+        if failure.file:
+            assert checking.replay(failure.file, kernel, "simulator").now.failed
+    assert any(x.file and not x.found_on for x in done.failures)
 
 
 @pytest.mark.slow
