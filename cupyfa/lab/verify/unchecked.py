@@ -14,7 +14,7 @@ from cupyfa.problem.optional_inputs import PADDED, PAGE_TABLE, STARTS
 from cupyfa.problem.problem import Problem
 
 _ENDS = np.iinfo(np.int32)
-_LONG = 2**22  # multiply-adds of problems that are not run again, as that takes too long
+_LONG = 2**22  # multiply-adds of problems that take too long to run once more
 _FAR = 300  # limit of the usual distances of offsets from their arrays, in rows
 
 
@@ -33,13 +33,14 @@ def with_wrong_lengths(p: Problem, inputs: Arrays) -> dict[str, np.ndarray]:
 def with_undefined_results(p: Problem, inputs: Arrays) -> dict[str, np.ndarray] | None:
     """Returns inputs that lead out of the arrays.
 
-    Returns None for problems that have no such inputs or no pairs, and for long ones.
+    Returns None for problems that have no such inputs or no pairs, and for long ones in pages. In
+    long ragged batches, sequences are empty except where their offsets lead outside.
     """
-    if not 0 < p.heads * p.pairs * (p.d + p.dv) <= _LONG:
-        return None
-    if p.sequences is not None:
-        return _with_wrong_offsets(p, inputs)
-    return _with_wrong_pages(p, inputs) if p.pages and p.cached is None else None
+    work = p.heads * p.pairs * (p.d + p.dv)
+    if p.sequences is not None and work:
+        return _with_wrong_offsets(p, inputs, are_empty=work > _LONG)
+    is_quick = 0 < work <= _LONG
+    return _with_wrong_pages(p, inputs) if p.pages and p.cached is None and is_quick else None
 
 
 def _with_wrong_pages(p: Problem, inputs: Arrays) -> dict[str, np.ndarray]:
@@ -60,16 +61,21 @@ def _out_of_range(given: np.ndarray, most: int, rng: np.random.Generator) -> np.
     return lengths
 
 
-def _with_wrong_offsets(p: Problem, inputs: Arrays) -> dict[str, np.ndarray]:
+def _with_wrong_offsets(p: Problem, inputs: Arrays, *, are_empty: bool) -> dict[str, np.ndarray]:
     """Moves ends of sequences of queries, keys or both out of their arrays.
 
     The first offset, or another one, becomes negative, or the first or the last one exceeds the
-    rows of the array. No two sequences share a row, which two blocks would both write.
+    rows of the array. No two sequences share a row, which two blocks would both write. are_empty:
+    whether all sequences are empty before that, and begin where the rows end, or further on.
     """
     found, rng = dict(inputs), _random(inputs["Q"], *(inputs[f"mods.{name}"] for name in STARTS))
     sides = tuple(zip(STARTS, (p.M, p.N)))
-    for name, rows in (sides, sides[:1], sides[1:])[rng.integers(3)]:
-        found[f"mods.{name}"] = _led_outside(inputs[f"mods.{name}"], rows, rng)
+    if are_empty:
+        more = rng.choice((0, _FAR))
+        ends = {f"mods.{name}": rows + more for name, rows in sides}
+        found |= {name: np.full_like(inputs[name], end) for name, end in ends.items()}
+    for name, rows in (sides, sides[:1], sides[1:])[rng.integers(2 if are_empty else 3)]:
+        found[f"mods.{name}"] = _led_outside(found[f"mods.{name}"], rows, rng)
     return found
 
 

@@ -60,6 +60,25 @@ def test_wrong_offsets_lead_out_of_the_arrays_and_share_no_row():
     assert unchecked.with_undefined_results(Problem.of_sizes(**SIZES), {}) is None
 
 
+def test_wrong_offsets_of_long_batches_leave_few_rows():
+    long = Problem.of_sizes(lengths="_100,300,70,0,90:300,200,80,9", heads=64, d=64)
+    given, beyond = Case("forward", long).inputs(), 0
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        wrong = unchecked.with_undefined_results(
+            long, {**given, "Q": rng.random(given["Q"].shape, np.float32)}
+        )
+        sides = [wrong[f"mods.cu_seqlens_{side}"].astype(int) for side in "qk"]
+        pairs = [
+            max(min(q[1], long.M) - max(q[0], 0), 0) * max(min(k[1], long.N) - max(k[0], 0), 0)
+            for q, k in zip(*map(pairwise, sides), strict=True)
+        ]
+        assert sum(pairs) <= long.M * long.N
+        beyond += bool(sides[0][0] > long.M)
+        assert (sides[0] < 0).any() or (sides[0] > long.M).any()
+    assert beyond >= 5
+
+
 def test_wrong_pages_and_lengths_of_a_cache_leave_other_inputs():
     p = Problem.of_sizes(**{**SIZES, "M": 1}, page_size=16)
     wrong = Counter()
