@@ -115,6 +115,7 @@ _DIMS = ("odd", 64, "edge", "usual", 128, "wide")
 _USUAL_DIMS = (8, 16, 32, 48, 80, 96, 112, 144, 160, 192, 208, 256)
 _PLAIN_DIM = 64
 _NARROW, _NARROW_GROUP = 64, 3  # largest d and dv of groups with narrow heads
+_WIDE = 128  # largest d and dv of usual heads
 _WIDEST = 640  # largest d drawn for kernels that support any d
 # Kinds of lengths, and (batch, kv_heads, query heads per key head), for heads with so few rows that
 # several may share a row tile.
@@ -486,7 +487,10 @@ class Fuzz:
         given = self._modified(turns) | self._options(turns)
         if given.keys() & {*TEXTS, *shape_language.NAMES}:
             sizes["batch"] = 2  # more than 1, to test broadcasting
-        asked = {DLSE: self._has_dlse(turns), shape_language.RETURN_MAX: self._has_row_max(turns)}
+        asked = {
+            DLSE: self._has_dlse(turns),
+            shape_language.RETURN_MAX: self._has_row_max(turns, max(d, dv)),
+        }
         given = asked | given
         p = Problem.of_sizes(**sizes, d=d, dv=dv, **given)
         if self._is_ragged(turns):
@@ -524,11 +528,15 @@ class Fuzz:
         asked = turns.choose(DLSE, (True, False))
         return self._has_texts(turns) and (asked or self._kind(turns) == "arrays")
 
-    def _has_row_max(self, turns: "_Turns") -> bool:
-        """Returns whether the group returns row maxima, as every third group does."""
+    def _has_row_max(self, turns: "_Turns", width: int) -> bool:
+        """Returns whether the group returns row maxima, as every third group does.
+
+        Of groups with wide heads, for which some kernels have other code, more than half do.
+        """
         if self._operation != "forward" or not self._has(ROW_MAX) or self._arrays:
             return False
-        return turns.choose(ROW_MAX, (True, False, False))
+        is_wide = width > _WIDE and turns.choose("row maxima of wide heads", (True, False))
+        return is_wide or turns.choose(ROW_MAX, (True, False, False))
 
     def _modified(self, turns: "_Turns") -> dict[str, Any]:
         """Returns score-modifying expressions and arrays: drawn, unless the caller passed some."""

@@ -315,6 +315,14 @@ def test_some_window_begins_in_the_first_tile_before_a_whole_one(name):
     assert any(found)
 
 
+@pytest.mark.parametrize("name", ["fa2", "mma_f64", "wgmma_fp8"])
+@pytest.mark.parametrize("seed", range(3))
+def test_row_maxima_of_wide_heads_are_drawn(name, seed):
+    problems = [x.case.problem for x in samples(name, SINGLY, seed=seed)]
+    wide = [p for p in problems if max(p.d, p.dv) > 128]
+    assert any(p.modifiers.has_row_max for p in wide)
+
+
 def has_a_block_without_a_tile(plan):
     """Returns whether some block gets no tile.
 
