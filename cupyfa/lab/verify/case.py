@@ -47,6 +47,9 @@ from cupyfa.score.expressions import Expression
 
 # Kinds of input values; each kind reveals different faults.
 VALUES = {
+    "steps": "one key or range of keys has up to 2**120 times the weight of the others, or less; "
+    "V is large, such that O overflows in forward passes if the maximum is wrong, and smaller for "
+    "the first or the last keys",
     "scales": "normal, times a power of two for each head of Q, K and V and for each row of dO; "
     "the powers of Q and K cancel in scores; V is smaller for the first or the last keys",
     "normal": "normally distributed",
@@ -57,11 +60,11 @@ VALUES = {
     "huge": "scores up to about 10,000: exp overflows if no maximum is subtracted",
     "tiny": "below the smallest normal number of the dtype",
     "nan": "NaN in two queries, one key, two values, and one sequence of a ragged batch",
-    "inf": "infinity in two queries, all of whose scores may be -infinity, in one key, two values, "
-    "and one sequence of a ragged batch",
+    "inf": "infinity or -infinity in two queries, in one key or all keys of a head, in two values, "
+    "and in one sequence of a ragged batch; all scores of such queries and heads may be -infinity",
     "lowest": "the lowest number of a dtype in rows and keys of a bias, a large one in a few "
-    "pairs; without expressions, products of q and k near the ends of float32, in some rows near "
-    "the lower end only; such rows of scores, too",
+    "pairs; without expressions, products of q and k near the ends of float32, or of the dtype, in "
+    "some rows near the lower end only; such rows of scores, too",
     "outliers": "normal, but about one number in 1000 is about ten times as large",
 }
 # Memory layouts; kernels address every array as [batch, heads, rows, columns] with strides.
@@ -85,13 +88,21 @@ TOKENS = {
 }
 WRITTEN = ("appended", "rotated", "interleaved")  # kinds of TOKENS that write to the cache
 # Kinds of values that cause neither NaN nor infinity.
-FINITE = ("normal", "uniform", "integers", "equal", "one_hot", "tiny")
+FINITE = ("normal", "uniform", "integers", "equal", "one_hot", "steps", "tiny")
 E4M3_MOST = 448.0  # largest finite e4m3 number
+_STEP = 130 * math.log(2)  # largest step of scores, and the share of it that other keys have
+_OF_OTHERS = 0.1
+_MOST_OF_STEPS = 64.0  # magnitude of the numbers of Q and K whose products are these steps
+_RANGES = 3  # average number of ends of ranges of keys with equal steps
+_SMALLER = 10  # powers of two by which V is smaller for the first or the last keys
+_ROOM_OF_STEPS = 28  # powers of two between O and the end of the range of its sums
 _NEAR_THE_END = 1e38  # magnitude of products q·k that approach the float32 maximum, 3.4e38
+_END_OF_SUMS = 3.4  # quotient of the float32 maximum and _NEAR_THE_END
 # Normal numbers are clipped to this magnitude before they are scaled: 1.8² · 1e38 < 3.4e38.
 _MOST_OF_LOWEST = 1.8
 _LEAST_OF_LOWEST = 1.5  # magnitude in rows and keys with all products near the lower end
 _ALL_LOWEST = 3  # one in this many rows has them, with the last key head
+_FAR_DESCALE = 60.0  # power of two of some descales of Q, and its negative of those of K
 _FAR_ABOVE = 15.0  # a sink that leaves little weight to keys
 _LINES = 0.1  # fraction of the rows, and of the keys, that half of the masks hide
 _FAR = 2**31 + 64  # stride in elements
@@ -151,8 +162,13 @@ class Case:
         }
         if self.values == "scales" and "Q" in arrays:
             self._scale_heads(arrays)
-        if self.values == "inf" and "Q" in arrays and rng.random() < 0.75:
-            self._lower_scores(arrays)
+        if self.values == "steps" and "Q" in arrays:
+            self._add_steps(arrays)
+        if self.values == "inf" and "Q" in arrays and not p.pages:
+            if rng.random() < 0.75:
+                self._lower_scores_of_queries(arrays)
+            if rng.random() < 0.5:
+                self._lower_scores_of_keys(arrays)
         self._poison(arrays)
         arrays |= {x.input: self._read(x) for x in p.modifiers.arrays}
         if p.pages and p.cached is None:  # cached problems already have lengths and pages
@@ -182,15 +198,44 @@ class Case:
             x = np.ldexp(arrays[name].astype(np.float64), exponents)
             arrays[name] = (x.clip(-E4M3_MOST, E4M3_MOST) if dtype == E4M3 else x).astype(dtype)
 
-    def _lower_scores(self, arrays: dict[str, np.ndarray]) -> None:
-        """Makes all scores of infinite queries -infinity, by the signs of K in one column.
+    def _add_steps(self, arrays: dict[str, np.ndarray]) -> None:
+        """Gives Q and K, in the last column, numbers whose products are steps of the scores.
 
-        Keys in pages belong to no batch element, so they keep their signs.
+        Bounds suppose that errors of many terms add up. So the largest term comes last, when sums
+        have grown, and its factors have few bits, which no kernel rounds but to e4m3.
         """
         p, q, k = self.problem, arrays["Q"], arrays["K"]
-        for batch, head, _, col in () if p.pages else np.argwhere(np.isinf(q.astype(np.float32))):
+        if q.shape[3]:
+            rng = np.random.default_rng((self.seed, *b"steps"))
+            size = min(math.sqrt(_STEP / (abs(p.scale) or 1.0)), _MOST_OF_STEPS)
+            q[..., -1] = (size * _of_rows(q.shape[:3], rng)).astype(ml_dtypes.bfloat16)
+            k[..., -1] = (size * _steps(k.shape[:3], rng)).astype(ml_dtypes.bfloat16)
+            self._enlarge_values(arrays, rng)
+
+    def _enlarge_values(self, arrays: dict[str, np.ndarray], rng: np.random.Generator) -> None:
+        """Multiplies V by a power of two that is smaller for the first or the last keys."""
+        v, p = arrays["V"], self.problem
+        most = ml_dtypes.finfo(v.dtype).maxexp
+        power = most // 3  # for which products with dO, or with tangents, remain finite
+        if self.operation == "forward":
+            power = min(most - 3, ml_dtypes.finfo(p.dtype.sums).maxexp - _ROOM_OF_STEPS)
+        powers = power - min(power, _SMALLER) * _some_keys(v.shape[2], rng)
+        arrays["V"] = np.ldexp(v.astype(np.float64), powers).astype(v.dtype)
+
+    def _lower_scores_of_queries(self, arrays: dict[str, np.ndarray]) -> None:
+        """Makes all scores of infinite queries -infinity, by the signs of K in one column."""
+        p, q, k = self.problem, arrays["Q"], arrays["K"]
+        for batch, head, row, col in np.argwhere(np.isinf(q.astype(np.float32))):
             keys = k[batch, head // p.group, :, col]
-            keys[:] = -math.copysign(1, p.scale) * np.abs(keys)
+            keys[:] = -np.copysign(keys, p.scale * float(q[batch, head, row, col]))
+
+    def _lower_scores_of_keys(self, arrays: dict[str, np.ndarray]) -> None:
+        """Makes all keys of a head infinite in one column, and all their scores -infinity."""
+        p, q, k = self.problem, arrays["Q"], arrays["K"]
+        for batch, head, row, col in np.argwhere(np.isinf(k.astype(np.float32))):
+            k[batch, head, :, col] = k[batch, head, row, col]
+            queries = q[batch, head * p.group : (head + 1) * p.group, :, col]
+            queries[:] = -np.copysign(queries, p.scale * float(k[batch, head, row, col]))
 
     def _poison(self, arrays: Arrays) -> None:
         """Writes NaN to padding rows, which belong to no sequence.
@@ -299,7 +344,7 @@ class Case:
             some = (most, 0, min(most, 1), int(rng.integers(0, most + 1)), max(most - 1, 0))
             return np.resize(rng.permutation(some), p.batch).astype(dtype)
         if x.name in DESCALES:
-            return np.exp2(rng.uniform(-2, 2, x.shape)).astype(dtype)
+            return self._descales(x, rng)
         if x.name == PAGE_TABLE and p.cached:
             return self._table(rng, x.shape[1])
         if x.name in SEEDS:
@@ -330,6 +375,19 @@ class Case:
             array[_some_lines(x.shape, rng)] = -np.inf
             array[tuple(rng.integers(0, x.shape))] = np.nan if self.values == "nan" else -np.inf
         return array
+
+    def _descales(self, x: Operand, rng: np.random.Generator) -> np.ndarray:
+        """Draws descales near 1, some of them negative.
+
+        If Q and K have them, those of half of the heads are far from 1 and cancel in scores.
+        """
+        exponents = rng.uniform(-2, 2, x.shape)
+        read = {y.name for y in self.problem.operands}
+        if x.name in DESCALES[:2] and read.issuperset(DESCALES[:2]):
+            far = np.random.default_rng((self.seed, *b"descales")).integers(-1, 2, x.shape)
+            exponents += _FAR_DESCALE * far * (1 if x.name == DESCALES[0] else -1)
+        signs = np.where(rng.random(x.shape) < 0.25, -1, 1)
+        return (signs * np.exp2(exponents)).astype(x.numpy)
 
     def _sinks(self, x: Operand, rng: np.random.Generator) -> np.ndarray:
         """Draws sinks near the scores, one far above them, one of -infinity, some of +infinity.
@@ -437,6 +495,8 @@ def _drawn(
         x[...] = x[..., :1, :1] if name == "S" else x[..., :1, :]
     elif values == "huge" and name in ("Q", "K", "S"):
         x *= 2500 if name == "S" else 50
+    elif values == "steps" and name == "S":
+        x += _STEP * _of_rows((*shape[:3], 1), rng) * _steps((1, 1, shape[3]), rng)
     elif values == "scales" and name in ("V", "dO"):
         # The largest exponent for which products of V and dO remain finite.
         most = ml_dtypes.finfo(dtype).maxexp // 3
@@ -454,7 +514,7 @@ def _drawn(
     elif values == "outliers":
         x += 10 * rng.standard_normal(shape, np.float32) * (rng.random(shape) < 0.001)
     elif values in ("nan", "inf") and x.size:
-        special = math.nan if values == "nan" else math.inf
+        special = math.nan if values == "nan" else rng.choice((math.inf, -math.inf))
         x[tuple(rng.integers(0, shape))] = special
         if name in ("Q", "V"):  # K of the last batch element is finite, or that of others
             x[-1][tuple(rng.integers(0, shape[1:]))] = special
@@ -463,26 +523,51 @@ def _drawn(
     return x.astype(dtype)
 
 
+def scale_near_the_end(p: Problem) -> float:
+    """Returns a scale with which scores of the values "lowest" come near the ends of the sums.
+
+    If their products do so themselves, it is one that brings them back to small numbers.
+    """
+    size = min(math.sqrt(_NEAR_THE_END), float(ml_dtypes.finfo(p.dtype.numpy).max) / 8)
+    scale = float(ml_dtypes.finfo(p.dtype.sums).max) / _END_OF_SUMS / size**2
+    return scale if scale > 2 else 2 / size**2
+
+
 def _some_keys(N: int, rng: np.random.Generator) -> np.ndarray:
-    """Draws a column [N, 1] that is True for the keys before, or from, a random one."""
-    at, is_before = rng.integers(0, N + 1), rng.random() < 0.5
+    """Draws a column [N, 1] that is True for the first or the last keys, about a half of them."""
+    at, is_before = rng.integers(N // 4, 3 * N // 4 + 1), rng.random() < 0.5
     return ((np.arange(N) < at) == is_before)[:, None]
+
+
+def _of_rows(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+    """Draws factors of steps from -0.5 to 1: many near 1, and one in five negative."""
+    return 1 - 1.5 * rng.random(shape) ** 2
+
+
+def _steps(shape: tuple[int, int, int], rng: np.random.Generator) -> np.ndarray:
+    """Draws a step for each key of [batch, heads, N]: of one key, or range of keys, it is 1."""
+    *heads, N = shape
+    share = 1.0 if rng.random() < 0.5 else _RANGES / max(N, 1)
+    ranges = np.cumsum(rng.random(N) < share)
+    chosen = rng.choice(ranges, (*heads, 1)) if N else 0
+    others = rng.uniform(0, _OF_OTHERS, (*heads, N + 1))[..., ranges]
+    return np.where(ranges == chosen, 1.0, others)
 
 
 def _spread_products(x: np.ndarray, name: str, dtype: np.dtype) -> None:
     """Scales numbers of rows of Q or K so that products come near the ends of float32.
 
-    If the dtype reaches that far, all products of some rows with the last key head come near the
-    lower end, below the number with which the simulator fills variables.
+    If the dtype does not reach that far, a scale may. All products of some rows with the last key
+    head come near the lower end, below the number with which the simulator fills variables.
     """
-    most, size = float(ml_dtypes.finfo(dtype).max) / 8, math.sqrt(_NEAR_THE_END)
+    size = min(math.sqrt(_NEAR_THE_END), float(ml_dtypes.finfo(dtype).max) / 8)
     low = _LEAST_OF_LOWEST + np.abs(x) % (_MOST_OF_LOWEST - _LEAST_OF_LOWEST)
     x.clip(-_MOST_OF_LOWEST, _MOST_OF_LOWEST, out=x)
-    if size < most and name == "Q":
+    if name == "Q":
         x[..., ::_ALL_LOWEST] = low[..., ::_ALL_LOWEST]
-    elif size < most:
+    else:
         x[:, -1:] = -low[:, -1:]
-    x *= min(size, most)
+    x *= size
 
 
 def _some_lines(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:

@@ -18,9 +18,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
+import ml_dtypes
+
 from cupyfa.errors import Unsupported
 from cupyfa.lab.verify import transforms
-from cupyfa.lab.verify.case import FINITE, LAYOUTS, TOKENS, VALUES, Case
+from cupyfa.lab.verify.case import FINITE, LAYOUTS, TOKENS, VALUES, Case, scale_near_the_end
 from cupyfa.lab.verify.option_pairs import (
     TEXTS_IN_TURN,
     Combination,
@@ -59,6 +61,7 @@ from cupyfa.problem import shape_language
 from cupyfa.problem.dtypes import DTYPES, E4M3_INPUTS, INPUTS
 from cupyfa.problem.lengths import Packed, lengths_of, pairs_of
 from cupyfa.problem.optional_inputs import (
+    ALIBI,
     BIAS,
     DLSE,
     OF_PAIRS,
@@ -91,6 +94,7 @@ TOGETHER = 4  # number of successive samples that share one compilation
 _MOST_WORK = {"simulator": 3 * 2**24, "cuda": 2**29}  # maximum multiply-adds per case
 _MOST_IN_TILES = {"simulator": 2**24, "cuda": 2**29}  # the same if all tiles count as full
 _MOST_SCORES = 3 * 2**12  # maximum scores per case if options and expressions matter more
+_LEAST_SCALE = 2.0**-126  # the smallest normal float32: slopes divided by it overflow with distance
 _FEW_KEYS = 8  # smallest limit of a window in such a case
 _MOST_REPAIRED = 512  # maximum rows and keys per case to repair; each occupies a whole block
 # Share of the work per case if gradients have values with which kernels on tensor cores compute all
@@ -139,9 +143,10 @@ _OF_LONG_PADDING = 8  # maximum number of keys in such a case
 _NEAR = tuple(layout for layout in LAYOUTS if layout != "far")
 _OF_CACHES = ("bhsd", "bshd", "reversed", "gaps", "unaligned")  # layouts for new tokens
 _OF_PAGES = ("bhsd", "reversed", "columns")  # layouts for groups with pages; rows are aligned
-_VALUES = ("normal", "normal", "uniform", *VALUES)
+_VALUES = ("normal", "normal", *VALUES)
 _REPAIRED = ("tiny", "lowest", "nan", "inf")  # values beyond float16: most rows need repair
-_OF_TOKENS = tuple(x for x in FINITE if x != "tiny")  # error bounds of "tiny" would hide faults
+# Error bounds of "tiny" would hide faults, and rotations would remove "steps".
+_OF_TOKENS = tuple(x for x in FINITE if x not in ("tiny", "steps"))
 
 
 @dataclass(frozen=True)
@@ -369,10 +374,14 @@ class Fuzz:
             values, layout = each.choose("values", _OF_TOKENS), each.choose("layout", _OF_CACHES)
         if self._kind(turns) == "gradient of a bias" and i % TOGETHER == 1:
             values = each.choose("values", ("nan", "inf"))  # which make kernels recompute rows
+        if values == "scales" and _loses_small_values(plan):
+            values = "normal"
+        if self._has_steps(compiled, turns, each, lengths, values) and not is_plain:
+            values = "steps"
         if self._is_lowest(compiled, turns, each) and not is_plain:
             values = "lowest"
         if crowd := self._crowd(compiled, plan, turns, each, lengths):
-            values = each.choose("values", ("normal", "uniform"))
+            values = each.choose("values", ("steps", "uniform"))
         # If array sizes are compiled into the kernel, all samples of the group have the same sizes.
         has_sizes = any(" elements = " in x.mods for x in plan.launches)
         if has_sizes:
@@ -400,6 +409,19 @@ class Fuzz:
         if "lowest" not in self._values(p):
             return False
         return each.choose("lowest", (False,) * (_ONE_IS_LOWEST - 1) + (True,))
+
+    def _has_steps(
+        self, p: Problem, turns: "_Turns", each: "_Turns", lengths: tuple[str, str], values: str
+    ) -> bool:
+        """Returns whether the sample has steps of scores.
+
+        In plain groups, samples with many keys have them in place of other FINITE values, and so
+        has the sample whose window hides a part of the first tile of keys.
+        """
+        if p.is_softmax or self._kind(turns) != "plain":
+            return False
+        has_tiles = lengths[1] in ("beyond", "many") and values in FINITE
+        return has_tiles or self._hides_part(p, turns, each)
 
     def _crowd(
         self, p: Problem, plan: Plan, turns: "_Turns", each: "_Turns", lengths: tuple[str, str]
@@ -881,12 +903,24 @@ class Fuzz:
             return p
         size = pick.choice((1.0, pick.uniform(0.02, 0.5)))
         if values == "lowest":
-            return p.with_options(scale=math.copysign(1.0, p.scale))
+            far = scale_near_the_end(p) if self._operation == "forward" else 1.0
+            is_far = pick.random() < (0.5 if far > 1 else 0.25)  # small scores show less
+            return p.with_options(scale=math.copysign(far if is_far else 1.0, p.scale))
         if p.options.scale is not None:
             # Only a quarter of the scales are 0, because scores then do not depend on q and k.
             size = 0.02 if values == "huge" else pick.choice((0.0, size, size, size))
+            size = size or (0.5 if values in ("nan", "inf") else pick.choice((0.0, _LEAST_SCALE)))
             return p.with_options(scale=-size)
-        return p if values == "huge" or pick.random() < 0.75 else p.with_options(scale=size)
+        if values == "huge" or pick.random() < 0.75:
+            return p
+        has_slopes = self._operation == "forward" and any(x.name == ALIBI for x in p.operands)
+        return p.with_options(scale=_LEAST_SCALE if has_slopes and pick.random() < 0.5 else size)
+
+
+def _loses_small_values(plan: Plan) -> bool:
+    """Returns whether a kernel rounds V to e4m3 tile by tile, from a dtype of larger range."""
+    wide = ml_dtypes.finfo(plan.problem.dtype.numpy).maxexp > ml_dtypes.finfo("float16").maxexp
+    return plan.rounding == "float8_e4m3" and wide
 
 
 def covers(plan: Plan, limits: Limits) -> dict[str, bool]:

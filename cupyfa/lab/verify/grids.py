@@ -168,7 +168,7 @@ _OFFSETS = (-200, -5, 0, 7, 64, 1000)
 _OF_RESULTS = 8  # number of cases with float32 results
 # Number of cases with odd sizes. The numbers of cases with windows, with all options and with
 # sequences are a quarter of this.
-_OF_ODD = 200
+_OF_ODD = 196
 # Query and key lengths: 0, 1, near a tile boundary, several tiles. Some sequences have unused rows,
 # and some arrays have padding rows that belong to no sequence.
 _SEQUENCES = (

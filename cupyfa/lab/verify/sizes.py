@@ -120,7 +120,7 @@ def crowds_of(p: Problem, tile: Tile, pick: random.Random) -> list[Crowd | None]
     if tile.has_splits:  # enough splits that merging them takes several rounds
         keys = tile.keys * pick.randrange(34, 41) - pick.randrange(2)
         few_heads = 1, 1, pick.choice((1, 2))
-        found += [Crowd(few_heads, pick.choice((1, 2)), keys, _MANY_BLOCKS), None]
+        found += [Crowd(few_heads, pick.randrange(1, 6), keys, _MANY_BLOCKS), None]
     if tile.is_persistent and p.right is not None:  # two tiles per head
         rows = tile.rows + pick.randrange(1, tile.rows)
         if p.dv > _NARROW:  # some blocks are idle

@@ -315,12 +315,28 @@ def test_some_window_begins_in_the_first_tile_before_a_whole_one(name):
     assert any(found)
 
 
+@pytest.mark.parametrize("name", ["fa2", "mma_split_kv", "wgmma", "mma_tangent", "two_pass"])
+def test_steps_of_scores_are_drawn_for_many_keys(name):
+    steps = [planned(x) for x in samples(name, SINGLY) if x.case.values == "steps"]
+    tiles = [-(-x.problem.N // x.constants.get("Bc", 32)) for x in steps]
+    assert sum(n > 1 for n in tiles) >= 3
+    assert name != "mma_split_kv" or any(splits_of(x) > 32 for x in steps)
+
+
 @pytest.mark.parametrize("name", ["fa2", "mma_f64", "wgmma_fp8"])
 @pytest.mark.parametrize("seed", range(3))
 def test_row_maxima_of_wide_heads_are_drawn(name, seed):
     problems = [x.case.problem for x in samples(name, SINGLY, seed=seed)]
     wide = [p for p in problems if max(p.d, p.dv) > 128]
     assert any(p.modifiers.has_row_max for p in wide)
+
+
+@pytest.mark.parametrize("dtype, far", [("float16", 1e30), ("bfloat16", 1e-38), ("float64", 1e269)])
+def test_some_of_the_lowest_scores_have_a_scale_far_from_1(dtype, far):
+    drawn = [x.case for x in samples("minimal", SAMPLES["simulator"], dtypes=[dtype])]
+    scales = np.abs([x.problem.scale for x in drawn if x.values == "lowest"])
+    assert 2 <= np.sum(scales == 1) < len(scales)
+    assert (scales[scales != 1] >= far).all() if far > 1 else (scales[scales != 1] < 10 * far).all()
 
 
 def has_a_block_without_a_tile(plan):

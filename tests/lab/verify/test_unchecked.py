@@ -182,6 +182,47 @@ def test_the_last_batch_element_and_scores_of_a_query_are_not_finite(value, leas
     assert least <= without <= 35
 
 
+@pytest.mark.parametrize("dtype, value", [("float16", 2**10), ("bfloat16", 2**90)])
+@pytest.mark.parametrize("scale", [0.125, -1.0])
+def test_a_key_or_a_range_of_keys_has_most_or_least_weight(dtype, value, scale):
+    p = Problem.of_sizes(**{**SIZES, "N": 200}, dtype=dtype, scale=scale)
+    highest = Counter()
+    for case in cases(p, 12, values="steps"):
+        inputs = {name: x.astype(np.float64) for name, x in case.inputs().items()}
+        scores = inputs["Q"] @ inputs["K"].repeat(p.group, 1).swapaxes(2, 3) * p.scale / np.log(2)
+        steps = scores.max(3) - np.median(scores, 3)
+        assert steps.max() < 160 and np.isfinite(inputs["V"]).all()
+        highest += Counter(far=int((steps > 28).sum()), near=int((steps < 28).sum()))
+        single = scores > scores.max(3, keepdims=True) - 20
+        highest["one"] += bool((single.sum(3)[steps > 60] == 1).all())
+        sizes = np.abs(inputs["V"]).max(3)
+        assert sizes.max() > value and sizes[..., 0].max() != sizes[..., -1].max()
+    assert min(highest["far"], highest["near"]) > 100 and 2 <= highest["one"] <= 10
+
+
+def test_all_scores_with_an_infinite_column_of_keys_may_be_lowest():
+    p = Problem.of_sizes(**SIZES, dtype="float32", scale=-0.3)
+    without, signs = 0, Counter()
+    for case in cases(p, values="inf"):
+        inputs = {name: x.astype(np.float64) for name, x in case.inputs().items()}
+        signs += Counter(np.sign(inputs["V"][np.isinf(inputs["V"])]).tolist())
+        for b, h in np.argwhere(np.isinf(inputs["K"]).any(3).all(2)):
+            queries = inputs["Q"][b, h * p.group : (h + 1) * p.group]
+            with np.errstate(invalid="ignore"):  # of both infinities
+                scores = queries @ inputs["K"][b, h].T * p.scale
+            without += bool((scores == -np.inf).all())
+    assert 10 <= without <= 30 and min(signs[-1], signs[1]) >= 20
+
+
+def test_descales_of_q_and_k_are_far_from_1_and_cancel():
+    p = transforms.add_descales(Problem.of_sizes(**SIZES, dtype="float8_e4m3fn"), "qkv")
+    found = [case.inputs() for case in cases(p, 12)]
+    q, k, v = (np.array([x[f"mods.{y}_descale"] for x in found]) for y in "qkv")
+    assert np.abs(q).max() > 2**57 and np.abs(q).min() < 2**-57
+    assert np.abs(np.log2(np.abs(q * k))).max() <= 4 and np.abs(np.log2(np.abs(v))).max() <= 2
+    assert all(x.min() < 0 < x.max() for x in (q, k, v))
+
+
 def test_some_masks_and_biases_hide_whole_rows_and_keys():
     p = Problem.of_sizes(**SIZES, mask="1hmn", bias="1hmn")
     mask, bias = (x for name in ("mask", "bias") for x in p.operands if x.name == name)
