@@ -96,7 +96,7 @@ _MOST_IN_TILES = {"simulator": 2**24, "cuda": 2**29}  # the same if all tiles co
 _MOST_SCORES = 3 * 2**12  # maximum scores per case if options and expressions matter more
 _LEAST_SCALE = 2.0**-126  # the smallest normal float32: slopes divided by it overflow with distance
 _FEW_KEYS = 8  # smallest limit of a window in such a case
-_MOST_REPAIRED = 512  # maximum rows and keys per case to repair; each occupies a whole block
+_MOST_REPAIRED = 384  # maximum rows and keys per case to repair; each occupies a whole block
 # Share of the work per case if gradients have values with which kernels on tensor cores compute all
 # rows and keys once more, one by one. This takes about 30 times as long.
 _RECOMPUTED, _RECOMPUTED_SHARE = ("lowest", "nan", "inf"), 32
@@ -133,6 +133,7 @@ _MASKS = (None, "bottom-right", None, "top-left")
 _SIDES_IN_BLOCKS = ("left", "both")
 _SIDES = ("neither", "both", "neither", "left", "neither", "right")
 _SEEDS = ("i64[1]", "u64[1]", "i32[1]", "u32[1]")
+_LEAST_ROWS = 4  # of a head, where more keys are drawn in place of rows
 _FEW_ROWS, _FEW_OF_GROUP = 48, 240  # rows of a head, and of all heads of a key head
 _MOVED = {"offset", "window"}  # options with which every other sample of a combination is moved
 # The constant that a tile other than the planner's changes; None stands for any. Where a kernel has
@@ -460,10 +461,10 @@ class Fuzz:
 
     def _with_long_padding(self, p: Problem, pick: random.Random) -> Problem:
         """Returns the problem with more rows than a block has threads, and few keys and heads."""
-        kv_heads = 1 if p.group == max(_GROUPED) else 2
-        heads = {"heads": kv_heads * p.group, "kv_heads": kv_heads}
+        few = 1 if p.group == max(_GROUPED) else 2
+        heads = {"heads": few * p.group, "kv_heads": few}
         rows, keys = pick.randrange(*_LONG_PADDING), min(p.N, _OF_LONG_PADDING)
-        return transforms.resize(p, batch=2, M=rows, N=keys, **heads)
+        return transforms.resize(p, batch=few, M=rows, N=keys, **heads)
 
     def _plain(self, i: int) -> Drawn:
         """Returns a sample for a kernel without a valid plan; running it reports the reason."""
@@ -725,8 +726,8 @@ class Fuzz:
         is_small = self._is_small(turns)
         p = self._smaller(p, values, scores=_MOST_SCORES if is_small else None)
         has_arrays = p.operands and not (p.lengths or crowd or self.arrays)
-        if has_arrays and each.choose("last key", (False, False, True)):  # the last tile lacks it
-            p = transforms.resize(p, N=max(round_up(p.N, tile.keys) - 1, 2))
+        if has_arrays and each.choose("last key", (False, False, True)):
+            p = _without_last_key(p, tile.keys)
         if self._operation == "backward" and not (crowd or p.lengths or self._has_lengths(turns)):
             p = self._with_fewer_tiles(p, tile)
         if crowd is None and of_rows == "many" and is_on_few_blocks(plan, self.backend.limits):
@@ -921,6 +922,15 @@ def _loses_small_values(plan: Plan) -> bool:
     """Returns whether a kernel rounds V to e4m3 tile by tile, from a dtype of larger range."""
     wide = ml_dtypes.finfo(plan.problem.dtype.numpy).maxexp > ml_dtypes.finfo("float16").maxexp
     return plan.rounding == "float8_e4m3" and wide
+
+
+def _without_last_key(p: Problem, keys: int) -> Problem:
+    """Returns the problem with a last tile that lacks one of its keys, and with fewer rows for it.
+
+    keys: the number of keys of a tile.
+    """
+    N = max(round_up(p.N, keys) - 1, 2)
+    return transforms.resize(p, M=max(min(p.M, p.M * p.N // N), min(p.M, _LEAST_ROWS)), N=N)
 
 
 def covers(plan: Plan, limits: Limits) -> dict[str, bool]:
