@@ -62,6 +62,8 @@ struct TileLengths {
   }
 };
 
+constexpr int tiles_in_set = 4 * 132;  // tiles sorted together: four for each SM of an H100
+
 // Tiles of `size` rows, or keys if `of_keys`, of all heads and sequences. As in tile_index.cuh,
 // sequences have room for a partial last tile. Unused indices are the last ones of a group.
 template <int size, bool of_keys>
@@ -75,8 +77,7 @@ struct RaggedOrder {
       : sizes(sizes), heads(heads), sequences(batch) {
     if constexpr (Arrays::is_packed) sequences = mods.cu_seqlens_q_.size[0] - 1;
     of_head = first_tile(mods, sequences);
-    const int most = 4 * 132 * sequences / max(1, of_head);
-    group = max(1, min(warp_size, most));
+    group = max(1, min(warp_size, tiles_in_set * sequences / max(1, of_head)));
   }
 
   // Returns the index of a sequence's first tile, counted in one head.
@@ -105,9 +106,10 @@ struct RaggedOrder {
     first *= group;
     index -= first_tile(mods, first) * heads;
     const TileLengths own = lengths(mods, first);
-    const int all = warp_sum(own.count), most = 4 * 132;
+    const int all = warp_sum(own.count);
     if (index < 0 || index >= all * heads) return false;  // rows of no sequence come first
-    const int sets = max(1, (all * heads + most / 2) / most), of_set = cdiv(heads, sets);
+    const int sets = max(1, (all * heads + tiles_in_set / 2) / tiles_in_set);
+    const int of_set = cdiv(heads, sets);
     const int head = index / (of_set * all) * of_set, together = min(of_set, heads - head);
     index -= head * all;
     found.head = head + index % together;
