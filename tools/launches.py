@@ -7,6 +7,7 @@ accesses are detected.
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import cupy
@@ -27,8 +28,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from helpers.problems import DTYPES, RAGGED, WINDOWED, claimed, inputs_of
 
 # SEVERAL is a problem of a few tiles. LONG has enough tiles for the pipeline stages to be reused.
+# They are also planned for FEW multiprocessors, so that persistent blocks take several tiles.
 SEVERAL = {"heads": 2, "kv_heads": 1, "M": 130, "N": 150, "causal": True}
 LONG = SEVERAL | {"M": 530, "N": 550}
+FEW = 3
 WIDTHS = (64, 128, 192, 256, 320)
 NARROW = (64,)  # d for kernels without tensor cores, which are slow under compute-sanitizer
 CAPPED = SEVERAL | {"d": 64, "softcap": 5.0}
@@ -37,17 +40,18 @@ CAPPED = SEVERAL | {"d": 64, "softcap": 5.0}
 def main(names):
     cupy.cuda.set_allocator(None)
     backend = backend_named("cuda")
+    every = backend.limits, replace(backend.limits, multiprocessors=FEW)
     kernels = {name: x for group in LADDER.values() for name, x in group.items()}
     chosen = {name: kernels[name] for name in names or kernels}
     for kernel, dtype in claimed(chosen, DTYPES):
         for sizes in RAGGED:
-            launch(backend, kernel, problem_of(kernel, sizes, dtype))
+            launch(backend, planning.plan(kernel, problem_of(kernel, sizes, dtype), every[0]))
         several = LONG if has_ring(kernel) else SEVERAL
         wide = [several | {"d": d} for d in (WIDTHS if "mma" in kernel.name else NARROW)]
         others = [problem_of(kernel, sizes, dtype) for sizes in (*WINDOWED, *wide, CAPPED)]
         for problem in dict.fromkeys(others):  # drops duplicates: softmax problems ignore d
-            if planning.can(kernel, problem, backend.limits):
-                launch(backend, kernel, problem)
+            for plan in distinct_plans(kernel, problem, every):
+                launch(backend, plan)
     for kernel in chosen.values():
         if "places" in kernel.features:
             launch_modified(kernel)
@@ -66,8 +70,17 @@ def problem_of(kernel, sizes, dtype):
     return Problem.of_sizes(**sizes, dtype=dtype)
 
 
-def launch(backend, kernel, problem):
-    plan = planning.plan(kernel, problem, backend.limits)
+def distinct_plans(kernel, problem, limits):
+    """Returns the plans for devices with these limits that differ in their launches."""
+    found = {}
+    for each in limits:
+        if planning.can(kernel, problem, each):
+            plan = planning.plan(kernel, problem, each)
+            found.setdefault(str([(x.entry, x.grid, x.constants) for x in plan.launches]), plan)
+    return found.values()
+
+
+def launch(backend, plan):
     inputs = {name: backend.upload(x) for name, x in inputs_of(plan).items()}
     inputs = readable_inputs(plan, inputs)
     outputs = {name: allocate(backend, plan, name) for name in plan.outputs}
