@@ -106,6 +106,12 @@ struct TileOrder {
   }
 };
 
+// Returns whether a tile of Q is loaded. Persistent blocks leave tiles without keys out: no product
+// would hold back threads until the last one has waited for Q, and it could miss a phase.
+__device__ __forceinline__ bool reads_queries(const RowTile& task) {
+  return !persistent || task.kv_begin < task.kv_end;
+}
+
 // Runs in one thread of the producer warp: for each tile of Q, loads Q, then K and V tile by tile.
 __device__ __forceinline__ void produce(Shared& shared, TileOrder order, RowTile task,
                                         const TensorMap& Q, const TensorMap& K, const TensorMap& V,
@@ -114,7 +120,8 @@ __device__ __forceinline__ void produce(Shared& shared, TileOrder order, RowTile
   PipelineState<stages> tile;
   do {
     const int kv_head = task.head / group;
-    for (int i = 0; i < consumers; ++i)
+    const bool loads_Q = reads_queries(task);
+    for (int i = 0; loads_Q && i < consumers; ++i)
       load_async(shared.Q[queries.stage][i], Q, shared.Q_pipeline[i].acquire(queries),
                  task.row + i * warpgroup_rows, task.head, task.batch);
 #pragma unroll 1  // not unrolled: the producer has few registers
@@ -127,7 +134,7 @@ __device__ __forceinline__ void produce(Shared& shared, TileOrder order, RowTile
       load_async(shared.V[tile.stage], V, shared.V_pipeline.acquire(tile), 0, kv_head, task.batch,
                  first_key);
     }
-    queries.advance();
+    if (loads_Q) queries.advance();
   } while (order.advance(task));
   if constexpr (persistent) wait_for_launch_before();  // also without keys
 }
@@ -341,6 +348,7 @@ struct Consumer {
     for (float& x : flat(O)) x = 0;
     rows = rows_of(task);
     for (float& sum : rows.sum[0]) sum *= exp2f(offset);  // scales the sink's term like P
+    if (!reads_queries(task)) return;
     shared.Q_pipeline[warpgroup].wait(queries);
     if (task.kv_begin >= task.kv_end) return;
     begin(task);
@@ -349,7 +357,7 @@ struct Consumer {
       advance(task, first_key);
     begin_output();
     wgmma_wait_group<0>(flat(O));
-    if constexpr (persistent) release_values();
+    if constexpr (persistent) release_values(), release_queries();
   }
 
   // Divides O by the row sums and stores it with lse. `of_inputs` equals `descales`, but only
@@ -409,7 +417,6 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp8(
     const float own = e4m3_inputs ? 1 : Q_scale[of_all * cdiv(sizes.M, Br) + task.row / Br];
     consumer.run(task, {K_scale + first_tile, V_scale + first_tile, scorer.scale2() * own},
                  descales);
-    if constexpr (persistent) consumer.release_queries();
     consumer.finish(task, descales, Q, K, V, O, lse);
   } while (order.advance(task));
 }

@@ -15,6 +15,7 @@ from cupyfa import Problem
 from cupyfa.numerics import reference, tolerance
 from cupyfa.planner import choose_kernel as planning
 from cupyfa.planner.plan import Limits
+from cupyfa.problem.dtypes import E4M3_INPUTS
 from cupyfa.runtime import guard
 from cupyfa.runtime.simulator import Simulator
 
@@ -151,6 +152,16 @@ def test_persistent_blocks_process_tiles_with_and_without_keys(backend, blocks):
     sizes = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 150, "N": 80, "d": 24, "causal": True}
     if planning.can(FP8, Problem.of_sizes(**sizes, dtype=dtype), backend.limits):
         check_case(few, backend, sizes, dtype, Br=64, Bc=32, stages=2)
+
+
+@pytest.mark.parametrize("schedule", range(8))
+def test_no_thread_misses_a_phase_in_tiles_without_keys(schedule):
+    """The first 390 of 400 rows see no key, so each block has several such tiles in a row."""
+    backend = Simulator(schedule=schedule)
+    sizes = {"heads": 12, "M": 400, "N": 10, "d": 32, "causal": True, "dtype": E4M3_INPUTS.name}
+    plan = planned(backend, **sizes)
+    assert plan.launches[-1].constants["persistent"] and plan.launches[-1].grid[0] < 12
+    guard.checked(backend, plan, inputs_of(plan), {})
 
 
 def test_faults_exceed_the_bounds():
