@@ -91,7 +91,7 @@ def _share_of_tiles(p: Problem, c: SimpleNamespace, row: int) -> float:
 
 
 def whole_groups(p: Problem, heads: int) -> int:
-    """Returns the number of key heads, at least 1, with at most so many query heads."""
+    """Returns how many groups of query heads fit into ``heads`` query heads, at least 1."""
     return max(heads // max(p.group, 1), 1)
 
 

@@ -1430,7 +1430,7 @@ _RUNGS = (
 
 
 def clearing_launches(kernel: Kernel) -> tuple[Launch, ...]:
-    """Returns the launches that fill unused rows; begin_ragged fills those of O and lse itself."""
+    """Returns the launches that clear unused rows; begin_ragged already clears O and lse."""
     fills = any(BEGIN_RAGGED.entry == x.entry for x in kernel.launches if isinstance(x, Launch))
     return (clear_row_max(),) if fills else REST
 

@@ -102,7 +102,8 @@ _END_OF_SUMS = 3.4  # quotient of the float32 maximum and _NEAR_THE_END
 _MOST_OF_LOWEST = 1.8
 _LEAST_OF_LOWEST = 1.5  # magnitude in rows and keys with all products near the lower end
 _ALL_LOWEST = 3  # one in this many rows has them, with the last key head
-_FAR_DESCALE = 60.0  # power of two of some descales of Q, and its negative of those of K
+# Some descales of Q are multiplied, and those of K divided, by two to this power or its negative.
+_FAR_DESCALE = 60.0
 _FAR_ABOVE = 15.0  # a sink that leaves little weight to keys
 _LINES = 0.1  # fraction of the rows, and of the keys, that half of the masks hide
 _FAR = 2**31 + 64  # stride in elements
@@ -379,7 +380,7 @@ class Case:
     def _descales(self, x: Operand, rng: np.random.Generator) -> np.ndarray:
         """Draws descales near 1, some of them negative.
 
-        If Q and K have them, those of half of the heads are far from 1 and cancel in scores.
+        If both Q and K have descales, most heads have some far from 1 whose product is near 1.
         """
         exponents = rng.uniform(-2, 2, x.shape)
         read = {y.name for y in self.problem.operands}

@@ -37,7 +37,7 @@ _NEAR = tuple(layout for layout in LAYOUTS if layout != "far")
 
 
 def parts_of(grid: str) -> list[str]:
-    """Returns the grids of which a grid consists, usually the grid itself."""
+    """Returns the names of the grids that a grid combines: only its own, except for "all"."""
     return [x for x in GRIDS if x != ALL] if grid == ALL else [grid]
 
 
