@@ -2,9 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 from types import SimpleNamespace
-from typing import NamedTuple
 
 from cupyfa.ladder import mma_slices_backward
 from cupyfa.ladder.common import (
@@ -13,7 +11,6 @@ from cupyfa.ladder.common import (
     HALF,
     ROOM,
     ROOM_CANDIDATES,
-    ROOM_UNIT,
     SHARED_OF_SM_90,
     WARP,
     baseline_shares,
@@ -26,11 +23,13 @@ from cupyfa.ladder.common import (
     row_tiles,
     rows_in_room,
     rung,
+    share_stride,
     tiles_of,
     whole_groups,
     with_cleared_rest,
 )
 from cupyfa.ladder.gradients import with_gradients
+from cupyfa.ladder.kept_score_gradients import KeptDS, may_keep_dS
 from cupyfa.ladder.kernel import Constant, Formula, Kernel, Launch, Matmul
 from cupyfa.ladder.split_float32 import (
     GRADIENT,
@@ -280,9 +279,6 @@ TWO_PASS = rung(
 # mma.sync kernels
 
 
-MOST_HEADS = 2  # query heads of a group that a block of mma.sync processes under a causal mask
-
-
 def block_heads(p: Problem, c: SimpleNamespace, most: int) -> int:
     """Returns the number of query heads that a block which computes dK and dV processes.
 
@@ -309,10 +305,17 @@ def block_heads(p: Problem, c: SimpleNamespace, most: int) -> int:
     return 1
 
 
+def mma_block_heads(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the number of query heads that a block of mma.sync processes, unless dS is kept."""
+    return block_heads(p, c, most=2)
+
+
+MMA_DS = KeptDS(mma_block_heads, tile=lambda c: (c.Br, c.Bc))
+
+
 def group_splits(p: Problem, c: SimpleNamespace) -> int:
     """Returns the number of blocks of mma.sync that share the query heads of a group."""
-    kept = kept_shares(p, c)
-    return p.group // (kept.heads if kept else block_heads(p, c, MOST_HEADS))
+    return MMA_DS.splits(p, c)
 
 
 def parts_of_rows(height: int, columns: int, warps: int) -> int:
@@ -337,11 +340,6 @@ def fragments_of_keys(p: Problem, c: SimpleNamespace) -> int:
         across = c.warps // parts_of_rows(c.Bc, columns, c.warps)
         count += c.Bc * round_up(columns, across * 16)
     return count
-
-
-def share_stride(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the distance between the indices of a key tile in two shares of its group."""
-    return max(tiles_of(p, p.N, c.Bc), 1)
 
 
 def sharing_blocks(p: Problem, c: SimpleNamespace) -> int:
@@ -533,120 +531,6 @@ def two_pass_rows_launch(name: str, arrays: str, shared: Formula) -> Launch:
     )
 
 
-# Where dS fits into memory, mma_two_pass keeps it between its passes, in rounds over query heads
-
-
-_BUSY = 0.85  # rounds keep multiprocessors busy for at least this part of the time
-
-
-class KeptShares(NamedTuple):
-    """A block computes dK and dV of a share: some query heads of a group.
-
-    heads: query heads of a share.
-    at_a_time: shares whose dS is kept at a time, in all rounds but the last.
-    rounds: the number of rounds.
-    """
-
-    heads: int
-    at_a_time: int
-    rounds: int
-
-
-def line_tiles(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the number of tiles in a line of kept_dS.cuh.
-
-    Under a right limit, a line has the row tiles r and R - 1 - r. They see at most (r + 1) Br + o
-    and (R - r) Br + o keys, with offset o, and a partial tile each.
-    """
-    tiles = cdiv(p.N, c.Bc)
-    if p.right is None:
-        return tiles
-    both = ((cdiv(p.M, c.Br) + 1) * c.Br + 2 * p.causal_offset - 2) // c.Bc + 2
-    return max(tiles, min(2 * tiles, both))
-
-
-def head_scores(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the number of elements of dS that are kept of a query head."""
-    lines = cdiv(cdiv(p.M, c.Br), 1 if p.right is None else 2)
-    return lines * line_tiles(p, c) * c.Br * c.Bc
-
-
-def may_keep_dS(p: Problem) -> bool:
-    """Returns whether dS could be kept: rows see many keys, and all sequences are equally long."""
-    hides = p.is_ragged or p.left is not None or any(x.name in MAPS for x in p.operands)
-    return not hides and min(p.batch, p.heads, p.M, p.N) > 0
-
-
-def kept_heads(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the number of query heads whose dS fits into `room` units; 0 if it is never kept."""
-    if getattr(c, "room", 1) == 1 or not may_keep_dS(p):
-        return 0
-    return (c.room * ROOM_UNIT) // (p.itemsize * head_scores(p, c))
-
-
-@lru_cache(maxsize=256)
-def shares_at_a_time(
-    shares: int, most: int, tiles: int, multiprocessors: int, differ: bool
-) -> int | None:
-    """Returns the number of shares per round, at most `most`, with which rounds take least time.
-
-    Returns None if multiprocessors, which run a block each, would often have no work.
-
-    tiles: blocks of a share. differ: the longest block takes twice as long as the mean one, and
-        blocks that start later are short.
-    """
-
-    def time_of_round(now: int) -> float:  # in times of a mean block
-        blocks = now * tiles
-        return max(blocks / multiprocessors, 2) if differ else cdiv(blocks, multiprocessors)
-
-    def time(now: int) -> float:
-        rounds, last = divmod(shares, now)
-        whole = rounds * time_of_round(now) + (time_of_round(last) if last else 0)
-        return round(whole, 3)  # so that equal times are equal, and the fewest rounds are taken
-
-    most = min(most, shares)
-    now = min(range(most, max(most // 2, most - 16), -1), key=time)
-    busy = shares * tiles / multiprocessors / time(now)
-    return now if now == shares or busy >= _BUSY else None
-
-
-def kept_shares(p: Problem, c: SimpleNamespace) -> KeptShares | None:
-    """Returns the shares with which dS is kept; None if S and dP are computed twice."""
-    room = kept_heads(p, c)
-    for heads in range(min(block_heads(p, c, MOST_HEADS), room) if room else 0, 0, -1):
-        if p.group % heads == 0:
-            shares, tiles = p.batch * p.heads // heads, share_stride(p, c)
-            limits = tiles, c.multiprocessors, p.right is not None
-            if now := shares_at_a_time(shares, room // heads, *limits):
-                return KeptShares(heads, now, cdiv(shares, now))
-    return None
-
-
-def keeps_dS(p: Problem, c: SimpleNamespace) -> bool:
-    """Returns whether mma_two_pass keeps dS between its passes."""
-    return kept_shares(p, c) is not None
-
-
-def shares_now(p: Problem, c: SimpleNamespace) -> range:
-    """Returns the shares of a round; all if dS is not kept."""
-    shares = range(p.batch * p.kv_heads * group_splits(p, c))
-    kept = kept_shares(p, c)
-    return shares[c.round * kept.at_a_time :][: kept.at_a_time] if kept else shares
-
-
-def heads_now(p: Problem, c: SimpleNamespace) -> range:
-    """Returns the query heads of a round, counted over all batch elements."""
-    heads, shares = p.group // group_splits(p, c), shares_now(p, c)
-    return range(shares.start * heads, shares.stop * heads)
-
-
-def kept_dS(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the number of elements of dS in a round; 0 if dS is not kept."""
-    kept = kept_shares(p, c)
-    return kept.at_a_time * kept.heads * head_scores(p, c) if kept else 0
-
-
 def kept_keys(p: Problem, c: SimpleNamespace) -> int:
     """Returns the keys of a tile of mma_two_pass_kept_rows, which has no sums of S and dP."""
     return 2 * c.Qc
@@ -707,18 +591,15 @@ MMA_TWO_PASS = rung(
             args=KEEPING_COLUMNS.args.replace("counts.data", "counts.data dS.data").replace(
                 "stride", "stride first_block"
             ),
-            grid=lambda p, c: share_stride(p, c) * len(shares_now(p, c)),
-            numbers={
-                **KEEPING_COLUMNS.numbers,
-                "first_block": lambda p, c: share_stride(p, c) * shares_now(p, c).start,
-            },
-            constants={**SHARING, "keeps_dS": keeps_dS},
+            grid=MMA_DS.blocks_now,
+            numbers={**KEEPING_COLUMNS.numbers, "first_block": MMA_DS.first_block},
+            constants={**SHARING, "keeps_dS": MMA_DS.keeps},
             in_rounds=True,
         ),
         Launch(
             "mma_two_pass_kept_rows",
             args=f"{INPUTS} dS.data dQ sizes heads group first_head scale mods",
-            grid=lambda p, c: cdiv(p.M, c.Qr) * len(heads_now(p, c)),
+            grid=lambda p, c: cdiv(p.M, c.Qr) * len(MMA_DS.heads_now(p, c)),
             threads=lambda p, c: WARP * c.Qr // c.Qw,
             # Holds stages of K and dS.
             shared=lambda p, c: kept_stages(p, c) * kept_stage_bytes(p, c),
@@ -728,8 +609,8 @@ MMA_TWO_PASS = rung(
                 "warps": lambda p, c: c.Qr // c.Qw,
                 "stages": kept_stages,
             },
-            numbers={"first_head": lambda p, c: heads_now(p, c).start},
-            needed=keeps_dS,
+            numbers={"first_head": MMA_DS.first_head},
+            needed=MMA_DS.keeps,
             in_rounds=True,
         ),
         replace(
@@ -738,10 +619,10 @@ MMA_TWO_PASS = rung(
                 # Holds 16-bit tiles of Q and dO, `Qs` tiles of K and V, and lse and delta.
                 shared=lambda p, c: 2 * (c.Qr + c.Qs * c.Qc) * padded_columns(p, 16) + 8 * c.Qr,
             ),
-            needed=lambda p, c: not keeps_dS(p, c),
+            needed=lambda p, c: not MMA_DS.keeps(p, c),
         ),
     ),
-    rounds=lambda p, c: kept.rounds if (kept := kept_shares(p, c)) else 1,
+    rounds=MMA_DS.rounds,
     tiles=replace(_TWO_PASS_TILES, of_problem=tiles_without_dS),
     candidates={
         **MMA_COLUMNS.candidates,
@@ -757,7 +638,7 @@ MMA_TWO_PASS = rung(
         **DELTA_SCRATCH,
         **SHARING_SCRATCH,
         "dQ_sum": (lambda p, c: 0, "real"),
-        "dS": (kept_dS, "operand"),
+        "dS": (MMA_DS.elements, "operand"),
     },
     tflops={"float16": {64: 196, 128: 205}, "bfloat16": {192: 148, 256: 169}},
     unordered=(),
@@ -1167,9 +1048,32 @@ WGMMA_COLUMNS = Kernel(
 CONSUMING_WARPS = 8  # warps of wgmma_two_pass_columns that hold dK and dV
 
 
+def two_pass_block_heads(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the number of query heads that a block of wgmma_two_pass processes."""
+    return p.group if is_wide(p) else block_heads(p, c, most=8)
+
+
+WGMMA_DS = KeptDS(
+    two_pass_block_heads,
+    tile=lambda c: (64, 64),
+    may_share=lambda p: not is_wide(p),
+    else_overlaps=True,
+)
+
+
 def two_pass_splits(p: Problem, c: SimpleNamespace) -> int:
     """Returns the number of blocks of wgmma_two_pass that share the query heads of a group."""
-    return 1 if is_wide(p) else p.group // block_heads(p, c, most=8)
+    return WGMMA_DS.splits(p, c)
+
+
+def kept_box_stages(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the number of stages of wgmma_two_pass_kept_rows, at most 8."""
+    return min(SHARED_OF_SM_90 // (kept_boxes_bytes(p) + 1024), 8)
+
+
+def kept_boxes_bytes(p: Problem) -> int:
+    """Returns the bytes of 64 keys and two boxes of dS in wgmma_two_pass_kept_rows."""
+    return 2 * 64 * (round_up(p.d, 64) + 2 * 64)
 
 
 def two_pass_sharing_blocks(p: Problem, c: SimpleNamespace) -> int:
@@ -1183,6 +1087,7 @@ def two_pass_counts_size(p: Problem, c: SimpleNamespace) -> int:
     return two_pass_sharing_blocks(p, c) * CONSUMING_WARPS
 
 
+OF_ROUND = {"first_block": WGMMA_DS.first_block, "first_head": WGMMA_DS.first_head}
 WGMMA_TWO_PASS = rung(
     WGMMA_COLUMNS,
     "wgmma_two_pass",
@@ -1199,11 +1104,15 @@ WGMMA_TWO_PASS = rung(
         replace(
             WGMMA_TWO_PASS_COLUMNS,
             args=WGMMA_TWO_PASS_COLUMNS.args.replace(
-                "dK dV", "dK dV shared_sums.data counts.data"
-            ).replace("group", "group splits stride"),
-            grid=lambda p, c: key_tiles(p, c) * two_pass_splits(p, c),
-            numbers={"splits": two_pass_splits, "stride": share_stride},
-            constants={"shares_groups": lambda p, c: two_pass_splits(p, c) > 1},
+                "dK dV", "dK dV shared_sums.data counts.data dS.data"
+            ).replace("group", "group splits stride first_block first_head"),
+            grid=WGMMA_DS.blocks_now,
+            numbers={"splits": two_pass_splits, "stride": share_stride, **OF_ROUND},
+            constants={
+                "shares_groups": lambda p, c: two_pass_splits(p, c) > 1,
+                "keeps_dS": WGMMA_DS.keeps,
+            },
+            in_rounds=True,
         ),
         replace(
             WGMMA_TWO_PASS_COLUMNS,
@@ -1212,7 +1121,28 @@ WGMMA_TWO_PASS = rung(
             shared=lambda p, c: wgmma_two_pass_shared(
                 p, c.Bc, c.stages, c.Br, (4 * c.Bc + 8) * c.Br + 64
             ),
+            args=WGMMA_TWO_PASS_COLUMNS.args.replace("dK dV", "dK dV dS.data").replace(
+                "group", "group first_block first_head"
+            ),
+            grid=WGMMA_DS.blocks_now,
+            numbers=OF_ROUND,
+            constants={"keeps_dS": WGMMA_DS.keeps},
             when=is_wide,
+            in_rounds=True,
+        ),
+        Launch(
+            "wgmma_two_pass_kept_rows",
+            args="K.map Q K V dO lse row_sums.data dS.data dQ sizes heads group first_head scale "
+            "mods",
+            boxes={"K": lambda p, c: 64},
+            grid=lambda p, c: cdiv(p.M, 128) * len(WGMMA_DS.heads_now(p, c)),
+            threads=lambda p, c: 384,
+            shared=lambda p, c: round_up(kept_box_stages(p, c) * (kept_boxes_bytes(p) + 16), 1024),
+            constants={"kept_stages": kept_box_stages},
+            numbers={"first_head": WGMMA_DS.first_head},
+            needed=WGMMA_DS.keeps,
+            in_rounds=True,
+            begins_early=True,
         ),
         Launch(
             "wgmma_two_pass_rows",
@@ -1225,16 +1155,18 @@ WGMMA_TWO_PASS = rung(
             walks={KEY_TILES: lambda p, c: (128, c.Bk)},
             begins_early=True,
             unawaited="row_sums",
+            needed=lambda p, c: not WGMMA_DS.keeps(p, c),
         ),
     ),
+    rounds=WGMMA_DS.rounds,
     tiles=TileChoice.of(
-        "Br Bc Bk stages",
-        [(64, 128, 128, 2)],
+        "Br Bc Bk stages room",
+        [(64, 128, 128, 2, 69632)],
         up_to={
-            64: [(128, 128, 128, 2)],
-            128: [(64, 128, 128, 2)],
-            192: [(64, 64, 64, 2)],
-            256: [(64, 64, 48, 2)],
+            64: [(128, 128, 128, 2, 69632)],
+            128: [(64, 128, 128, 2, 69632)],
+            192: [(64, 64, 64, 2, 69632)],
+            256: [(64, 64, 48, 2, 69632)],
         },
     ),
     candidates={
@@ -1242,6 +1174,7 @@ WGMMA_TWO_PASS = rung(
         "Bc": (64, 128),
         "Bk": (48, 64, 80, 96, 128),
         "stages": (1, 2, 3, 4),
+        "room": (1, 69632),
     },
     rules={**WGMMA_RULES, "Bk is a multiple of 16": lambda c: c.Bk % 16 == 0},
     scratch={
@@ -1251,6 +1184,7 @@ WGMMA_TWO_PASS = rung(
             "real",
         ),
         "counts": (two_pass_counts_size, "int"),
+        "dS": (WGMMA_DS.elements, "scalar"),
     },
     tflops={"float16": {64: 361, 128: 374, 256: 395}, "bfloat16": {192: 437, 256: 451}},
     yields_to={},

@@ -111,9 +111,14 @@ ALONG_KEYS: dict[str, Walk] = {KEY_TILES: lambda p, c: (c.Br, c.Bc)}
 DOWN_ROWS: dict[str, Walk] = {ROW_TILES: lambda p, c: (c.Br, c.Bc)}
 
 
+def share_stride(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the distance between the indices of a key tile in two shares of its group."""
+    return max(tiles_of(p, p.N, c.Bc), 1)
+
+
 def key_tiles(p: Problem, c: SimpleNamespace) -> int:
     """Returns the number of tiles of Bc keys over all heads: one per head if N is 0."""
-    return max(tiles_of(p, p.N, c.Bc), 1) * p.kv_heads * p.batch
+    return share_stride(p, c) * p.kv_heads * p.batch
 
 
 def warps_of_scores(p: Problem, c: SimpleNamespace) -> int:

@@ -18,7 +18,7 @@ INCLUDE = KERNELS / "include"
 # Folders whose headers override headers of INCLUDE and KERNELS: RECORDING for recorded launches,
 # WITH for lengths, pages, e4m3, modified scores and scales that may be negative. ENDS maps
 # constants to folders for launches in which the constant is not 0; their headers say how a block
-# ends, or that it keeps a bias.
+# ends, or that it keeps a bias or dS.
 RECORDING = KERNELS / "timeline"
 WITH = KERNELS / "with"
 ENDS = {
@@ -27,6 +27,7 @@ ENDS = {
     "splits_keys": "splitting",
     "balances": "balancing",
     "kept_tiles": "keeping",
+    "keeps_dS": "keeping_dS",
 }
 # Headers that the host includes with a problem's expressions (cuda_source.header).
 _OF_EXPRESSIONS = ("score_mod", "staged_bias_tile", "dropout")

@@ -145,7 +145,8 @@ __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& ow
         // Without expressions, the scale and log2e are combined into one factor.
         const float exponent = has_expressions ? score * log2e : x * (scorer.scale * log2e);
         x = exp2f(is_huge ? log_weight(score, lse) * log2e : exponent - lse2);
-        if ((masked && !mask.reaches(key + more)) || pair.hides<masked>(row, key, more)) x = 0;
+        if ((masked && !mask.reaches(key + more)) || hides_pair<masked>(pair, row, key, more))
+          x = 0;
         PS[e] = score_gradient(x, 1.0f, slope);
       }
       shared.PS[i * (Wc / 8) + n][threadIdx.x] = float2{PS[0], PS[1]};
@@ -171,7 +172,7 @@ __device__ __forceinline__ void compute_dS(Sums& dP, const Shared& shared, const
       float& x = dP[i / 2][j / 2][i % 2 * 2 + j % 2];
       x = weighted_gradient(j % 2 ? PS.y : PS.x, x, delta, pair.extent.kept_factor());
       const int col = own.col + j / 2 * 8 + 2 * (lane % 4) + j % 2;
-      if ((masked && !mask.reaches(col)) || pair.hides<masked>(row, col)) x = 0;
+      if ((masked && !mask.reaches(col)) || hides_pair<masked>(pair, row, col)) x = 0;
     }
   }
 }

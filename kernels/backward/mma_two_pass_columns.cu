@@ -46,7 +46,7 @@ static_assert(Scores::whole, "warps divide S evenly");
 constexpr int S_steps = depth > 64 ? 4 : 2;
 constexpr int dP_steps = depth > 128 || (depth > 64 && !has_mask) ? 4 : 2;
 
-using Kept = KeptTiles<Br, Bc>;
+using Kept = KeptSquares<Br, Bc>;
 using Walk = RowTileLoads<Br, Bc, d, dv, threads>;
 using Shares = GroupShares<KeyPart::Sums, ValuePart::Sums, threads>;
 

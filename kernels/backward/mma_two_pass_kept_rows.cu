@@ -39,7 +39,7 @@ using Own = WarpPartition<rows, depth, warps>;
 
 // Copies K and dS of one block.
 struct Source {
-  KeptTiles<Br, Bc> kept;
+  KeptSquares<Br, Bc> kept;
   Tensor<const operand> K;
   const Extent& extent;
   int local_head, batch, kv_head, first_row, key, end;

@@ -5,8 +5,8 @@
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   lse [batch, heads, M]    row_sums [batch, heads, cdiv(M, Br)]
-//   shared_sums, counts: used by group_shares.cuh
-//   grid (max(cdiv(N, Bc), 1) * kv_heads * splits * batch)    block (384)
+//   shared_sums, counts: used by group_shares.cuh    dS: kept for the other pass, see keep_dS.cuh
+//   grid (max(cdiv(N, Bc), 1) * kv_heads * splits * batch), or those of the round    block (384)
 //   the host sets: scalar, result, real, Br, Bc, stages, d, dv, threads, shared_bytes and options
 //   (score.cuh)
 #include <backward/parts/group_shares.cuh>
@@ -57,7 +57,8 @@ struct Consumer {
       : shared(shared), own(warpgroup), scorer(scorer), dK(), dV() {}
 
   // Processes one row tile.
-  __device__ __forceinline__ void advance(const TilePair<Br, Bc>& pair) {
+  __device__ __forceinline__ void advance(const TilePair<Br, Bc>& pair, const KeepDS& keep,
+                                          int head) {
     const auto& Q = shared.Q[rows.stage];
     const auto& dO = shared.dO[rows.stage];
     const auto& sums = shared.sums[rows.stage];
@@ -71,6 +72,7 @@ struct Consumer {
     pack_operands<scalar>(S, P);
     pack_operands<scalar>(dP, dS);
     begin_output(dO, P, dV);
+    keep(dS, pair, head, own);
     begin_output(Q, dS, dK);
     wgmma_wait_group<0>(dK);
     read_after_here(dV);
@@ -86,14 +88,16 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_columns(
     const __grid_constant__ TensorMap V_map, const __grid_constant__ TensorMap dO_map,
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
     Tensor<const real> lse, const RowSums<Br>* row_sums, Tensor<result> dK, Tensor<result> dV,
-    real* shared_sums, int* counts, Sizes sizes, int heads, int kv_heads, int group, int splits,
-    int stride, real scale, const __grid_constant__ Mods mods) {
+    real* shared_sums, int* counts, scalar* dS, Sizes sizes, int heads, int kv_heads, int group,
+    int splits, int stride, int first_block, int first_head, real scale,
+    const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   const Shares shares = {shared_sums, counts, splits, stride};
-  const Task task = key_tile<Br, Bc>(sizes, mods, kv_heads, group, heads, blocks_of_group(splits));
+  const Task task = key_tile<Br, Bc>(sizes, mods, kv_heads, group, heads, blocks_of_group(splits),
+                                     blockIdx.x, gridDim.x, first_block);
   if (warpgroup >= 0) {  // every block must wait, even if it returns below
     wait_for_launch_before();
     launch_dependents();  // not earlier: the next launch reads row sums without waiting
@@ -109,13 +113,14 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_columns(
   }
   increase_registers<consumer_registers>();
   const Scorer<float> scorer = {scale, mods};
+  const KeepDS keep(dS, sizes, first_head - task.batch * heads);
   Consumer consumer(shared, warpgroup, scorer);
   if (task.first_row < task.end_row) {
     shared.K_pipeline.wait();
     shared.V_pipeline.wait();
   }
   task.for_tiles([&](int head, int row, long long) {
-    consumer.advance({extent_of_head(task.extent, head), row, task.first_key});
+    consumer.advance({extent_of_head(task.extent, head), row, task.first_key}, keep, head);
   });
 
   if (!shares.complete(consumer.dK, consumer.dV, task.index)) return;

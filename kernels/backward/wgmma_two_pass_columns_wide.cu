@@ -5,7 +5,8 @@
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   lse [batch, heads, M]    row_sums [batch, heads, cdiv(M, Br)]
-//   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (384)
+//   dS: kept for the other pass, see keep_dS.cuh
+//   grid (max(cdiv(N, Bc), 1) * kv_heads * batch), or those of the round    block (384)
 //   the host sets: scalar, result, real, Br, Bc, stages, d, dv, threads, shared_bytes and options
 //   (score.cuh)
 #include <backward/parts/register_tile.cuh>
@@ -108,13 +109,15 @@ struct ValueConsumer {
 struct KeyConsumer {
   Shared& shared;
   KeyRows own;
+  KeepDS keep;
   Sums<depth> dK;
   PipelineState<stages> rows;
 
-  __device__ __forceinline__ explicit KeyConsumer(Shared& shared) : shared(shared), own(0), dK() {}
+  __device__ __forceinline__ KeyConsumer(Shared& shared, const KeepDS& keep)
+      : shared(shared), own(0), keep(keep), dK() {}
 
   // Processes one row tile.
-  __device__ __forceinline__ void advance(float factor) {
+  __device__ __forceinline__ void advance(const TilePair<Br, Bc>& pair, int head) {
     const auto& Q = shared.Q[rows.stage];
     Sums<Br> PS, dP;
     Operands<Br> dS;
@@ -124,8 +127,9 @@ struct KeyConsumer {
     shared.P[rows.stage].read(PS);
     wgmma_wait_group<0>(dP);
     shared.dO_pipeline.release(rows);
-    own.compute_dS(PS, dP, shared.sums[rows.stage], factor);
+    own.compute_dS(PS, dP, shared.sums[rows.stage], pair.extent.kept_factor());
     pack_operands<scalar>(dP, dS);
+    keep(dS, pair, head, own);
     begin_output(Q, dS, dK);
     wgmma_wait_group<0>(dK);
     shared.Q_pipeline.arrive(rows);
@@ -138,13 +142,14 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_columns_
     const __grid_constant__ TensorMap V_map, const __grid_constant__ TensorMap dO_map,
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
     Tensor<const real> lse, const RowSums<Br>* row_sums, Tensor<result> dK, Tensor<result> dV,
-    Sizes sizes, int heads, int kv_heads, int group, real scale,
-    const __grid_constant__ Mods mods) {
+    scalar* dS, Sizes sizes, int heads, int kv_heads, int group, int first_block, int first_head,
+    real scale, const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
-  const Task task = key_tile<Br, Bc>(sizes, mods, kv_heads, group, heads);
+  const Task task =
+      key_tile<Br, Bc>(sizes, mods, kv_heads, group, heads, 1, blockIdx.x, gridDim.x, first_block);
   if (warpgroup >= 0) {  // every block must wait, even if it returns below
     wait_for_launch_before();
     launch_dependents();  // not earlier: the next launch reads row sums without waiting
@@ -170,9 +175,11 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_columns_
     });
     store_or_repair<true>(values.dV, dV, values.own, task, repair);
   } else {
-    KeyConsumer keys(shared);
+    KeyConsumer keys(shared, KeepDS(dS, sizes, first_head - task.batch * heads));
     if (any) shared.V_pipeline.wait();
-    task.for_tiles([&](int, int, long long) { keys.advance(task.extent.kept_factor()); });
+    task.for_tiles([&](int head, int row, long long) {
+      keys.advance({extent_of_head(task.extent, head), row, task.first_key}, head);
+    });
     store_or_repair<false>(keys.dK, dK, keys.own, task, repair);
   }
 }

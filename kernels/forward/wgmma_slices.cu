@@ -28,7 +28,7 @@
 #include <forward/parts/split_tasks.cuh>
 #include <ptx/opaque.cuh>
 #include <ptx/setmaxnreg.cuh>
-#include <ptx/wgmma.cuh>
+#include <ptx/wgmma_wait.cuh>
 #include <tile/pipeline.cuh>
 #include <tile/shared.cuh>
 #include <tile/warpgroup.cuh>

@@ -1,4 +1,4 @@
-"""dS that mma_two_pass keeps between its passes, in rounds over query heads."""
+"""dS that kernels of two passes keep between them, in rounds over query heads."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,7 +10,8 @@ from helpers.problems import inputs_of, planned, require_same_bits
 
 from cupyfa import Problem
 from cupyfa.lab.analysis.resources import limits_of
-from cupyfa.ladder import backward
+from cupyfa.ladder import kept_score_gradients
+from cupyfa.ladder.kept_score_gradients import KeptDS
 from cupyfa.planner import choose_kernel as planning
 from cupyfa.runtime import guard
 
@@ -26,10 +27,20 @@ SIZES = [
     {"heads": 2, "kv_heads": 1, "M": 35, "N": 120, "d": 16, "causal": "top-left"},
     {"heads": 2, "M": 50, "N": 45, "d": 16, "mask_mod": "(query + key) % 3 > 0"},
 ]
+WGMMA = BACKWARD["wgmma_two_pass"]
+# Boxes of 64 rows and 64 keys that no row or no key sees lie in tiles of twice as many.
+WGMMA_SIZES = [
+    {"heads": 2, "M": 200, "N": 260, "d": 64, "dv": 40},
+    {"batch": 2, "heads": 4, "kv_heads": 2, "M": 150, "N": 145, "d": 72, "causal": True},
+    {"heads": 2, "kv_heads": 1, "M": 200, "N": 130, "d": 64, "causal": "top-left"},
+    {"heads": 2, "kv_heads": 1, "M": 70, "N": 300, "d": 128, "causal": "top-left"},
+    {"heads": 2, "kv_heads": 1, "M": 170, "N": 130, "d": 200, "causal": True},
+    {"heads": 2, "M": 100, "N": 90, "d": 32, "dropout": 0.4, "score_mod": "score + key / 50"},
+]
 
 
 def entries(plan):
-    return [x.entry.removeprefix("mma_two_pass_") for x in plan.launches]
+    return [x.entry.removeprefix(f"{plan.kernel.name}_") for x in plan.launches]
 
 
 def plan_of(backend, sizes, room, **tile):
@@ -50,11 +61,29 @@ def test_gradients_have_the_bits_of_scores_that_are_computed_twice(backend, size
 
 
 @pytest.mark.few(1)
+@pytest.mark.parametrize("values", ["normal", "nan"])
+@pytest.mark.parametrize("sizes", WGMMA_SIZES)
+def test_wgmma_gradients_of_kept_dS_are_right(backend, sizes, values):
+    """The passes compute S from transposed operands, so the last bits of dQ may differ."""
+    limits = replace(backend.limits, multiprocessors=1)  # enough blocks for few heads
+    problem = Problem.of_sizes(**sizes, dtype="bfloat16")
+    kept, twice = (planning.plan(WGMMA, problem, limits, room=x) for x in (69632, NONE))
+    columns = "columns_wide" if problem.d > 128 else "columns"
+    assert entries(kept) == ["sum_rows", columns, "kept_rows"]
+    assert entries(twice) == ["sum_rows", columns, "rows"]
+    inputs = inputs_of(kept, values=values)
+    found, expected = (guard.checked(backend, x, inputs, {}) for x in (kept, twice))
+    require_same_bits({x: expected[x] for x in ("dK", "dV")}, found)
+
+
+@pytest.mark.few(1)
 @pytest.mark.parametrize("heads", [1, 2])
 def test_rounds_cover_all_heads(backend, monkeypatch, heads):
     """Shares of a group may be in different rounds; the last of them adds dK and dV."""
-    monkeypatch.setattr(backward, "kept_heads", lambda p, c: heads * (c.room > 1))
-    monkeypatch.setattr(backward, "shares_at_a_time", lambda shares, most, *_: min(shares, most))
+    monkeypatch.setattr(KeptDS, "heads_in_room", lambda self, p, c: heads * (c.room > 1))
+    monkeypatch.setattr(
+        kept_score_gradients, "_shares_at_a_time", lambda shares, most, *_: min(shares, most)
+    )
     sizes = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 280, "N": 270, "d": 16, "causal": True}
     kept, twice = (plan_of(backend, sizes, room) for room in (2, 1))
     assert entries(kept) == ["mma_delta", *["columns", "kept_rows"] * (4 // heads)]
@@ -83,6 +112,15 @@ def test_scores_are_computed_twice_where_dS_is_not_kept(backend, sizes):
     plan = plan_of(backend, {"heads": 2, "M": 40, "N": 40, "d": 16, **sizes}, room=2)
     assert "rows" in entries(plan) and "kept_rows" not in entries(plan)
     assert plan.scratch["dS"][0] == (0,)
+
+
+@pytest.mark.parametrize("heads, keeps", [(4, False), (8, True), (9, False), (64, True)])
+def test_passes_of_few_blocks_overlap_instead(heads, keeps):
+    """16 tiles of keys for each head: 8 heads fill an H200, 9 leave most of it without work."""
+    p = Problem.of_sizes(batch=1, heads=heads, M=2048, N=2048, d=128, dtype="float16")
+    plan = planning.plan(WGMMA, p, H200)
+    assert ("kept_rows" in entries(plan)) == keeps
+    assert ("rows" in entries(plan)) != keeps
 
 
 def argument(launch, name):
@@ -128,7 +166,7 @@ def test_two_row_tiles_fit_into_a_line(seed):
         middle = (len(seen) + 1) // 2
         first, last = seen[:middle], seen[middle:]
         both = [x + y for x, y in zip(first, reversed(last))]
-        assert max([*both, *first]) <= backward.line_tiles(p, c)
+        assert max([*both, *first]) <= kept_score_gradients.line_tiles(p, c.Br, c.Bc)
 
 
 @pytest.mark.parametrize("options", [{"window": (9, None)}, {"lengths_q": (1,)}])

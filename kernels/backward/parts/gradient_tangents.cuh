@@ -30,7 +30,7 @@ __device__ __forceinline__ void compute_tangents(Shared& shared, const TilePair<
       dP += grad * real(shared.V[key][k]);
       dP_moved += grad * real(shared.V_dot[key][k]);
     }
-    const bool counts = shared.lse[row] != -infinity && pair.sees(row, key);
+    const bool counts = shared.lse[row] != -infinity && sees(pair, row, key);
     const auto score =
         scorer.with_slope(dot, pair.extent, pair.row(row), pair.template key<true>(key, 0)).score;
     const real p = counts ? weight_of(score, shared.lse[row]) : real(0);

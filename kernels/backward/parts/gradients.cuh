@@ -11,6 +11,11 @@
 #include <tile/tensor.cuh>
 #include <timeline.cuh>
 
+template <int rows, int keys>
+__device__ __forceinline__ bool sees(const TilePair<rows, keys>& pair, int row, int key) {
+  return pair.extent.sees(pair.first_row + row, pair.first_key + key);
+}
+
 // Returns the smallest row length >= width that is an odd number of 4-byte words, so that 32
 // threads can read one column of 32 rows without bank conflicts.
 template <class T>
@@ -68,7 +73,7 @@ __device__ __forceinline__ void sum_rows(const PTile<rows, keys>& tile,
       const real value = real(values[row][col]);
 #pragma unroll
       for (int n = 0; n < count; ++n) {
-        if (!at_edge || pair.sees(row, key + n)) sums[n] += tile[row][key + n] * value;
+        if (!at_edge || sees(pair, row, key + n)) sums[n] += tile[row][key + n] * value;
       }
     }
 #pragma unroll
@@ -90,12 +95,18 @@ __device__ __forceinline__ void sum_keys(const PTile<rows, keys>& tile,
       const real value = real(values[key][col]);
 #pragma unroll
       for (int n = 0; n < count; ++n) {
-        if (!at_edge || pair.sees(row + n, key)) sums[n] += tile[row + n][key] * value;
+        if (!at_edge || sees(pair, row + n, key)) sums[n] += tile[row + n][key] * value;
       }
     }
 #pragma unroll
     for (int n = 0; n < count; ++n) body(row + n, col, sums[n]);
   });
+}
+
+// Returns whether existing rows see all existing keys.
+template <int rows, int keys>
+__device__ __forceinline__ bool sees_all(const TilePair<rows, keys>& pair) {
+  return (!has_mask_mod || pair.is_full()) && pair.reaches_all();
 }
 
 // Sums over rows. In tiles without hidden pairs, the whole block skips the test for them.
@@ -104,7 +115,7 @@ __device__ __forceinline__ void sum_over_rows(const real (&tile)[rows][odd_width
                                               const scalar (&values)[rows][stride],
                                               const TilePair<rows, keys>& pair, Body body) {
   const timeline::Phase phase(timeline::arithmetic, rows * keys * width / threads);
-  if (pair.sees_all())
+  if (sees_all(pair))
     sum_rows<false, threads, width, rows, keys>(tile, values, pair, body);
   else
     sum_rows<has_mask, threads, width, rows, keys>(tile, values, pair, body);
@@ -115,7 +126,7 @@ __device__ __forceinline__ void sum_over_keys(const real (&tile)[rows][odd_width
                                               const scalar (&values)[keys][stride],
                                               const TilePair<rows, keys>& pair, Body body) {
   const timeline::Phase phase(timeline::arithmetic, rows * keys * width / threads);
-  if (pair.sees_all())
+  if (sees_all(pair))
     sum_keys<false, threads, width, rows, keys>(tile, values, pair, body);
   else
     sum_keys<has_mask, threads, width, rows, keys>(tile, values, pair, body);

@@ -38,13 +38,15 @@ struct KeyTile {
   }
 };
 
-// Returns key tile `number` of `all`; by default a block has one. `splits` blocks share a group.
+// Returns key tile `number` of `all`, which follow `before` others; by default a block has one.
+// `splits` blocks share a group.
 template <int Br, int Bc, bool batch_first = false>
 __device__ __forceinline__ auto key_tile(const Sizes& sizes, const Mods& mods, int kv_heads,
                                          int group, int heads, int splits = 1,
-                                         int number = blockIdx.x, int all = gridDim.x) {
+                                         int number = blockIdx.x, int all = gridDim.x,
+                                         int before = 0) {
   const int tiles = max(cdiv(sizes.N, Bc), 1), shares = kv_heads * splits;
-  const int index = longest_first(number, all, tiles);
+  const int index = before + longest_first(number, all, tiles);
   const auto [tile, first, second] =
       place_of_keys<Bc>(index, sizes, mods, batch_first ? all / (tiles * shares) : shares);
   const int share = batch_first ? second : first, batch = batch_first ? first : second;

@@ -9,6 +9,13 @@
 #include <tile/share_out_rows.cuh>
 #include <timeline.cuh>
 
+// Returns whether mask expressions hide a pair of the tiles.
+template <bool at_end, int rows, int keys>
+__device__ __forceinline__ bool hides_pair(const TilePair<rows, keys>& pair, int row, int key,
+                                           int more = 0) {
+  return pair.extent.hides(pair.row(row), pair.template key<at_end>(key, more));
+}
+
 // Replaces S with P = 2^(S * scale2 - lse2), or with 0 where masked or dropped. Sets PS to P before
 // dropout, times the derivative of the score modification. hides: a mask expression may hide pairs.
 template <bool masked, bool hides, class Own, int m, int n, int rows, int keys>
@@ -28,7 +35,7 @@ __device__ __forceinline__ void compute_P_if(real (&S)[m][n][4], real (&PS)[m][n
       const auto [exponent, slope] = scorer.exponent_with_slope<masked>(x, pair, row, key, more);
       x = exp2f(exponent - lse2);
       if (masked && !pair.in_reach(row, key + more)) x = 0;
-      if (hides && pair.template hides<masked>(row, key, more)) x = 0;
+      if (hides && hides_pair<masked>(pair, row, key, more)) x = 0;
       PS[i / 2][j / 2][i % 2 * 2 + j % 2] = score_gradient(x, real(1), slope);
     }
   }

@@ -31,7 +31,7 @@ __device__ __forceinline__ void compute_P_and_dS(Shared& shared, const TilePair<
 #pragma unroll
     for (int n = 0; n < count; ++n) {
       const bool counts = shared.lse[row] != -infinity &&
-                          (is_full ? pair.in_reach(row, key + n) : pair.sees(row, key + n));
+                          (is_full ? pair.in_reach(row, key + n) : sees(pair, row, key + n));
       const auto [score, slope] =
           scorer.with_slope(dots[n], pair.extent, pair.row(row), pair.template key<true>(key, n));
       const real p = counts ? weight_of(score, shared.lse[row]) : real(0);

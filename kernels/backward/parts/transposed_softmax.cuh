@@ -6,6 +6,7 @@
 #include <attention/dropped_weights.cuh>
 #include <attention/tile_pair.cuh>
 #include <backward/parts/gradient_warpgroups.cuh>
+#include <backward/parts/keep_dS.cuh>
 #include <backward/parts/key_tile.cuh>
 #include <backward/parts/repair_keys.cuh>
 #include <backward/parts/row_sums.cuh>

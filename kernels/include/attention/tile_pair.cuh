@@ -8,10 +8,6 @@ struct TilePair {
   Extent extent;
   int first_row, first_key;
 
-  __device__ __forceinline__ bool sees(int row, int key) const {
-    return extent.sees(first_row + row, first_key + key);
-  }
-
   // Return the index of a row or key for expressions.
   template <bool at_end = true>
   __device__ __forceinline__ Index row(int row, int more = 0) const {
@@ -24,10 +20,6 @@ struct TilePair {
 
   __device__ __forceinline__ bool in_reach(int row, int key) const {
     return extent.in_reach(first_row + row, first_key + key);
-  }
-  template <bool at_end>
-  __device__ __forceinline__ bool hides(int row, int key, int more = 0) const {
-    return extent.hides(this->row(row), this->key<at_end>(key, more));
   }
 
   // Returns whether neither tile reaches past the last row or key.
@@ -42,10 +34,7 @@ struct TilePair {
     else
       return extent.key_tiles(first_row / rows).template is_full<keys>(first_key);
   }
-  // Returns whether existing rows see all existing keys; reaches_all() ignores mask expressions.
-  __device__ __forceinline__ bool sees_all() const {
-    return (!has_mask_mod || is_full()) && reaches_all();
-  }
+  // Returns whether existing rows see all existing keys, regardless of mask expressions.
   __device__ __forceinline__ bool reaches_all() const {
     if constexpr (!causal && !windowed) return true;
     const int last_row = min(first_row + rows, extent.M) - 1;

@@ -76,13 +76,6 @@ __device__ __forceinline__ void wgmma_wait_group(float (&d)[count]) {
   read_after_here(d);
 }
 
-// Waits without reading D; operands of completed groups may then be overwritten.
-template <int pending>
-__device__ __forceinline__ void wgmma_wait_group() {
-  const timeline::Phase waiting(timeline::product_wait, pending);
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
-}
-
 // Lists the registers of D as strings and as asm operands. Operands 0 to 6 are A and B, the
 // accumulate flag and A in registers, all "+" operands so that they are numbered before D.
 #define WGMMA_TEXT(i, j, k, l) "%" #i ",%" #j ",%" #k ",%" #l

@@ -74,15 +74,6 @@ inline void wgmma_wait_group(float (&d)[count], simulator::Here here = {}) {
   simulator_wait_for_products(pending, d, here.file, here.line);
 }
 
-// Like the function above, but D must not be read yet. Operands of complete groups may be
-// overwritten.
-template <int pending>
-inline void wgmma_wait_group(simulator::Here here = {}) {
-  static_assert(pending >= 0, "a number of groups");
-  const timeline::Phase waiting(timeline::product_wait, pending);
-  simulator_wait_for_products(pending, nullptr, here.file, here.line);
-}
-
 namespace simulator {
 
 // Returns the value of T in the runtime's enum Format.
