@@ -941,8 +941,7 @@ def tiles_of_few_rows(p: Problem) -> Tiles:
     return named("Br Bc stages dS_stages", (128, 128, 1, 1)) if is_measured else ()
 
 
-FEW_KEYS, FEW_CAUSAL_KEYS = 256, 768  # longest heads for which two passes are faster
-LARGE_GROUP = 4  # least number of query heads of a key head with FEW_CAUSAL_KEYS
+LARGE_GROUP = 4  # query heads of a key head from which on two passes are faster for longer heads
 
 
 def why_two_passes(p: Problem, c: SimpleNamespace) -> str | None:
@@ -950,18 +949,29 @@ def why_two_passes(p: Problem, c: SimpleNamespace) -> str | None:
 
     With few blocks, its two passes run at the same time. Under a causal mask, half of their work is
     masked. For each element of dQ, wgmma_columns clears a sum in memory, adds to it and reads it
-    again. At d = 73 to 128 this takes longer than two more products with few keys. Under a causal
-    mask, its blocks of short heads also differ more in length, the more query heads they process.
+    again. At d = 73 to 128 this takes longer than two more products with few keys, or than storing
+    and loading dS. Under a causal mask, its blocks of short heads also differ more in length, the
+    more query heads they process.
     """
     if is_wide(p) or p.is_ragged or p.window != (None, None):
         return None
     blocks = tiles_of(p, p.N, c.Bc) * p.heads * p.batch
     if blocks * (1 if p.causal else 2) <= c.multiprocessors:
         return "its blocks are too few for the device"
-    most = FEW_CAUSAL_KEYS if p.causal and p.group >= LARGE_GROUP else FEW_KEYS
-    if max(p.d, p.dv) > 72 and max(p.M, p.N) <= most:
-        return "sums of dQ in memory take longer than products with few keys"
+    keeps_dS = may_keep_dS(p) and blocks >= 2 * c.multiprocessors
+    if max(p.d, p.dv) > 72 and max(p.M, p.N) <= longest_of_two_passes(p, keeps_dS):
+        return "sums of dQ in memory take longer than two passes with few keys"
     return None
+
+
+def longest_of_two_passes(p: Problem, keeps_dS: bool) -> int:
+    """Returns the length of the longest heads for which two passes are faster at d = 73 to 128."""
+    in_large_group = p.group >= LARGE_GROUP
+    if not keeps_dS:
+        return 768 if p.causal and in_large_group else 256
+    if p.causal:
+        return 4096 if in_large_group else 768
+    return 512 if in_large_group else 256
 
 
 WGMMA_COLUMNS = Kernel(
@@ -1058,6 +1068,8 @@ WGMMA_DS = KeptDS(
     tile=lambda c: (64, 64),
     may_share=lambda p: not is_wide(p),
     else_overlaps=True,
+    # With 64 columns, products are short; with more keys, dS of a round does not stay in L2.
+    pays_off=lambda p: max(p.d, p.dv) > 64 or p.N <= 2048,
 )
 
 
@@ -1091,7 +1103,7 @@ OF_ROUND = {"first_block": WGMMA_DS.first_block, "first_head": WGMMA_DS.first_he
 WGMMA_TWO_PASS = rung(
     WGMMA_COLUMNS,
     "wgmma_two_pass",
-    "Hopper, two passes: dQ in registers too, no atomics, 7 products instead of 5",
+    "Hopper, two passes: dQ in registers too, no atomics; dS is kept or computed twice",
     launches=(
         Launch(
             "sum_rows",

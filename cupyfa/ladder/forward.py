@@ -1304,9 +1304,10 @@ WGMMA_LATENT = rung(
 def has_persistent_blocks(p: Problem) -> bool:
     """Returns whether blocks of wgmma_fp8 take several row tiles, with two stages of Q.
 
-    With 16- and 32-bit inputs, and at d = 256, this was slower for long sequences.
+    With 16- and 32-bit inputs, at d = 256, and with many keys for each tile, this was slower.
     """
-    return p.dtype == E4M3_INPUTS and max(p.d, p.dv) <= 128
+    sees_few_keys = p.is_masked or p.is_ragged or p.N <= 4096
+    return p.dtype == E4M3_INPUTS and max(p.d, p.dv) <= 128 and sees_few_keys
 
 
 def fp8_shared(p: Problem, c: SimpleNamespace) -> int:

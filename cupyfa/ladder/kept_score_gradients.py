@@ -56,12 +56,14 @@ class KeptDS:
     may_share: whether several blocks may process a group.
     else_overlaps: whether passes that both compute S and dP run at the same time. With few blocks
         this is faster than fewer products.
+    pays_off: whether storing and loading dS takes less time than computing S and dP again.
     """
 
     block_heads: Formula
     tile: Callable[[SimpleNamespace], tuple[int, int]]
     may_share: Callable[[Problem], bool] = lambda p: True
     else_overlaps: bool = False
+    pays_off: Callable[[Problem], bool] = lambda p: True
 
     def keeps(self, p: Problem, c: SimpleNamespace) -> bool:
         """Returns whether dS is kept; otherwise both passes compute S and dP."""
@@ -87,7 +89,7 @@ class KeptDS:
 
     def heads_in_room(self, p: Problem, c: SimpleNamespace) -> int:
         """Returns the number of query heads whose dS fits into the room; 0 if none is kept."""
-        if getattr(c, "room", 1) == 1 or not may_keep_dS(p):
+        if getattr(c, "room", 1) == 1 or not (may_keep_dS(p) and self.pays_off(p)):
             return 0
         return (c.room * ROOM_UNIT) // (p.itemsize * self.head_elements(p, c))
 

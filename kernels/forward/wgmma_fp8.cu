@@ -44,7 +44,7 @@ constexpr float tolerated = 2.75;  // slack: P is at most 2^(6 + 2.75) = 431 < 4
 constexpr int depth = 32;          // columns of an operand per instruction
 constexpr bool e4m3_inputs = sizeof(scalar) == sizeof(E4m3);
 constexpr int Q_stages = persistent ? 2 : 1;
-constexpr bool by_length = persistent && (causal || has_key_tiles);
+constexpr bool by_length = e4m3_inputs && (causal || has_key_tiles);
 // Whether the softmax processes a tile in halves. With fewer columns, whole tiles are faster.
 constexpr bool in_halves = width > (e4m3_inputs ? 64 : 96);
 static_assert(Br % warpgroup_rows == 0 && Wr == step && pack_gqa == 1, "a warpgroup owns 64 rows");

@@ -123,6 +123,12 @@ def test_passes_of_few_blocks_overlap_instead(heads, keeps):
     assert ("rows" in entries(plan)) != keeps
 
 
+@pytest.mark.parametrize("d, N, keeps", [(64, 2048, True), (64, 4096, False), (72, 4096, True)])
+def test_dS_of_few_columns_and_many_keys_is_computed_twice(d, N, keeps):
+    p = Problem.of_sizes(batch=4, heads=16, M=N, N=N, d=d, dtype="float16")
+    assert ("kept_rows" in entries(planning.plan(WGMMA, p, H200))) == keeps
+
+
 def argument(launch, name):
     return next(x.value for x in launch.arguments if x.name == name)
 
