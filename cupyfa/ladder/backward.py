@@ -970,8 +970,8 @@ def longest_of_two_passes(p: Problem, keeps_dS: bool) -> int:
     if not keeps_dS:
         return 768 if p.causal and in_large_group else 256
     if p.causal:
-        return 4096 if in_large_group else 768
-    return 512 if in_large_group else 256
+        return 2048 if in_large_group else 1024
+    return 768 if in_large_group else 256
 
 
 WGMMA_COLUMNS = Kernel(
