@@ -263,3 +263,15 @@ def test_the_largest_texts_compile(kernel, captured, text):
     for program in choose_kernel.plan(kernel, p, limits_of("90a")).programs:
         assert compile_launch(program, "90a").cubin
     assert time.process_time() - begin < 60
+
+
+@pytest.mark.parametrize("sizes", [{"N": 0}, {"M": 0}, {"batch": 0}])
+def test_gradients_of_an_expression_without_pairs_compile(sizes):
+    """No expression is left then, and NVRTC refuses arrays of size 0."""
+    pytest.importorskip("cupyfa.runtime.cuda.compiler", reason="there is no NVRTC")
+    of = {"M": 5, "d": 8, "dtype": "float32", "score_mod": "score + slope[head]", "wrt": "slope"}
+    problem = Problem.of_sizes(**of | sizes, captured={"slope": "f32[1]"})
+    plan = choose_kernel.plan(record_named("two_pass"), problem, limits_of("90"))
+    assert "expression_gradients" in [x.entry for x in plan.launches]
+    for program in plan.programs:
+        assert compile_launch(program, "90").cubin

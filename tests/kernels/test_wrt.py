@@ -57,6 +57,15 @@ def test_every_kernel(backend, kernel):
         assert (x.shape, x.dtype) == (read[name].shape, read[name].dtype)
 
 
+@pytest.mark.few(1)
+def test_gradients_without_keys_are_zero(backend):
+    q, k = np.ones((2, 1, 5, 8), np.float32), np.ones((2, 1, 0, 8), np.float32)
+    read = {"score_mod": "score + slope[head]", "captured": {"slope": np.ones(1, np.float32)}}
+    out, pullback = cupyfa.vjp(q, k, k, wrt=("slope", "q"), backend=backend, **read)
+    slope, dq = pullback(out)
+    assert slope.shape == (1,) and dq.shape == q.shape and not np.any(slope) and not np.any(dq)
+
+
 @pytest.mark.parametrize("name", ARRAYS)
 def test_gradients_are_those_of_finite_differences(name):
     (dout, q, k, v), read = arrays_of()
