@@ -167,7 +167,8 @@ def check(
         arrays are described by forms of ``shape_language``. ``lengths`` makes every case a ragged
         batch of these sequences.
     schedules: number of thread orders in which the simulator runs each case; each run is compared
-        with the reference.
+        with the reference. With 1, every second case has an order of its own, unless the backend
+        has one.
     reruns: number of further runs of each kernel, which must be bitwise identical.
     jobs: number of worker processes, spread over the visible GPUs if these are of the same model;
         0 runs kernels in this process, without a timeout.
@@ -266,13 +267,20 @@ def tasks_of(
     records = [record for _, record in named.values()]
     _refuse_foreign(records, backend, dtypes or tuple(DTYPES), {**given, **arrays})
     how: Any = {"seed": seed, "dtypes": dtypes, "options": given, "arrays": arrays}
+    may_vary = isinstance(backend, Simulator) and backend.schedule is None and schedules == 1
     found = list[Task]()
     for part in grids.parts_of(grid):
-        drawn = _fuzzed if part == "fuzz" else partial(_of_grid, grid=part)
-        found += drawn(named, backend, samples=samples, **how)
+        draw = _fuzzed if part == "fuzz" else partial(_of_grid, grid=part)
+        drawn = draw(named, backend, samples=samples, **how)
+        found += _with_other_orders(drawn, seed) if may_vary else drawn
     first = getattr(backend, "schedule", None) or 0
     later = [replace(x, schedule=first + i) for x in found for i in range(1, schedules)]
     return found + later
+
+
+def _with_other_orders(tasks: list[Task], seed: int) -> list[Task]:
+    """Gives every second task its own order of threads; in some orders only, a wait never ends."""
+    return [replace(x, schedule=seed + i) if i % 2 else x for i, x in enumerate(tasks)]
 
 
 def covered(task: Task, kernel: Kernel, backend: Backend) -> dict[str, bool]:
@@ -541,9 +549,11 @@ class _Sheet:
         """Counts the cases that ran, by what they cover; thread orders of a case count once."""
         found: Counter[str] = Counter()
         named = cache(record_named)
+        counted = set[int]()  # cases; all orders of a case have the same object
         for i, outcome in outcomes.items():
             task = self._tasks[i]
-            if outcome.kind not in kinds.NOT_RUN and task.schedule is None:
+            if outcome.kind not in kinds.NOT_RUN and id(task.case) not in counted:
+                counted.add(id(task.case))
                 (kernel,) = _only(task, name).kernels
                 record = named(kernel) if isinstance(kernel, str) else kernel
                 found.update(covered(task, record, self._backend))
@@ -637,15 +647,21 @@ def _closer(
     worker: Worker, backend: Backend, task: Task, outcome: Outcome, seconds: float
 ) -> Failure:
     """Shrinks a failure for at most ``seconds``, then repeats it to keep its arrays."""
-    quick = replace(task, timeout=min(task.timeout, _WHILE_SHRINKING))
     found = [(task, outcome)]
 
-    def fails(case: Case) -> bool:
-        tried = replace(quick, case=case)
+    def fails(case: Case, schedule: int | None) -> bool:
+        timeout = min(task.timeout, _WHILE_SHRINKING)
+        tried = replace(task, case=case, schedule=schedule, timeout=timeout)
         found.append((tried, worker.run(tried)[0]))
         return found[-1][1].kind == outcome.kind
 
-    smaller = replace(task, case=shrunk(task.case, fails, seconds=seconds)) if seconds else task
+    smaller = task
+    if seconds:
+        schedule = task.schedule
+        if schedule is not None and fails(task.case, None):
+            schedule = None
+        case = shrunk(task.case, lambda x: fails(x, schedule), seconds=seconds)
+        smaller = replace(task, case=case, schedule=schedule)
     # A hung kernel has no arrays to keep; running it again would only take the full timeout.
     known = [x for tried, x in found if x.kind == kinds.NO_ANSWER and tried == smaller]
     again = known[-1] if known else worker.run(replace(smaller, keep=True))[0]

@@ -474,13 +474,27 @@ def test_each_case_runs_in_several_orders_of_threads(tmp_path):
     wrong = ("order = 1 + real(1e-7) * (first % 4)", "order = 1 + (first != blockDim.x - 1)")
     first = tuple((x, y.replace(*wrong)) for x, y in broken_kernels.DEPENDS_ON_THE_ORDER)
     kernel = broken_kernels.write(tmp_path, first)
-    assert check(kernel, samples=4).failures == ()
+
+    def orders(done):
+        return {word for x in done.failures for word in x.command.split() if "schedule" in word}
+
+    alone = check(kernel, samples=4)
+    assert orders(alone) == {f"--schedule={SEED + i}" for i in (1, 3)}
     done = check(kernel, samples=4, schedules=3)
     assert done.cases == done.runs == 12
     assert max(done.tallies[0].covered.values()) <= 4
-    schedule = {word for x in done.failures for word in x.command.split() if "schedule" in word}
-    assert schedule <= {"--schedule=1", "--schedule=2"} and schedule
+    assert orders(done) <= {"--schedule=1", "--schedule=2"} and orders(done)
     assert repeat(done.failures[0]).returncode == 1
+
+
+def test_every_second_case_has_an_order_of_threads_of_its_own():
+    def orders(backend="simulator", **how):
+        return [x.schedule for x in checking.tasks_of("fa2", samples=4, backend=backend, **how)]
+
+    assert orders() == [None, 1, None, 3]
+    assert orders(seed=5) == [None, 6, None, 8]
+    assert orders(Simulator(schedule=2)) == [None] * 4
+    assert orders(schedules=2) == [None] * 4 + [1] * 4
 
 
 def test_orders_of_threads_are_the_simulators(monkeypatch):
