@@ -29,7 +29,7 @@ from cupyfa.ladder.common import (
     with_cleared_rest,
 )
 from cupyfa.ladder.gradients import with_gradients
-from cupyfa.ladder.kept_score_gradients import KeptDS, may_keep_dS
+from cupyfa.ladder.kept_score_gradients import USUAL_ROOM, KeptDS, may_keep_dS
 from cupyfa.ladder.kernel import Constant, Formula, Kernel, Launch, Matmul
 from cupyfa.ladder.split_float32 import (
     GRADIENT,
@@ -566,9 +566,9 @@ _TWO_PASS_TILES = TileChoice.of(
     on={
         "90": {
             32: [(128, 128, 8, 2, 128, 64, 32, 2, 1)],
-            64: [(128, 128, 8, 2, 128, 64, 32, 2, 69632)],
-            128: [(64, 128, 8, 2, 128, 32, 32, 2, 69632)],
-            256: [(128, 64, 8, 1, 128, 32, 16, 1, 69632)],
+            64: [(128, 128, 8, 2, 128, 64, 32, 2, USUAL_ROOM)],
+            128: [(64, 128, 8, 2, 128, 32, 32, 2, USUAL_ROOM)],
+            256: [(128, 64, 8, 1, 128, 32, 16, 1, USUAL_ROOM)],
         }
     },
 )
@@ -626,7 +626,7 @@ MMA_TWO_PASS = rung(
     tiles=replace(_TWO_PASS_TILES, of_problem=tiles_without_dS),
     candidates={
         **MMA_COLUMNS.candidates,
-        **{"Qr": (64, 128), "Qc": (32, 64), "Qw": (16, 32), "Qs": (1, 2), "room": (1, 69632)},
+        **{"Qr": (64, 128), "Qc": (32, 64), "Qw": (16, 32), "Qs": (1, 2), "room": (1, USUAL_ROOM)},
     },
     rules={
         **MMA_COLUMNS.rules,
@@ -941,6 +941,21 @@ def tiles_of_few_rows(p: Problem) -> Tiles:
     return named("Br Bc stages dS_stages", (128, 128, 1, 1)) if is_measured else ()
 
 
+def two_pass_block_heads(p: Problem, c: SimpleNamespace) -> int:
+    """Returns the number of query heads that a block of wgmma_two_pass processes."""
+    return p.group if is_wide(p) else block_heads(p, c, most=8)
+
+
+WGMMA_DS = KeptDS(
+    two_pass_block_heads,
+    tile=lambda c: (64, 64),
+    may_share=lambda p: not is_wide(p),
+    else_overlaps=True,
+    # With 64 columns, products are short; with more keys, dS of a round does not stay in L2.
+    pays_off=lambda p: max(p.d, p.dv) > 64 or p.N <= 2048,
+)
+
+
 LARGE_GROUP = 4  # query heads of a key head from which on two passes are faster for longer heads
 
 
@@ -958,8 +973,9 @@ def why_two_passes(p: Problem, c: SimpleNamespace) -> str | None:
     blocks = tiles_of(p, p.N, c.Bc) * p.heads * p.batch
     if blocks * (1 if p.causal else 2) <= c.multiprocessors:
         return "its blocks are too few for the device"
-    keeps_dS = may_keep_dS(p) and blocks >= 2 * c.multiprocessors
-    if max(p.d, p.dv) > 72 and max(p.M, p.N) <= longest_of_two_passes(p, keeps_dS):
+    usual = SimpleNamespace(Bc=128, room=USUAL_ROOM, multiprocessors=c.multiprocessors)
+    longest = longest_of_two_passes(p, keeps_dS=WGMMA_DS.keeps(p, usual))
+    if max(p.d, p.dv) > 72 and max(p.M, p.N) <= longest:
         return "sums of dQ in memory take longer than two passes with few keys"
     return None
 
@@ -1056,21 +1072,6 @@ WGMMA_COLUMNS = Kernel(
     after=(),
 )
 CONSUMING_WARPS = 8  # warps of wgmma_two_pass_columns that hold dK and dV
-
-
-def two_pass_block_heads(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the number of query heads that a block of wgmma_two_pass processes."""
-    return p.group if is_wide(p) else block_heads(p, c, most=8)
-
-
-WGMMA_DS = KeptDS(
-    two_pass_block_heads,
-    tile=lambda c: (64, 64),
-    may_share=lambda p: not is_wide(p),
-    else_overlaps=True,
-    # With 64 columns, products are short; with more keys, dS of a round does not stay in L2.
-    pays_off=lambda p: max(p.d, p.dv) > 64 or p.N <= 2048,
-)
 
 
 def two_pass_splits(p: Problem, c: SimpleNamespace) -> int:
@@ -1173,12 +1174,12 @@ WGMMA_TWO_PASS = rung(
     rounds=WGMMA_DS.rounds,
     tiles=TileChoice.of(
         "Br Bc Bk stages room",
-        [(64, 128, 128, 2, 69632)],
+        [(64, 128, 128, 2, USUAL_ROOM)],
         up_to={
-            64: [(128, 128, 128, 2, 69632)],
-            128: [(64, 128, 128, 2, 69632)],
-            192: [(64, 64, 64, 2, 69632)],
-            256: [(64, 64, 48, 2, 69632)],
+            64: [(128, 128, 128, 2, USUAL_ROOM)],
+            128: [(64, 128, 128, 2, USUAL_ROOM)],
+            192: [(64, 64, 64, 2, USUAL_ROOM)],
+            256: [(64, 64, 48, 2, USUAL_ROOM)],
         },
     ),
     candidates={
@@ -1186,7 +1187,7 @@ WGMMA_TWO_PASS = rung(
         "Bc": (64, 128),
         "Bk": (48, 64, 80, 96, 128),
         "stages": (1, 2, 3, 4),
-        "room": (1, 69632),
+        "room": (1, USUAL_ROOM),
     },
     rules={**WGMMA_RULES, "Bk is a multiple of 16": lambda c: c.Bk % 16 == 0},
     scratch={

@@ -12,6 +12,7 @@ from cupyfa.ladder.tiles import cdiv
 from cupyfa.problem.optional_inputs import MAPS
 from cupyfa.problem.problem import Problem
 
+USUAL_ROOM = 69632  # the usual room for dS, in units of ROOM_UNIT: 1,088 MiB
 _BUSY = 0.85  # rounds keep multiprocessors busy for at least this part of the time
 
 
@@ -54,7 +55,7 @@ class KeptDS:
     block_heads: the most query heads of a group that a block processes.
     tile: the rows and keys of a tile of dS in memory.
     may_share: whether several blocks may process a group.
-    else_overlaps: whether passes that both compute S and dP run at the same time. With few blocks
+    else_overlaps: whether the two passes run at the same time if dS is not kept. With few blocks
         this is faster than fewer products.
     pays_off: whether storing and loading dS takes less time than computing S and dP again.
     """

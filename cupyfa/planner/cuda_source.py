@@ -257,7 +257,8 @@ def _tape(p: Problem) -> str:
 
     function = _function(p, "score_mod", p.modifiers.score, slot)
     _refuse_slopes(p, len(accesses))
-    accesses = accesses or of[:1]  # C++ has no empty arrays, which a problem without pairs would need
+    # Without pairs no expression reads an array, but C++ arrays have an element.
+    accesses = accesses or of[:1]
     members = (f" {_member(x)} {gradient_of(x.name)};" for x in found)
     sizes = [prod(x.shape) for x in found]
     starts = [sum(sizes[:i]) for i in range(len(found))]

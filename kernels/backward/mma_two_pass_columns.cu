@@ -5,13 +5,13 @@
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   lse, delta [batch, heads, M]
-//   shared_sums, counts: used by group_shares.cuh    dS: see kept_dS.cuh
+//   shared_sums, counts: used by group_shares.cuh    dS: see kept_squares.cuh
 //   grid (max(cdiv(N, Bc), 1) * shares of the round, from first_block on)    block (32 * warps)
 //   the host sets: scalar, result, operand, real, Br, Bc, warps, stages, keeps_dS, d, dv, threads,
 //   shared_bytes and options (extent.cuh)
 #include <attention/tile_index.cuh>
 #include <backward/parts/group_shares.cuh>
-#include <backward/parts/kept_dS.cuh>
+#include <backward/parts/kept_squares.cuh>
 #include <backward/parts/longest_first.cuh>
 #include <backward/parts/row_range.cuh>
 #include <backward/parts/row_tile_loads.cuh>

@@ -5,13 +5,13 @@
 // so a lane loads the 16 bytes of each at once.
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
-//   lse, delta [batch, heads, M]    dS: query heads from first_head on, see kept_dS.cuh
+//   lse, delta [batch, heads, M]    dS: query heads from first_head on, see kept_squares.cuh
 //   grid (cdiv(M, rows) * heads of the round)    block (32 * warps)
 //   the host sets: scalar, result, operand, real, Br, Bc, rows, keys, warps, stages, d, dv,
 //   threads, shared_bytes and options (extent.cuh)
 #include <attention/extent.cuh>
 #include <backward/parts/cold_path.cuh>
-#include <backward/parts/kept_dS.cuh>
+#include <backward/parts/kept_squares.cuh>
 #include <backward/parts/longest_first.cuh>
 #include <backward/parts/mma_gradients.cuh>
 #include <backward/parts/repair_rows.cuh>

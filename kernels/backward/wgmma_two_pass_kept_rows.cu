@@ -78,6 +78,7 @@ __device__ __forceinline__ void consume(Shared& shared, const Rows& rows, int wa
       begin_output(shared.K[keys.stage], dS, dQ);
       wgmma_wait_group<0>(dQ);
     }
+    __syncwarp();  // all lanes have read the boxes
     if (lane == 0) shared.pipeline.arrive(keys);
   }
 }

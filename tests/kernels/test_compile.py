@@ -291,15 +291,20 @@ def test_texts_compile_for_the_oldest_tensor_cores(text):
     assert compile_launch(launch, "75").warnings == ()
 
 
-def plan_of_kept_dS():
-    problem = Problem.of_sizes(batch=4, heads=32, M=1024, d=64, dtype="float16")
+def plan_of_kept_dS(kernel, **sizes):
+    sizes = {"batch": 4, "heads": 32, "M": 1024, "d": 64, "dtype": "float16"} | sizes
     device = replace(limits_of("90"), multiprocessors=132)
-    return planning.plan(record_named("mma_two_pass"), problem, device)
+    return planning.plan(record_named(kernel), Problem.of_sizes(**sizes), device)
 
 
 @pytest.mark.slow
-def test_launches_with_kept_dS_compile():
-    for launch in plan_of_kept_dS().launches:
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
+@pytest.mark.parametrize("kernel", ["mma_two_pass", "wgmma_two_pass"])
+def test_launches_with_kept_dS_compile(kernel, d, causal):
+    plan = plan_of_kept_dS(kernel, d=d, causal=causal)
+    assert any("kept_rows" in launch.entry for launch in plan.launches)
+    for launch in plan.launches:
         compiled = compile_launch(launch, "90")
         assert compiled.warnings == () and compiled.spilled_bytes == 0
 
@@ -314,7 +319,8 @@ def test_every_launch_of_every_record_is_compiled():
         plan_of_a_bias(64, {}),
         plan_of_sequences(record_named("fa2"), "ragged", "90"),
         plan_of_sequences(record_named("wgmma_persistent"), "ragged", "90"),
-        plan_of_kept_dS(),
+        plan_of_kept_dS("mma_two_pass"),
+        plan_of_kept_dS("wgmma_two_pass"),
     ):
         names |= {launch.entry for launch in plan.launches}
     launches = [x for kernel in EVERY for x in kernel.launches if isinstance(x, Launch)]

@@ -66,6 +66,7 @@ OF_QUARTERS = "dS_of"
 NARROW = {**SIZES, "d": 40}
 # Sizes for the accumulation of dQ: without a mask, the blocks of a head run in sequence, and one
 # block ends while other blocks still add to dQ.
+OF_RECOMPUTED_DS = "wgmma_two_pass_rows.cu"
 OF_SUMS = "add_dQ.cuh"
 SUMS = {**SIZES, "causal": None}
 # Sizes for the launch that computes a bias gradient.
@@ -193,6 +194,8 @@ def run_without(folder, kernel, file, with_turns, schedules=(None, 1, 2, 7, 9)):
     broken = replace(RUNGS[kernel], folder=folder)
     is_wide = file == "column_partition.cuh" or str(file).endswith("_wide.cu")
     sizes, tiles = (WIDE, {}) if is_wide else (SIZES, tiles_of(kernel))
+    if file == OF_RECOMPUTED_DS:
+        tiles = tiles | {"room": 1}
     if file == OF_SUMS:
         sizes = SUMS
     if file == OF_BIAS:

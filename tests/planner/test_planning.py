@@ -261,10 +261,12 @@ CHOSEN = [
     ("wgmma_two_pass", "90", tokens(768, kv_heads=4)),
     ("wgmma_columns", "90", tokens(768)),
     ("wgmma_columns", "90", tokens(1024, kv_heads=4)),
+    *(("wgmma_columns", "90", tokens(768, batch=x, kv_heads=4)) for x in (3, 7)),  # not kept
     ("wgmma_two_pass", "90", tokens(2048, kv_heads=4, causal=True)),
     ("wgmma_columns", "90", tokens(4096, kv_heads=4, causal=True)),
     ("wgmma_two_pass", "90", tokens(768, batch=2, kv_heads=4, causal=True)),
-    ("wgmma_columns", "90", tokens(1024, batch=2, kv_heads=4, causal=True)),
+    ("wgmma_two_pass", "90", tokens(1024, batch=2, kv_heads=4, causal=True)),
+    ("wgmma_columns", "90", tokens(1024, batch=1, heads=20, kv_heads=5, causal=True)),  # not kept
     ("wgmma_columns", "90", tokens(8192, batch=1, kv_heads=2, window=(127, 0))),
     ("rows", "80", {"d": 257}),
     # Many short heads.

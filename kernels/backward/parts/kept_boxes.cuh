@@ -33,8 +33,8 @@ struct KeptBoxes : KeptTiles<box_rows, box_keys> {
   __device__ __forceinline__ KeptBox& box(int head, int row, int key) const {
     return boxes[tile(head, row / box_rows, key / box_keys)];
   }
-  // Returns the end of the keys that some of the rows from `row` on see. Only boxes with such keys
-  // are kept.
+  // Returns the end of the keys that rows of the box at `row` see; 0 past the last row. Only boxes
+  // that begin before it are stored.
   template <class Extent>
   static __device__ __forceinline__ int end_of_keys(const Extent& extent, int row) {
     return row < extent.M ? extent.kv_end(min(row + box_rows, extent.M) - 1) : 0;
