@@ -16,17 +16,20 @@
 #include <backward/parts/store_gradient.cuh>
 #include <ptx/bulk_copy.cuh>
 #include <ptx/dependent_launch.cuh>
+#include <ptx/named_barrier.cuh>
 #include <tile/shared.cuh>
 #include <tile/warpgroup_products.cuh>
 #include <timeline.cuh>
 
 constexpr int depth = cdiv(d, step) * step;  // columns of the K tiles, zero-padded
 constexpr int own_rows = consumers * box_rows;
+constexpr int tile_read = 1;  // the first of kept_stages named barriers: a stage has been read
+constexpr int reading_threads = consuming_threads + warp_size;
 
 struct Shared {
   TmaTile<scalar, box_keys, d> K[kept_stages];
   KeptBox dS[kept_stages][consumers];
-  Pipeline<kept_stages> pipeline;
+  Barrier full[kept_stages];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
@@ -43,14 +46,18 @@ struct Rows {
   __device__ __forceinline__ int end_of_keys() const { return max(end_of_keys(0), end_of_keys(1)); }
 };
 
-// The elected producer thread loads K and dS tile by tile.
+// The producer warp loads K and dS tile by tile; an elected thread issues the copies.
 __device__ __forceinline__ void produce(Shared& shared, const Rows& rows, const TensorMap& K,
                                         int kv_head, const KeptBoxes& kept, int local_head) {
+  const bool elected = elect_one();
   PipelineState<kept_stages> keys;
 #pragma unroll 1  // not unrolled: the producer has few registers
   for (int key = 0; key < rows.end_of_keys(); key += box_keys, keys.advance()) {
     timeline::event(timeline::tile, key, rows.first);
-    Barrier& full = shared.pipeline.acquire(keys);
+    __syncwarp();
+    if (key >= kept_stages * box_keys) barrier_sync(tile_read + keys.stage, reading_threads);
+    if (!elected) continue;
+    Barrier& full = shared.full[keys.stage];
     load_async(shared.K[keys.stage], K, full, rows.extent.packed_key(key), kv_head,
                rows.extent.packed_batch(rows.batch));
     int boxes = 0;
@@ -71,15 +78,14 @@ __device__ __forceinline__ void consume(Shared& shared, const Rows& rows, int wa
 #pragma unroll 1
   for (int key = 0; key < rows.end_of_keys(); key += box_keys, keys.advance()) {
     timeline::event(timeline::tile, key, rows.first);
-    shared.pipeline.wait(keys);
+    wait(shared.full[keys.stage], keys.phase);
     if (key < rows.end_of_keys(warpgroup)) {
       Operands<box_keys> dS;
       shared.dS[keys.stage][warpgroup].load(dS, warp * step, lane);
       begin_output(shared.K[keys.stage], dS, dQ);
       wgmma_wait_group<0>(dQ);
     }
-    __syncwarp();  // all lanes have read the boxes
-    if (lane == 0) shared.pipeline.arrive(keys);
+    barrier_arrive(tile_read + keys.stage, reading_threads);
   }
 }
 
@@ -90,7 +96,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_kept_row
     int first_head, real scale, const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) {
-    shared.pipeline.init(consuming_threads / warp_size, 2);  // two loads: K and dS
+    for (Barrier& full : shared.full) init_barrier(full, 2);  // two loads: K and dS
     fence_barrier_init();
   }
   __syncthreads();
@@ -106,8 +112,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_kept_row
   launch_dependents();
   if (warpgroup < 0) {
     decrease_registers<producer_registers>();
-    if (threadIdx.x < warp_size && elect_one())
-      produce(shared, rows, K_map, kv_head, {dS, sizes}, local_head);
+    if (threadIdx.x < warp_size) produce(shared, rows, K_map, kv_head, {dS, sizes}, local_head);
     return;
   }
   increase_registers<consumer_registers>();

@@ -64,9 +64,11 @@ OF_STAYING = ("shared.K_pipeline.release(keys);", "shared.V_pipeline.release(key
 OF_QUEUE = "tile_queue.cuh"
 OF_QUARTERS = "dS_of"
 NARROW = {**SIZES, "d": 40}
+# Sizes with which the pass that reads kept dS reuses its stages; another pass needs dS not kept.
+OF_KEPT_DS, OF_RECOMPUTED_DS = "wgmma_two_pass_kept_rows.cu", "wgmma_two_pass_rows.cu"
+KEPT = {**SIZES, "M": 70, "N": 600, "causal": None}
 # Sizes for the accumulation of dQ: without a mask, the blocks of a head run in sequence, and one
 # block ends while other blocks still add to dQ.
-OF_RECOMPUTED_DS = "wgmma_two_pass_rows.cu"
 OF_SUMS = "add_dQ.cuh"
 SUMS = {**SIZES, "causal": None}
 # Sizes for the launch that computes a bias gradient.
@@ -194,6 +196,8 @@ def run_without(folder, kernel, file, with_turns, schedules=(None, 1, 2, 7, 9)):
     broken = replace(RUNGS[kernel], folder=folder)
     is_wide = file == "column_partition.cuh" or str(file).endswith("_wide.cu")
     sizes, tiles = (WIDE, {}) if is_wide else (SIZES, tiles_of(kernel))
+    if file == OF_KEPT_DS:
+        sizes = KEPT
     if file == OF_RECOMPUTED_DS:
         tiles = tiles | {"room": 1}
     if file == OF_SUMS:

@@ -6,7 +6,7 @@
 
 struct KeepDS {
   KeptBoxes kept;
-  int first_head;  // the round's first head, counted from the batch element's first; may be negative
+  int first_head;  // of the round, counted from the batch element's first head; may be negative
 
   __device__ __forceinline__ KeepDS(scalar* dS, const Sizes& sizes, int first_head)
       : kept(dS, sizes), first_head(first_head) {}
