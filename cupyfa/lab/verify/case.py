@@ -380,7 +380,8 @@ class Case:
     def _descales(self, x: Operand, rng: np.random.Generator) -> np.ndarray:
         """Draws descales near 1, some of them negative.
 
-        If both Q and K have descales, most heads have some far from 1 whose product is near 1.
+        If both Q and K have descales, two thirds are also multiplied by 2**60 or 2**-60, which
+        cancel in the scores.
         """
         exponents = rng.uniform(-2, 2, x.shape)
         read = {y.name for y in self.problem.operands}
