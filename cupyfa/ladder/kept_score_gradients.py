@@ -97,7 +97,8 @@ class KeptDS:
     def head_elements(self, p: Problem, c: SimpleNamespace) -> int:
         """Returns the number of elements of dS that are kept of a query head."""
         rows, keys = self.tile(c)
-        lines = cdiv(cdiv(p.M, rows), 1 if p.right is None else 2)
+        row_tiles = cdiv(p.M, rows)
+        lines = row_tiles if p.right is None else cdiv(row_tiles, 2)  # a line has two of them
         return lines * line_tiles(p, rows, keys) * rows * keys
 
     def elements(self, p: Problem, c: SimpleNamespace) -> int:

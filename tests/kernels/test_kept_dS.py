@@ -11,7 +11,7 @@ from helpers.problems import inputs_of, planned, require_same_bits
 from cupyfa import Problem
 from cupyfa.lab.analysis.resources import limits_of
 from cupyfa.ladder import kept_score_gradients
-from cupyfa.ladder.kept_score_gradients import KeptDS
+from cupyfa.ladder.kept_score_gradients import USUAL_ROOM, KeptDS
 from cupyfa.planner import choose_kernel as planning
 from cupyfa.runtime import guard
 
@@ -68,7 +68,7 @@ def test_wgmma_gradients_of_kept_dS_are_right(backend, sizes, values):
     """The passes compute S from transposed operands, so the last bits of dQ may differ."""
     limits = replace(backend.limits, multiprocessors=1)  # enough blocks for few heads
     problem = Problem.of_sizes(**sizes, dtype="bfloat16")
-    kept, twice = (planning.plan(WGMMA, problem, limits, room=x) for x in (69632, NONE))
+    kept, twice = (planning.plan(WGMMA, problem, limits, room=x) for x in (USUAL_ROOM, NONE))
     columns = "columns_wide" if problem.d > 128 else "columns"
     assert entries(kept) == ["sum_rows", columns, "kept_rows"]
     assert entries(twice) == ["sum_rows", columns, "rows"]

@@ -255,7 +255,7 @@ CHOSEN = [
     ("wgmma_two_pass", "90", tokens(256)),
     ("wgmma_columns", "90", tokens(256, d=72)),
     ("wgmma_two_pass", "90", tokens(256, d=96)),
-    # dS is kept between two passes where it is small beside the sums of dQ.
+    # For short heads, keeping dS between two passes takes less time than adding to dQ in memory.
     ("wgmma_two_pass", "90", tokens(1024, causal=True)),
     ("wgmma_columns", "90", tokens(2048, causal=True)),
     ("wgmma_two_pass", "90", tokens(768, kv_heads=4)),

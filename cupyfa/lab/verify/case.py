@@ -102,7 +102,7 @@ _END_OF_SUMS = 3.4  # quotient of the float32 maximum and _NEAR_THE_END
 _MOST_OF_LOWEST = 1.8
 _LEAST_OF_LOWEST = 1.5  # magnitude in rows and keys with all products near the lower end
 _ALL_LOWEST = 3  # one in this many rows has them, with the last key head
-# Some descales of Q are multiplied, and those of K divided, by two to this power or its negative.
+# Binary exponent by which some descales of Q are scaled up or down, and those of K the other way.
 _FAR_DESCALE = 60.0
 _FAR_ABOVE = 15.0  # a sink that leaves little weight to keys
 _LINES = 0.1  # fraction of the rows, and of the keys, that half of the masks hide

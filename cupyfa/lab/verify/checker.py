@@ -267,12 +267,12 @@ def tasks_of(
     records = [record for _, record in named.values()]
     _refuse_foreign(records, backend, dtypes or tuple(DTYPES), {**given, **arrays})
     how: Any = {"seed": seed, "dtypes": dtypes, "options": given, "arrays": arrays}
-    may_vary = isinstance(backend, Simulator) and backend.schedule is None and schedules == 1
+    varies_orders = isinstance(backend, Simulator) and backend.schedule is None and schedules == 1
     found = list[Task]()
     for part in grids.parts_of(grid):
         draw = _fuzzed if part == "fuzz" else partial(_of_grid, grid=part)
         drawn = draw(named, backend, samples=samples, **how)
-        found += _with_other_orders(drawn, seed) if may_vary else drawn
+        found += _with_other_orders(drawn, seed) if varies_orders else drawn
     first = getattr(backend, "schedule", None) or 0
     later = [replace(x, schedule=first + i) for x in found for i in range(1, schedules)]
     return found + later

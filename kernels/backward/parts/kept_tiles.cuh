@@ -3,8 +3,8 @@
 
 #include <attention/batch.cuh>
 
-// Under a causal mask the tiles of rows that see many keys share a line with those of rows that see
-// few, from the other end: row tile r with the r-th last. So no memory is kept for hidden tiles.
+// Under a causal mask a line holds the tiles of two row tiles, the r-th from its start and the r-th
+// last from its end: one sees few keys, the other many, so hidden tiles take no memory.
 template <int Br, int Bc>
 struct KeptTiles {
   int row_tiles, lines, line_tiles;
