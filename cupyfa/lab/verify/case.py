@@ -54,10 +54,13 @@ VALUES = {
     "the powers of Q and K cancel in scores; V is smaller for the first or the last keys",
     "normal": "normally distributed",
     "uniform": "from 0 to 1: sums grow instead of cancelling",
-    "integers": "-2 … 2: products are exact",
+    "integers": "-2 … 2: products are exact; all scores of some queries are 0",
     "equal": "all keys are equal: every element of P is 1/n",
     "one_hot": "row j of V is 1 in column j mod dv: O has the elements of P",
-    "huge": "scores up to about 10,000: exp overflows if no maximum is subtracted",
+    "huge": "scores up to about 10,000: exp overflows if no maximum is subtracted; in half of the "
+    "tangents, one of a key is infinite",
+    "largest": "normal, but one score of a head is far above or below all others, and may be the "
+    "only one of its row",
     "tiny": "below the smallest normal number of the dtype",
     "nan": "NaN in two queries, one key, two values, and one sequence of a ragged batch",
     "inf": "infinity or -infinity in two queries, in one key or all keys of a head, in two values, "
@@ -89,6 +92,7 @@ TOKENS = {
 WRITTEN = ("appended", "rotated", "interleaved")  # kinds of TOKENS that write to the cache
 # Kinds of values that cause neither NaN nor infinity.
 FINITE = ("normal", "uniform", "integers", "equal", "one_hot", "steps", "tiny")
+EXTREME = ("lowest", "largest")  # kinds of values whose scores may be beyond float16
 E4M3_MOST = 448.0  # largest finite e4m3 number
 _STEP = 130 * math.log(2)  # largest step of scores, and the share of it that other keys have
 _OF_OTHERS = 0.1
@@ -105,6 +109,9 @@ _ALL_LOWEST = 3  # one in this many rows has them, with the last key head
 # Binary exponent by which some descales of Q are scaled up or down, and those of K the other way.
 _FAR_DESCALE = 60.0
 _FAR_ABOVE = 15.0  # a sink that leaves little weight to keys
+_LARGEST_SINK = 0.9  # fraction of the largest number; its product with log2(e) overflows
+_LARGEST_FACTOR = 1e18  # magnitude of the factors of a score that is far larger than all others
+_ZERO = 0.1  # fraction of the queries of integers that are 0
 _LINES = 0.1  # fraction of the rows, and of the keys, that half of the masks hide
 _FAR = 2**31 + 64  # stride in elements
 _SEEN = 0.8  # fraction of a mask's elements that are True
@@ -155,7 +162,7 @@ class Case:
         p, rng = self.problem, np.random.default_rng(self.seed)
         inputs = OPERATIONS[self.operation].inputs_of(p)
         # Extreme products of q and k would overflow when added to an extreme bias.
-        values = "normal" if self.values == "lowest" and p.modifiers.score else self.values
+        values = "normal" if self.values in EXTREME and p.modifiers.score else self.values
         arrays = {
             name: _drawn(name, x.shape(p), values, x.dtype(p), rng)
             for name, x in inputs.items()
@@ -165,6 +172,8 @@ class Case:
             self._scale_heads(arrays)
         if self.values == "steps" and "Q" in arrays:
             self._add_steps(arrays)
+        if values == "largest" and "Q" in arrays:
+            self._add_largest_score(arrays)
         if self.values == "inf" and "Q" in arrays and not p.pages:
             if rng.random() < 0.75:
                 self._lower_scores_of_queries(arrays)
@@ -212,6 +221,24 @@ class Case:
             q[..., -1] = (size * _of_rows(q.shape[:3], rng)).astype(ml_dtypes.bfloat16)
             k[..., -1] = (size * _steps(k.shape[:3], rng)).astype(ml_dtypes.bfloat16)
             self._enlarge_values(arrays, rng)
+
+    def _add_largest_score(self, arrays: dict[str, np.ndarray]) -> None:
+        """Gives one pair of a head, in the last column, numbers with a product of up to 1e36.
+
+        It is the first or the last pair, which is the only one of its row under some causal masks,
+        or any other.
+        """
+        q, k = arrays["Q"], arrays["K"]
+        if not (q.size and k.size):
+            return
+        rng = np.random.default_rng((self.seed, *b"largest"))
+        *_, kv_heads, N, _ = k.shape
+        head, (row, key) = int(rng.integers(kv_heads)), rng.integers(0, (q.shape[2], N))
+        row, key = ((0, 0), (-1, -1), (row, key))[rng.integers(3)]
+        of_group = slice(head * self.problem.group, (head + 1) * self.problem.group)
+        size = min(_LARGEST_FACTOR, float(ml_dtypes.finfo(q.dtype).max))
+        q[:, of_group, :, -1], k[:, head, :, -1] = 0, 0
+        q[:, of_group, row, -1], k[:, head, key, -1] = size, rng.choice((size, -size))
 
     def _enlarge_values(self, arrays: dict[str, np.ndarray], rng: np.random.Generator) -> None:
         """Multiplies V by a power of two that is smaller for the first or the last keys."""
@@ -261,7 +288,7 @@ class Case:
     def _put_in_pages(self, arrays: dict[str, np.ndarray]) -> None:
         """Adds lengths and a page table, and writes NaN to keys that no batch element uses.
 
-        Lengths are 0, 1, near a multiple of the page size, or the maximum. Pages are in random
+        Lengths are 0, 1, near a multiple of the page size, the maximum, or any. Pages are in random
         order, two batch elements may share a first page, and table entries after an element's last
         page are invalid. For "nan" and "inf", one batch element is chosen, and the keys that only
         it uses become NaN or infinity.
@@ -270,7 +297,8 @@ class Case:
         size, most = p.page_size, p.N // p.page_size
         least = p.M if self.tokens in WRITTEN else 0
         edges = [x for x in (0, 1, size - 1, size, size + 1, p.N - 1, p.N) if least <= x <= p.N]
-        lengths = np.resize(rng.permutation(edges or [p.N]), p.batch)
+        some = [*(edges or [p.N]), *rng.integers(least, p.N + 1, 2)]
+        lengths = np.resize(rng.permutation(some), p.batch)
         if rng.random() < 0.25:  # a tile that ends after the keys reads past the end of the table
             lengths[-1:] = p.N
         table = rng.permutation(p.pages)[: p.batch * most].reshape(p.batch, most)
@@ -392,7 +420,8 @@ class Case:
         return (signs * np.exp2(exponents)).astype(x.numpy)
 
     def _sinks(self, x: Operand, rng: np.random.Generator) -> np.ndarray:
-        """Draws sinks near the scores, one far above them, one of -infinity, some of +infinity.
+        """Draws sinks near the scores, one far above them, one near an end of the floats' range,
+        one of -infinity, some of +infinity.
 
         A sink of +infinity makes the rows of its head NaN. So only "nan" and "inf" have it, and,
         in forward passes, other values that are not FINITE.
@@ -400,11 +429,12 @@ class Case:
         sinks = 0.5 * rng.standard_normal(x.shape)
         places = rng.permutation(sinks.size)
         spoils = self.values not in FINITE and self.operation == "forward"
-        ends = [(_FAR_ABOVE, 0.5), (-np.inf, 0.5)]
+        largest = _LARGEST_SINK * float(_smaller_range(x.numpy, self.problem.dtype.sums).max)
+        ends = [(_FAR_ABOVE, 0.5), (rng.choice((largest, -largest)), 0.5), (-np.inf, 0.5)]
         ends.append((np.inf, 1.0 if self.values in ("nan", "inf") else 0.5 * spoils))
-        for place, (end, share) in zip(places, ends):
-            if rng.random() < share:
-                sinks.flat[place] = end
+        drawn = [end for end, share in ends if rng.random() < share]
+        for place, end in zip(places, rng.permutation(drawn)):
+            sinks.flat[place] = end
         return sinks.astype(x.numpy)
 
     def _table(self, rng: np.random.Generator, most: int) -> np.ndarray:
@@ -487,6 +517,8 @@ def _drawn(
         x = rng.random(shape, np.float32)
     elif values == "integers":
         x = rng.integers(-2, 3, shape).astype(np.float32)
+        if name == "Q":
+            x[rng.random(shape[:3]) < _ZERO] = 0.0
     elif values == "one_hot" and name == "V":
         x = np.zeros(shape, np.float32)
         rows = np.arange(shape[2] if shape[3] else 0)
@@ -520,6 +552,8 @@ def _drawn(
         x[tuple(rng.integers(0, shape))] = special
         if name in ("Q", "V"):  # K of the last batch element is finite, or that of others
             x[-1][tuple(rng.integers(0, shape[1:]))] = special
+    elif values == "huge" and name == "K_dot" and x.size and rng.random() < 0.5:
+        x[tuple(rng.integers(0, shape))] = math.inf  # also counts where the key's weight is 0
     if dtype == E4M3:  # numbers beyond the range of e4m3 would become NaN
         x = x.clip(-E4M3_MOST, E4M3_MOST)
     return x.astype(dtype)
@@ -592,6 +626,11 @@ def _in_tiles(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
     return (whole < 0.35) | ((whole < 0.65) & (rng.random(shape) < _SEEN))
 
 
+def _smaller_range(*dtypes: np.dtype) -> Any:
+    """Returns the limits of the dtype with the smallest range."""
+    return min(map(ml_dtypes.finfo, dtypes), key=lambda x: float(x.max))
+
+
 def _spread_ends(bias: np.ndarray, scores: np.dtype, rng: np.random.Generator) -> None:
     """Writes the lowest number to about a third of a bias's rows and columns, and half of the
     largest number to a few elements of the remaining rows.
@@ -599,7 +638,7 @@ def _spread_ends(bias: np.ndarray, scores: np.dtype, rng: np.random.Generator) -
     The numbers are in the range of both dtypes, that of the bias and that of the kernel's scores:
     a kernel with float32 scores reads a float64 bias of -1e308 as -inf.
     """
-    ends = min(map(ml_dtypes.finfo, (bias.dtype, scores)), key=lambda x: float(x.max))
+    ends = _smaller_range(bias.dtype, scores)
     rows, keys = (rng.random(n) < 0.3 for n in bias.shape[2:])
     bias[:, :, :, keys] = ends.min
     bias[rng.random(bias.shape) < 0.2 / max(bias.shape[3], 1)] = ends.max / 2

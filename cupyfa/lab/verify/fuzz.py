@@ -22,7 +22,15 @@ import ml_dtypes
 
 from cupyfa.errors import Unsupported
 from cupyfa.lab.verify import transforms
-from cupyfa.lab.verify.case import FINITE, LAYOUTS, TOKENS, VALUES, Case, scale_near_the_end
+from cupyfa.lab.verify.case import (
+    EXTREME,
+    FINITE,
+    LAYOUTS,
+    TOKENS,
+    VALUES,
+    Case,
+    scale_near_the_end,
+)
 from cupyfa.lab.verify.option_pairs import (
     TEXTS_IN_TURN,
     Combination,
@@ -146,6 +154,8 @@ _OF_CACHES = ("bhsd", "bshd", "reversed", "gaps", "unaligned")  # layouts for ne
 _OF_PAGES = ("bhsd", "reversed", "columns")  # layouts for groups with pages; rows are aligned
 _VALUES = ("normal", "normal", *VALUES)
 _REPAIRED = ("tiny", "lowest", "nan", "inf")  # values beyond float16: most rows need repair
+_OF_CROWDS = ("steps", "uniform")  # values for sizes that trigger special schedules
+_OF_SPLITS = ("steps", "nan", "uniform")  # merging many splits may repair rows
 # Error bounds of "tiny" would hide faults, and rotations would remove "steps".
 _OF_TOKENS = tuple(x for x in FINITE if x not in ("tiny", "steps"))
 
@@ -301,7 +311,7 @@ class Fuzz:
         return taken or list(self.dtypes or DTYPES)
 
     def _values(self, p: Problem) -> Sequence[str]:
-        """Returns kinds of input values, without "lowest" for some kernels.
+        """Returns kinds of input values, without "lowest" and "largest" for some kernels.
 
         A kernel's own reference need not define results for infinite scores or a rounded lse.
         Kernels that store scores in float16 cannot represent such scores.
@@ -312,7 +322,7 @@ class Fuzz:
         is_float16 = kind == "scalar" and p.dtype.name == "float16"
         if not is_float16 and self.kernel.reference is None:
             return _VALUES
-        return [x for x in _VALUES if x != "lowest"]
+        return [x for x in _VALUES if x not in EXTREME]
 
     @property
     def _most_dims(self) -> int:
@@ -382,7 +392,7 @@ class Fuzz:
         if self._is_lowest(compiled, turns, each) and not is_plain:
             values = "lowest"
         if crowd := self._crowd(compiled, plan, turns, each, lengths):
-            values = each.choose("values", ("steps", "uniform"))
+            values = each.choose("values", _OF_SPLITS if Tile(plan).has_splits else _OF_CROWDS)
         # If array sizes are compiled into the kernel, all samples of the group have the same sizes.
         has_sizes = any(" elements = " in x.mods for x in plan.launches)
         if has_sizes:

@@ -28,6 +28,7 @@ _PLACES: dict[str, tuple[str, ...]] = {
 }
 _OF_PLACES = ("batch", "head", "query", "key", "position", "queries", "keys")
 _OF_PAIRS = ("query", "key", "position")
+_MULTIPLES = ("query * 2", "key * -3")  # linear in the places
 _OPERANDS = (_OF_PAIRS, ("distant", "long[batch]", "ulong[key]"))  # integers of 32 and of 64 bits
 _DIVISORS = ("-1", "-3", "5", "(key + 1)", "(1 + abs(long[batch]))")
 _KINDS = {"b": "bool", "i": "whole", "u": "whole", "f": "number"}
@@ -125,14 +126,16 @@ class _Drawer:
         )
 
     def operators_of_integers(self, operands: Sequence[str]) -> list[str]:
-        """Draws each binary operator with one of the operands on the left."""
+        """Draws each binary operator with one of the operands on the left, and a difference of
+        an operand and a multiple."""
         found = []
         for operator in ("+", "-", "*", "//", "%"):
             a = self._pick(operands)
             divides = operator in ("//", "%")
             b = self._pick(_DIVISORS if divides else [x for x in _OF_PAIRS if x != a])
             found.append(f"{a} {operator} {b}")
-        return found
+        sides = self.rng.sample((self._pick(_MULTIPLES), self._pick(operands)), 2)
+        return [*found, " - ".join(sides)]
 
     def condition(self, depth: int) -> str:
         """Draws a condition that holds for some (query, key) pairs."""

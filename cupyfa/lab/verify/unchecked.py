@@ -15,6 +15,7 @@ from cupyfa.problem.problem import Problem
 
 _ENDS = np.iinfo(np.int32)
 _LONG = 2**22  # multiply-adds of problems that take too long to run once more
+_CHANGED = 0.75  # fraction of the lengths of 0, and of all rows, that are out of range instead
 _FAR = 300  # limit of the usual distances of offsets from their arrays, in rows
 
 
@@ -56,7 +57,7 @@ def _with_wrong_pages(p: Problem, inputs: Arrays) -> dict[str, np.ndarray]:
 def _out_of_range(given: np.ndarray, most: int, rng: np.random.Generator) -> np.ndarray:
     lengths = given.copy()
     for end, others in ((most, (most + 1, _ENDS.max)), (0, (-1, _ENDS.min))):
-        changed = (given == end) & (rng.random(given.shape) < 0.5)
+        changed = (given == end) & (rng.random(given.shape) < _CHANGED)
         lengths[changed] = rng.choice(others, int(changed.sum()))
     return lengths
 

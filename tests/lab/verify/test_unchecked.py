@@ -239,3 +239,28 @@ def test_the_last_table_of_pages_is_often_full():
     p = Problem.of_sizes(**{**SIZES, "M": 2, "N": 70}, page_size=16)
     full = sum(case.inputs()["mods.lengths_k"][-1] == p.N for case in cases(p))
     assert 10 <= full <= 25
+
+
+@pytest.mark.parametrize("dtype, least", [("float16", 2e9), ("bfloat16", 1e35), ("float32", 1e35)])
+def test_one_score_is_far_above_or_below_all_others(dtype, least):
+    p, found = Problem.of_sizes(**SIZES, dtype=dtype), Counter()
+    for case in cases(p, 24, values="largest"):
+        inputs = {name: x.astype(np.float64) for name, x in case.inputs().items()}
+        scores = inputs["Q"] @ inputs["K"].repeat(p.group, 1).swapaxes(2, 3)
+        far = np.argwhere(np.abs(scores) > 100)
+        assert (np.abs(scores[tuple(far.T)]) > least).all()
+        assert len(far) == p.batch * p.group == len({(b, h) for b, h, *_ in far})
+        (row, key), *others = {(row, key) for *_, row, key in far.tolist()}
+        assert not others
+        found[(row, key) in ((0, 0), (p.M - 1, p.N - 1))] += 1
+        found["above"] += bool(scores.max() > least)
+    assert min(found[True], found[False], found["above"], 24 - found["above"]) >= 4
+
+
+@pytest.mark.parametrize("form", ["h", "f16[bh]"])
+def test_some_finite_sinks_are_near_an_end_of_the_range(form):
+    p, signs = Problem.of_sizes(**SIZES, dtype="bfloat16", sink=form), Counter()
+    for case in cases(p, 30):
+        (sinks,) = (x.astype(np.float64) for name, x in case.inputs().items() if "sink" in name)
+        signs += Counter(np.sign(sinks[np.isfinite(sinks) & (np.abs(sinks) > 5e4)]).tolist())
+    assert min(signs[-1], signs[1]) >= 5
