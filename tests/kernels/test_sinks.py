@@ -36,7 +36,9 @@ def test_one_of_several_splits_takes_the_sink(backend, how):
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
-    "how", [RAGGED, pytest.param({"M": 40, "N": 60}, marks=pytest.mark.slow)], ids=str
+    "how",
+    [RAGGED, {"M": 30, "N": 0}, pytest.param({"M": 40, "N": 60}, marks=pytest.mark.slow)],
+    ids=str,
 )
 @pytest.mark.parametrize("kernel", usual_first(ABLE, ["fa2", "mma_pipelined"]))
 def test_sinks_of_any_size(backend, kernel, how):

@@ -41,7 +41,8 @@ __device__ __forceinline__ void flag_rows(const float (&O)[m][n][4],
       if (col < cols && !(o >= least)) small |= exponents[col] > -127;  // skips columns of zeros
     }
     const real maximum = rows.maximum[i / 2][i % 2];
-    const bool wrong = !(sum < infinity) || (maximum != -largest && is_beyond_split(maximum));
+    const bool has_none = maximum == -largest && !(has_sink && sum != 0);
+    const bool wrong = !(sum < infinity) || (!has_none && is_beyond_split(maximum));
     // One lane per row updates the row's flag.
     const bool is_small = __ballot_sync(full_warp, small) >> (lane & ~3) & 15;
     if ((wrong || (is_small && sum != 0)) && lane % 4 == 0 && row < rows.extent.M * pack_gqa) {
