@@ -107,7 +107,7 @@ _FEW_KEYS = 8  # smallest limit of a window in such a case
 _MOST_REPAIRED = 384  # maximum rows and keys per case to repair; each occupies a whole block
 # Share of the work per case if gradients have values with which kernels on tensor cores compute all
 # rows and keys once more, one by one. This takes about 30 times as long.
-_RECOMPUTED, _RECOMPUTED_SHARE = ("lowest", "nan", "inf"), 32
+_RECOMPUTED, _RECOMPUTED_SHARE = (*EXTREME, "nan", "inf"), 32
 _SPLIT_PRODUCTS = 3  # number of products in place of one if operands are split
 _ATTEMPTS = 8  # number of attempts to draw a sample that kernel and backend support
 _WITH_SAME = 4  # number of successive attempts at a combination that compile the same
