@@ -77,7 +77,7 @@ MAY_READ = {
     "static_schedule.cuh": {"causal", "dv", "has_key_tiles"},
     "schedule.cuh": {"causal", "ragged", "packed"},
     "pack_weights.cuh": {"has_dropout"},
-    "split_output.cuh": {"has_mask_mod"},
+    "split_output.cuh": {"has_mask_mod", "has_sink"},
     "split_softmax.cuh": {"has_score_mod"},
     "split_gradients.cuh": {"has_score_mod", "caps_tiles", "has_dropout", "unit_slope"},
     "store_split_dK_dV.cuh": {"has_score_mod"},

@@ -154,8 +154,6 @@ _OF_CACHES = ("bhsd", "bshd", "reversed", "gaps", "unaligned")  # layouts for ne
 _OF_PAGES = ("bhsd", "reversed", "columns")  # layouts for groups with pages; rows are aligned
 _VALUES = ("normal", "normal", *VALUES)
 _REPAIRED = ("tiny", "lowest", "nan", "inf")  # values beyond float16: most rows need repair
-_OF_CROWDS = ("steps", "uniform")  # values for sizes that trigger special schedules
-_OF_SPLITS = ("steps", "nan", "uniform")  # merging many splits may repair rows
 # Error bounds of "tiny" would hide faults, and rotations would remove "steps".
 _OF_TOKENS = tuple(x for x in FINITE if x not in ("tiny", "steps"))
 
@@ -392,7 +390,7 @@ class Fuzz:
         if self._is_lowest(compiled, turns, each) and not is_plain:
             values = "lowest"
         if crowd := self._crowd(compiled, plan, turns, each, lengths):
-            values = each.choose("values", _OF_SPLITS if Tile(plan).has_splits else _OF_CROWDS)
+            values = each.choose("values", ("steps", "uniform"))
         # If array sizes are compiled into the kernel, all samples of the group have the same sizes.
         has_sizes = any(" elements = " in x.mods for x in plan.launches)
         if has_sizes:
@@ -403,7 +401,8 @@ class Fuzz:
             )
         else:
             problem = self._sized(compiled, plan, turns, each, pick, values, lengths, crowd)
-        problem = self._in_kind(problem, turns, pick, is_free=not (has_sizes or self.arrays))
+        is_free = not (has_sizes or self.arrays or self._is_recomputed(values))
+        problem = self._in_kind(problem, turns, pick, is_free=is_free)
         if not problem.is_softmax:
             problem = self._scaled(problem, values, pick)
         tokens = tokens if problem.d > 1 else "cached"  # rotations need two columns
@@ -420,6 +419,10 @@ class Fuzz:
         if "lowest" not in self._values(p):
             return False
         return each.choose("lowest", (False,) * (_ONE_IS_LOWEST - 1) + (True,))
+
+    def _is_recomputed(self, values: str) -> bool:
+        """Returns whether some kernels compute all gradients of such values once more."""
+        return self._operation == "backward" and values in _RECOMPUTED
 
     def _has_steps(
         self, p: Problem, turns: "_Turns", each: "_Turns", lengths: tuple[str, str], values: str
@@ -450,7 +453,7 @@ class Fuzz:
     ) -> Problem:
         """Adds the features that the group tests: pages, padded lengths or descales.
 
-        is_free: whether the samples of the group may have different sizes.
+        is_free: whether the sample may have other sizes than the rest of the group, and many rows.
         """
         kind = self._kind(turns)
         if kind in ("pages", "new tokens"):
@@ -735,8 +738,8 @@ class Fuzz:
             p = transforms.resize(p, batch=batch, M=M, N=N, **heads)
         is_small = self._is_small(turns)
         p = self._smaller(p, values, scores=_MOST_SCORES if is_small else None)
-        has_arrays = p.operands and not (p.lengths or crowd or self.arrays)
-        if has_arrays and each.choose("last key", (False, False, True)):
+        is_fixed = p.lengths or crowd or self.arrays or self._is_recomputed(values)
+        if p.operands and not is_fixed and each.choose("last key", (False, False, True)):
             p = _without_last_key(p, tile.keys)
         if self._operation == "backward" and not (crowd or p.lengths or self._has_lengths(turns)):
             p = self._with_fewer_tiles(p, tile)
@@ -836,7 +839,7 @@ class Fuzz:
         """
         is_split, gradients = repairs_rows(self._record(p)), self._operation == "backward"
         most = _MOST_WORK[self.backend.name] // (_SPLIT_PRODUCTS if is_split and gradients else 1)
-        if gradients and values in _RECOMPUTED:
+        if self._is_recomputed(values):
             most //= _RECOMPUTED_SHARE
         elif values not in FINITE:
             most //= 4

@@ -24,7 +24,6 @@ _NARROW = 64  # largest dv of cases whose warpgroups see different numbers of ke
 _SECTION = 8192  # keys whose sums kernels with split operands keep in registers
 _BOX = 64  # columns per slice of d that TMA copies
 _REST = 257, 600  # range of the number of rows to add that belong to no sequence
-_HAS_REST = 0.6  # probability that an array whose sequences have no rows has rows
 _LEFT = 2  # fewest rows of an array without rows that belong to a sequence
 _EMPTY = 0.03  # probability of a length of 0
 _ROWS_OF_SEQUENCES = (  # kinds of (query, key) lengths; the first pair is always drawn
@@ -214,18 +213,16 @@ def lengths_near(tile: "Tile", like: Packed, pick: random.Random, *, is_full: bo
 def without_rows(packed: Packed, pick: random.Random) -> Packed:
     """Returns the lengths with sequences of no rows, on one side or both.
 
-    In most cases some rows belong to no sequence, as an array without any compiles to other
-    programs.
+    Some rows belong to no sequence, as an array without any compiles to other programs.
     """
     empty = pick.choice(((True, False), (False, True), (True, True)))
-    has_rows = pick.random() < _HAS_REST
-    q, k = (_emptied(x, has_rows) if is_empty else x for x, is_empty in zip(packed, empty))
+    q, k = (_emptied(x) if is_empty else x for x, is_empty in zip(packed, empty))
     return q, k
 
 
-def _emptied(x: Lengths, has_rows: bool) -> Lengths:
-    zeros, rest = (0,) * len(x.rows), (x.before, max(x.after, _LEFT)) if has_rows else (0, 0)
-    return Lengths(zeros, x.used and zeros, *rest)
+def _emptied(x: Lengths) -> Lengths:
+    zeros = (0,) * len(x.rows)
+    return Lengths(zeros, x.used and zeros, x.before, max(x.after, _LEFT))
 
 
 def with_long_rest(packed: Packed, pick: random.Random) -> Packed:
