@@ -97,7 +97,7 @@ _OF_GRADIENTS = {"pages": "padded", "new tokens": "gradient of a bias"}
 _MODIFIED = {"texts", "sequences of texts", "arrays", "expressions", "gradient of a bias"}
 
 SAMPLES = {"simulator": 64, "cuda": 160}  # default number of samples per kernel
-_ONE_IS_LOWEST = 7  # one in this many samples has scores near the limits of float32
+_ONE_IS_EXTREME = 7  # one in this many samples has scores near the limits of float32
 TOGETHER = 4  # number of successive samples that share one compilation
 _MOST_WORK = {"simulator": 3 * 2**24, "cuda": 2**29}  # maximum multiply-adds per case
 _MOST_IN_TILES = {"simulator": 2**24, "cuda": 2**29}  # the same if all tiles count as full
@@ -152,7 +152,8 @@ _OF_LONG_PADDING = 8  # maximum number of keys in such a case
 _NEAR = tuple(layout for layout in LAYOUTS if layout != "far")
 _OF_CACHES = ("bhsd", "bshd", "reversed", "gaps", "unaligned")  # layouts for new tokens
 _OF_PAGES = ("bhsd", "reversed", "columns")  # layouts for groups with pages; rows are aligned
-_VALUES = ("normal", "normal", *VALUES)
+_VALUES = ("normal", "normal", *(x for x in VALUES if x != "largest"))
+_EXTREME_IN_TURN = ("lowest", "largest", "lowest")
 _REPAIRED = ("tiny", "lowest", "nan", "inf")  # values beyond float16: most rows need repair
 # Error bounds of "tiny" would hide faults, and rotations would remove "steps".
 _OF_TOKENS = tuple(x for x in FINITE if x not in ("tiny", "steps"))
@@ -309,7 +310,7 @@ class Fuzz:
         return taken or list(self.dtypes or DTYPES)
 
     def _values(self, p: Problem) -> Sequence[str]:
-        """Returns kinds of input values, without "lowest" and "largest" for some kernels.
+        """Returns kinds of input values that take turns, without "lowest" for some kernels.
 
         A kernel's own reference need not define results for infinite scores or a rounded lse.
         Kernels that store scores in float16 cannot represent such scores.
@@ -320,7 +321,7 @@ class Fuzz:
         is_float16 = kind == "scalar" and p.dtype.name == "float16"
         if not is_float16 and self.kernel.reference is None:
             return _VALUES
-        return [x for x in _VALUES if x not in EXTREME]
+        return [x for x in _VALUES if x != "lowest"]
 
     @property
     def _most_dims(self) -> int:
@@ -387,8 +388,8 @@ class Fuzz:
             values = "normal"
         if self._has_steps(compiled, turns, each, lengths, values) and not is_plain:
             values = "steps"
-        if self._is_lowest(compiled, turns, each) and not is_plain:
-            values = "lowest"
+        if self._is_extreme(compiled, turns, each) and not is_plain:
+            values = each.choose("extreme values", _EXTREME_IN_TURN)
         if crowd := self._crowd(compiled, plan, turns, each, lengths):
             values = each.choose("values", ("steps", "uniform"))
         # If array sizes are compiled into the kernel, all samples of the group have the same sizes.
@@ -412,13 +413,13 @@ class Fuzz:
             constants = {}
         return Drawn(case, record, constants, crowd.multiprocessors if crowd else None)
 
-    def _is_lowest(self, p: Problem, turns: "_Turns", each: "_Turns") -> bool:
-        """Returns whether the sample has scores near the limits of float32."""
+    def _is_extreme(self, p: Problem, turns: "_Turns", each: "_Turns") -> bool:
+        """Returns whether the sample has scores near the limits of float32, or a single one."""
         if self._operation == "softmax" or self._kind(turns) == "new tokens":
             return False
         if "lowest" not in self._values(p):
             return False
-        return each.choose("lowest", (False,) * (_ONE_IS_LOWEST - 1) + (True,))
+        return each.choose("lowest", (False,) * (_ONE_IS_EXTREME - 1) + (True,))
 
     def _is_recomputed(self, values: str) -> bool:
         """Returns whether some kernels compute all gradients of such values once more."""
