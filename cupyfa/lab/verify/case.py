@@ -288,7 +288,7 @@ class Case:
     def _put_in_pages(self, arrays: dict[str, np.ndarray]) -> None:
         """Adds lengths and a page table, and writes NaN to keys that no batch element uses.
 
-        Lengths are 0, 1, near a multiple of the page size, the maximum, or any. Pages are in random
+        Lengths are 0, 1, near a multiple of the page size, or the maximum. Pages are in random
         order, two batch elements may share a first page, and table entries after an element's last
         page are invalid. For "nan" and "inf", one batch element is chosen, and the keys that only
         it uses become NaN or infinity.
@@ -297,8 +297,7 @@ class Case:
         size, most = p.page_size, p.N // p.page_size
         least = p.M if self.tokens in WRITTEN else 0
         edges = [x for x in (0, 1, size - 1, size, size + 1, p.N - 1, p.N) if least <= x <= p.N]
-        some = [*(edges or [p.N]), *rng.integers(least, p.N + 1, 2)]
-        lengths = np.resize(rng.permutation(some), p.batch)
+        lengths = np.resize(rng.permutation(edges or [p.N]), p.batch)
         if rng.random() < 0.25:  # a tile that ends after the keys reads past the end of the table
             lengths[-1:] = p.N
         table = rng.permutation(p.pages)[: p.batch * most].reshape(p.batch, most)
