@@ -554,7 +554,9 @@ class Fuzz:
         pick = turns.random("wrt itself")
         every = pick.random() < 0.4
         names = able if every else pick.sample(able, pick.randint(1, len(able)))
-        if self._operation == "tangent" and pick.random() < 0.3:
+        # Slopes of functions of the score need a score that moves.
+        may_rest = self._operation == "tangent" and self._kind(turns) != "expressions"
+        if may_rest and pick.random() < 0.3:
             p = p.with_options(tangents="none")  # of q, k and v
         return transforms.differentiate(p, names)
 

@@ -32,6 +32,7 @@ _MULTIPLES = ("query * 2", "key * -3")  # linear in the places
 _OPERANDS = (_OF_PAIRS, ("distant", "long[batch]", "ulong[key]"))  # integers of 32 and of 64 bits
 _DIVISORS = ("-1", "-3", "5", "(key + 1)", "(1 + abs(long[batch]))")
 _KINDS = {"b": "bool", "i": "whole", "u": "whole", "f": "number"}
+_ALWAYS_SEEN = ("key % 3 != 1", "key % 3 != 1", "key == 0")  # keys that a mask does not hide
 _DEEPEST = 3  # maximum nesting depth of functions and operators
 _OF_ONE = [x for x in FUNCTIONS.values() if len(x.arguments) == 1]
 _OF_SMALL = [x.name for x in _OF_ONE if x.small_near_0]
@@ -56,7 +57,7 @@ def draw_expression(
     must hold numbers from 0 to 3, and float arrays moderate numbers, as ``Case`` draws them.
     """
     drawer = _Drawer(rng, names, has_score=kind == "score")
-    text = drawer.score() if kind == "score" else f"key == 0 or {drawer.condition(_DEEPEST)}"
+    text = drawer.score() if kind == "score" else drawer.mask()
     read = Expression.of(f"{kind}_mod", text).captured
     return text, {name: form for name, form in names.items() if name in read}
 
@@ -94,6 +95,10 @@ class _Drawer:
             self._not_a_number,
         )
 
+    def mask(self) -> str:
+        """Draws a condition that most often holds for two thirds of the keys, or else for one."""
+        return f"{self._pick(_ALWAYS_SEEN)} or {self.condition(_DEEPEST)}"
+
     def number(self, depth: int) -> str:
         """Draws a numeric expression whose magnitude stays below about 100."""
         if depth <= 0:
@@ -126,8 +131,10 @@ class _Drawer:
         )
 
     def operators_of_integers(self, operands: Sequence[str]) -> list[str]:
-        """Draws each binary operator with one of the operands on the left, and a difference of
-        an operand and a multiple."""
+        """Draws each binary operator with one of the operands on the left.
+
+        Also draws a division by -1, and the difference of an operand and a multiple.
+        """
         found = []
         for operator in ("+", "-", "*", "//", "%"):
             a = self._pick(operands)
@@ -135,7 +142,7 @@ class _Drawer:
             b = self._pick(_DIVISORS if divides else [x for x in _OF_PAIRS if x != a])
             found.append(f"{a} {operator} {b}")
         sides = self.rng.sample((self._pick(_MULTIPLES), self._pick(operands)), 2)
-        return [*found, " - ".join(sides)]
+        return [*found, f"{self._pick(operands)} // -1", " - ".join(sides)]
 
     def condition(self, depth: int) -> str:
         """Draws a condition that holds for some (query, key) pairs."""
