@@ -284,27 +284,32 @@ def expected_attention(
         value[ROW_MAX] = np.zeros(q.shape[:3])
     bounds = {r: {name: np.zeros_like(x) for name, x in value.items()} for r in kernels}
     heads = q.shape[0] * q.shape[1]
-    plain = {r: {name: np.zeros(heads) for name in value} for r in kernels}
+    # Rows of huge scores have far larger errors than others of their head, and are kept apart.
+    plain = {r: {name: np.zeros((2, heads)) for name in value} for r in kernels}
     size = np.zeros(heads)
     empty = {name: np.zeros(q.shape[:3], bool) for name in value}
+    is_huge = np.zeros(q.shape[:3], bool)
     for tile in reference.tiles(q, k, v, **score):
         work = _Work(tile)
         for name in value:
             reference.flat(value[name])[tile.where] = work.result(name)
             reference.flat(empty[name])[tile.where] = work.empty(name)
+        reference.flat(is_huge)[tile.where] = huge = np.abs(work.result("lse")) >= reference.HUGE
         for r, kernel in kernels.items():
             for name, (bound, error) in _bounds_on_tile(work, kernel, row_max).items():
                 reference.flat(bounds[r][name])[tile.where] = bound
-                _keep_larger(plain[r][name], tile, error)
+                for of_heads, rows in zip(plain[r][name], (~huge, huge)):
+                    _keep_larger(of_heads, tile, np.where(_like(rows, error), error, 0.0))
         if any(kernel.is_narrow for kernel in kernels.values()):
             _keep_larger(size, tile, work.magnitude(np.float32))
     for r, kernel in kernels.items():
         for name, bound in bounds[r].items():
             if kernel.is_narrow:
-                of_head = 2 * plain[r][name]
+                of_heads = 2 * plain[r][name]
                 if name == "O":
-                    of_head += _two_roundings(reference.flat(value[name]), size, kernel.coarsest)
-                bound += of_head.reshape(*q.shape[:2], *[1] * (bound.ndim - 2))
+                    of_heads += _two_roundings(reference.flat(value[name]), size, kernel.coarsest)
+                usual, huge = of_heads.reshape(2, *q.shape[:2], *[1] * (bound.ndim - 2))
+                bound += np.where(_like(is_huge, bound), huge, usual)
             bound[empty[name]] = np.where(np.isinf(bound[empty[name]]), np.inf, 0.0)
     return {r: {x: Expected(value[x], bounds[r][x]) for x in value} for r in kernels}
 
@@ -606,16 +611,19 @@ def _errors_of_modified(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
     magnitude = work.magnitude(np.float64)
     lost = (errors.overflows & (P > 0)).any(-1, keepdims=True)
     of_out, of_lse = np.zeros_like(magnitude), np.zeros((*P.shape[:-1], 1))
+    below = finite(reference.masked_scores(work.tile) - lse[..., None])
     for shift, common in ((errors.shift + errors.exponent, 0.6), (errors.by_design, 1.0)):
         lost |= np.isinf(shift).any(-1, keepdims=True)
         shift = np.where(np.isinf(shift), 0.0, shift)
+        # Weights that stay 0 whatever the errors of their scores and of the row's largest are.
+        of_others = np.where(P > 0, shift, 0.0).max(-1, keepdims=True, initial=0.0)
+        shift = np.where(below + shift + of_others < -2 * _ANY_WEIGHT, 0.0, shift)
         largest = shift.max(-1, keepdims=True, initial=0.0)
         of_out = np.where(largest < _ANY_WEIGHT, of_out, np.inf)
         weights = np.expm1(np.minimum(shift, _ANY_WEIGHT))
         added = P * weights
         if (largest >= _ANY_WEIGHT).any():  # even weights that are 0 in float64 may become large
-            exponent = finite(reference.masked_scores(work.tile) - lse[..., None]) + shift
-            raised = np.exp(np.minimum(exponent, _ANY_WEIGHT))
+            raised = np.exp(np.minimum(below + shift, _ANY_WEIGHT))
             added = np.where(shift < _ANY_WEIGHT, added, raised)
         of_lse += np.minimum(largest, added.sum(-1, keepdims=True))
         if common < 1:
@@ -990,6 +998,11 @@ def _two_roundings(value: Array, size: Array, precision: str) -> Array:
         back = reference.rounded(there - shift, precision)
         found[head] = max(found[head], _largest(back - x))
     return 2 * found
+
+
+def _like(rows: Array, x: Array) -> Array:
+    """Returns ``rows`` with a last axis of length 1 if ``x`` has columns, too."""
+    return rows[..., None] if x.ndim > rows.ndim else rows
 
 
 def _keep_larger(of_heads: Array, tile: reference.Tile, found: Array) -> None:
