@@ -13,6 +13,7 @@ from cupyfa.score.numpy_evaluation import Modifications
 
 B, H, HK, M, N, DV = 1, 4, 2, 24, 70, 8
 F = np.float32
+LOW = (np.arange(M)[:, None] % 4 == 1) | (np.arange(N) % 5 == 3)  # pairs with a lowest score
 ARRAYS = {
     "cap": F(3.0),
     "slopes": np.array([0.5, 0.25, 0.125, 0.0625], F),
@@ -20,6 +21,8 @@ ARRAYS = {
     "bias": np.random.default_rng(1).normal(size=(1, H, M, N)).astype(F),
     "doc": np.arange(N) // 20,
     "hole": np.where(np.arange(N) % 5 == 3, -np.inf, 0).astype(F),
+    "low": np.where(LOW, F(-3.3e38), F(0)),
+    "none": np.where(LOW, -F(np.inf), F(0)),
 }
 TEXTS = {
     "plain": "score",
@@ -338,3 +341,18 @@ def test_a_score_that_the_expression_does_not_read_may_overflow():
     kernel = Kernel("where(key == 60, -1e4, score)", 4)
     kernel.q[0, 0, 5], kernel.k[0, 0, 60] = 1e20, [1e20, -1e20, 1e20, -1e20]
     assert all(np.isfinite(x.bound).all() for x in kernel.expected().values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_lowest_scores_count_as_little_as_hidden_pairs(dtype):
+    found = []
+    for text in ("score + none[query, key]", "score + low[query, key]"):
+        kernel = Kernel(text, 16, dtype=dtype)
+        arrays = kernel.q, kernel.k, kernel.v
+        found.append(tolerance.expected_attention(*arrays, dtype=dtype, **kernel.how)[None])
+    hidden, low = found
+    rows = ~LOW.all(1)
+    for name in ("O", "lse"):
+        bounds = [x[name].bound[:, :, rows] for x in (hidden, low)]
+        np.testing.assert_allclose(*bounds, rtol=0.01)
+    assert (low["lse"].bound[:, :, ~rows] > 1e31).all()
