@@ -42,8 +42,10 @@ adds |x|. Because e differs from key to key, it replaces `score` weighted by P: 
 and the bound of lse has eps * min(max(e), P @ e). Where eps * e exceeds 0.0001, for example because
 rounding may flip a comparison in the expression, the keys' errors have no common part that cancels:
 exp(eps * e) - 1 replaces 0.6 * eps * e. Where it exceeds 600, so that even a weight that is 0 in
-float64 may decide lse, exp(x + eps * e - lse) replaces P * (exp(eps * e) - 1). A row in which
-rounding may flip a mask has no bounds. The effect of rounding operands by design is found by
+float64 may decide lse, exp(x + eps * e - lse) replaces P * (exp(eps * e) - 1). A key whose weight
+stays 0 in any case counts for nothing, as one with the lowest number as a mask: its x + eps * e -
+lse, plus the largest eps * e of the keys with a weight, is below -1200. A row in which rounding may
+flip a mask has no bounds. The effect of rounding operands by design is found by
 evaluating the expressions on scaled scores that are shifted by their rounding error.
 
 **Sinks** add a term to the sums: n + 1 replaces n, and the error of the sink's weight is
@@ -59,7 +61,8 @@ plus eps * (2 * (|maximum| + that error) + 1). They are not rounded to narrow fo
 **Narrow formats.** A kernel on float16 or bfloat16 rounds P and O by half of their eps each. With
 out_dtype="float32", neither the kernel nor the plain computation rounds O. As in the tests of
 FlashAttention, each head may also have an error of 2 * e + a. e is the head's largest error in a
-plain computation in that format (`reference.attend`, with scaled K and with scaled S). With scaled
+plain computation in that format (`reference.attend`, with scaled K and with scaled S), among the
+rows whose |lse| is below 2**25, and for the other rows among these others. With scaled
 S, scores are rounded before expressions modify them, because kernels that store S do so: where an
 expression saturates, such as softcap, or subtracts, the rounding of its result may be far smaller.
 a = 2 * max|((reference + s) - s) - reference|, evaluated in the format, allows two roundings of
