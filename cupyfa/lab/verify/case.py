@@ -419,8 +419,8 @@ class Case:
         return (signs * np.exp2(exponents)).astype(x.numpy)
 
     def _sinks(self, x: Operand, rng: np.random.Generator) -> np.ndarray:
-        """Draws sinks near the scores, one far above them, one near an end of the floats' range,
-        one of -infinity, some of +infinity.
+        """Draws sinks: most near the scores, others far above them, near the lowest or the largest
+        float, -infinity, or +infinity.
 
         A sink of +infinity makes the rows of its head NaN. So only "nan" and "inf" have it, and,
         in forward passes, other values that are not FINITE.

@@ -70,7 +70,7 @@ def some_expressions(pick: random.Random) -> dict[str, Any]:
     whole, of_integers = draw_integers(pick)
     read |= of_integers
     score = f"{score} + ({_of_functions(pick)}) + ({whole}) + {_of_comparisons()}"
-    if pick.random() < 0.3:  # of one head, as such scores widen the bounds of all its rows
+    if pick.random() < 0.3:  # in one head, because rows of such scores alone have wide bounds
         some = "head == 0 and batch == 0 and (query % 4 == 1 or key % 5 == 0)"
         score = f"where({some}, {_LOWEST}, {score})"
     if pick.random() < 0.5:
