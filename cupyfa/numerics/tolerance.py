@@ -43,9 +43,9 @@ and the bound of lse has eps * min(max(e), P @ e). Where eps * e exceeds 0.0001,
 rounding may flip a comparison in the expression, the keys' errors have no common part that cancels:
 exp(eps * e) - 1 replaces 0.6 * eps * e. Where it exceeds 600, so that even a weight that is 0 in
 float64 may decide lse, exp(x + eps * e - lse) replaces P * (exp(eps * e) - 1). A key whose weight
-stays 0 in any case counts for nothing, as one with the lowest number as a mask: its x + eps * e -
-lse, plus the largest eps * e of the keys with a weight, is below -1200. A row in which rounding may
-flip a mask has no bounds. The effect of rounding operands by design is found by
+is 0 whatever the errors are, such as one masked by the lowest number, adds nothing: if its x + eps
+* e - lse, plus the largest eps * e of the keys with a weight, is below -1200. A row in which
+rounding may flip a mask has no bounds. The effect of rounding operands by design is found by
 evaluating the expressions on scaled scores that are shifted by their rounding error.
 
 **Sinks** add a term to the sums: n + 1 replaces n, and the error of the sink's weight is
@@ -61,8 +61,8 @@ plus eps * (2 * (|maximum| + that error) + 1). They are not rounded to narrow fo
 **Narrow formats.** A kernel on float16 or bfloat16 rounds P and O by half of their eps each. With
 out_dtype="float32", neither the kernel nor the plain computation rounds O. As in the tests of
 FlashAttention, each head may also have an error of 2 * e + a. e is the head's largest error in a
-plain computation in that format (`reference.attend`, with scaled K and with scaled S), among the
-rows whose |lse| is below 2**25, and for the other rows among these others. With scaled
+plain computation in that format (`reference.attend`, with scaled K and with scaled S): among its
+rows with |lse| below 2**25 or, for the other rows, among those. With scaled
 S, scores are rounded before expressions modify them, because kernels that store S do so: where an
 expression saturates, such as softcap, or subtracts, the rounding of its result may be far smaller.
 a = 2 * max|((reference + s) - s) - reference|, evaluated in the format, allows two roundings of
@@ -311,8 +311,8 @@ def expected_attention(
                 of_heads = 2 * plain[r][name]
                 if name == "O":
                     of_heads += _two_roundings(reference.flat(value[name]), size, kernel.coarsest)
-                usual, huge = of_heads.reshape(2, *q.shape[:2], *[1] * (bound.ndim - 2))
-                bound += np.where(_like(is_huge, bound), huge, usual)
+                of_usual, of_huge = of_heads.reshape(2, *q.shape[:2], *[1] * (bound.ndim - 2))
+                bound += np.where(_like(is_huge, bound), of_huge, of_usual)
             bound[empty[name]] = np.where(np.isinf(bound[empty[name]]), np.inf, 0.0)
     return {r: {x: Expected(value[x], bounds[r][x]) for x in value} for r in kernels}
 
@@ -615,12 +615,14 @@ def _errors_of_modified(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
     lost = (errors.overflows & (P > 0)).any(-1, keepdims=True)
     of_out, of_lse = np.zeros_like(magnitude), np.zeros((*P.shape[:-1], 1))
     below = finite(reference.masked_scores(work.tile) - lse[..., None])
+    # Weights stay 0 if neither errors of their scores nor those of the row's largest raise them.
+    moved = errors.shift + errors.exponent + errors.by_design
+    moved = np.where(np.isinf(moved), 0.0, moved)
+    of_largest = np.where(P > 0, moved, 0.0).max(-1, keepdims=True, initial=0.0)
+    stays_0 = below + moved + of_largest < -2 * _ANY_WEIGHT
     for shift, common in ((errors.shift + errors.exponent, 0.6), (errors.by_design, 1.0)):
         lost |= np.isinf(shift).any(-1, keepdims=True)
-        shift = np.where(np.isinf(shift), 0.0, shift)
-        # Weights that stay 0 whatever the errors of their scores and of the row's largest are.
-        of_others = np.where(P > 0, shift, 0.0).max(-1, keepdims=True, initial=0.0)
-        shift = np.where(below + shift + of_others < -2 * _ANY_WEIGHT, 0.0, shift)
+        shift = np.where(np.isinf(shift) | stays_0, 0.0, shift)
         largest = shift.max(-1, keepdims=True, initial=0.0)
         of_out = np.where(largest < _ANY_WEIGHT, of_out, np.inf)
         weights = np.expm1(np.minimum(shift, _ANY_WEIGHT))

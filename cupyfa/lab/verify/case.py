@@ -57,8 +57,8 @@ VALUES = {
     "integers": "-2 … 2: products are exact; all scores of some queries are 0",
     "equal": "all keys are equal: every element of P is 1/n",
     "one_hot": "row j of V is 1 in column j mod dv: O has the elements of P",
-    "huge": "scores up to about 10,000: exp overflows if no maximum is subtracted; in half of the "
-    "tangents, one of a key is infinite",
+    "huge": "scores up to about 10,000: exp overflows if no maximum is subtracted; half of the "
+    "tangents of K have an infinite element",
     "largest": "normal, but one score of a head is far above or below all others, and may be the "
     "only one of its row",
     "tiny": "below the smallest normal number of the dtype",
@@ -223,10 +223,11 @@ class Case:
             self._enlarge_values(arrays, rng)
 
     def _add_largest_score(self, arrays: dict[str, np.ndarray]) -> None:
-        """Gives one pair of a head, in the last column, numbers with a product of up to 1e36.
+        """Gives one query row and one key of a key head a product of up to 1e36 in the last column.
 
-        It is the first or the last pair, which is the only one of its row under some causal masks,
-        or any other.
+        Their other products in this column are 0. The pair is the first, the last, or any other;
+        the first is the only one of its row under a top-left mask. In pages and ragged batches the
+        pair may be unused.
         """
         q, k = arrays["Q"], arrays["K"]
         if not (q.size and k.size):

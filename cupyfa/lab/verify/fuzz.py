@@ -97,7 +97,7 @@ _OF_GRADIENTS = {"pages": "padded", "new tokens": "gradient of a bias"}
 _MODIFIED = {"texts", "sequences of texts", "arrays", "expressions", "gradient of a bias"}
 
 SAMPLES = {"simulator": 64, "cuda": 160}  # default number of samples per kernel
-_ONE_IS_EXTREME = 7  # one in this many samples has scores near the limits of float32
+_ONE_IS_EXTREME = 7  # one in this many samples has values of _EXTREME_IN_TURN
 TOGETHER = 4  # number of successive samples that share one compilation
 _MOST_WORK = {"simulator": 3 * 2**24, "cuda": 2**29}  # maximum multiply-adds per case
 _MOST_IN_TILES = {"simulator": 2**24, "cuda": 2**29}  # the same if all tiles count as full
@@ -414,7 +414,7 @@ class Fuzz:
         return Drawn(case, record, constants, crowd.multiprocessors if crowd else None)
 
     def _is_extreme(self, p: Problem, turns: "_Turns", each: "_Turns") -> bool:
-        """Returns whether the sample has scores near the limits of float32, or a single one."""
+        """Returns whether the sample has scores near the limits of float32, or one far score."""
         if self._operation == "softmax" or self._kind(turns) == "new tokens":
             return False
         if "lowest" not in self._values(p):

@@ -15,7 +15,7 @@ from cupyfa.problem.problem import Problem
 
 _ENDS = np.iinfo(np.int32)
 _LONG = 2**22  # multiply-adds of problems that take too long to run once more
-_CHANGED = 0.75  # fraction of the lengths of 0, and of all rows, that are out of range instead
+_CHANGED = 0.75  # fraction of the lengths 0, and of the largest ones, that become wrong
 _FAR = 300  # limit of the usual distances of offsets from their arrays, in rows
 
 
