@@ -313,11 +313,6 @@ def mma_block_heads(p: Problem, c: SimpleNamespace) -> int:
 MMA_DS = KeptDS(mma_block_heads, tile=lambda c: (c.Br, c.Bc))
 
 
-def group_splits(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the number of blocks of mma.sync that share the query heads of a group."""
-    return MMA_DS.splits(p, c)
-
-
 def parts_of_rows(height: int, columns: int, warps: int) -> int:
     """Returns the number of warp groups that split a product's rows; see warp_partition.cuh."""
     fits = [1 << i for i in range(warps.bit_length()) if height % (16 << i) == 0]
@@ -344,7 +339,7 @@ def fragments_of_keys(p: Problem, c: SimpleNamespace) -> int:
 
 def sharing_blocks(p: Problem, c: SimpleNamespace) -> int:
     """Returns the number of blocks that store dK and dV for others of their group."""
-    splits = group_splits(p, c)
+    splits = MMA_DS.splits(p, c)
     return key_tiles(p, c) * splits if splits > 1 else 0
 
 
@@ -353,7 +348,7 @@ def sharing_warps(p: Problem, c: SimpleNamespace) -> int:
     return sharing_blocks(p, c) * c.warps
 
 
-SHARING = {"shares_groups": lambda p, c: group_splits(p, c) > 1}
+SHARING = {"shares_groups": lambda p, c: MMA_DS.splits(p, c) > 1}
 SHARING_SCRATCH = {
     "shared_sums": (lambda p, c: sharing_blocks(p, c) * fragments_of_keys(p, c), "real"),
     "counts": (sharing_warps, "int"),
@@ -393,8 +388,8 @@ def mma_columns_launch(name: str, outputs: str) -> Launch:
     return replace(
         launch,
         args=launch.args.replace("group", "group splits stride"),
-        grid=lambda p, c: key_tiles(p, c) * group_splits(p, c),
-        numbers={"splits": group_splits, "stride": share_stride},
+        grid=lambda p, c: key_tiles(p, c) * MMA_DS.splits(p, c),
+        numbers={"splits": MMA_DS.splits, "stride": share_stride},
         constants=SHARING,
     )
 
@@ -973,7 +968,7 @@ def why_two_passes(p: Problem, c: SimpleNamespace) -> str | None:
     blocks = tiles_of(p, p.N, c.Bc) * p.heads * p.batch
     if blocks * (1 if p.causal else 2) <= c.multiprocessors:
         return "its blocks are too few for the device"
-    usual = SimpleNamespace(Bc=128, room=USUAL_ROOM, multiprocessors=c.multiprocessors)
+    usual = SimpleNamespace(**WGMMA_TWO_PASS.choice.first, multiprocessors=c.multiprocessors)
     longest = longest_of_two_passes(p, keeps_dS=WGMMA_DS.keeps(p, usual))
     if max(p.d, p.dv) > 72 and max(p.M, p.N) <= longest:
         return "sums of dQ in memory take longer than two passes with few keys"
@@ -1074,11 +1069,6 @@ WGMMA_COLUMNS = Kernel(
 CONSUMING_WARPS = 8  # warps of wgmma_two_pass_columns that hold dK and dV
 
 
-def two_pass_splits(p: Problem, c: SimpleNamespace) -> int:
-    """Returns the number of blocks of wgmma_two_pass that share the query heads of a group."""
-    return WGMMA_DS.splits(p, c)
-
-
 def kept_box_stages(p: Problem, c: SimpleNamespace) -> int:
     """Returns the number of stages of wgmma_two_pass_kept_rows, at most 8."""
     return min(SHARED_OF_SM_90 // (kept_boxes_bytes(p) + 1024), 8)
@@ -1091,7 +1081,7 @@ def kept_boxes_bytes(p: Problem) -> int:
 
 def two_pass_sharing_blocks(p: Problem, c: SimpleNamespace) -> int:
     """Returns the number of blocks that store dK and dV for others of their group."""
-    splits = two_pass_splits(p, c)
+    splits = WGMMA_DS.splits(p, c)
     return key_tiles(p, c) * splits if splits > 1 else 0
 
 
@@ -1120,9 +1110,9 @@ WGMMA_TWO_PASS = rung(
                 "dK dV", "dK dV shared_sums.data counts.data dS.data"
             ).replace("group", "group splits stride first_block first_head"),
             grid=WGMMA_DS.blocks_now,
-            numbers={"splits": two_pass_splits, "stride": share_stride, **OF_ROUND},
+            numbers={"splits": WGMMA_DS.splits, "stride": share_stride, **OF_ROUND},
             constants={
-                "shares_groups": lambda p, c: two_pass_splits(p, c) > 1,
+                "shares_groups": lambda p, c: WGMMA_DS.splits(p, c) > 1,
                 "keeps_dS": WGMMA_DS.keeps,
             },
             in_rounds=True,

@@ -98,7 +98,8 @@ class KeptDS:
         """Returns the number of elements of dS that are kept of a query head."""
         rows, keys = self.tile(c)
         row_tiles = cdiv(p.M, rows)
-        lines = row_tiles if p.right is None else cdiv(row_tiles, 2)  # a line has two of them
+        # Under a causal mask a line holds two row tiles.
+        lines = row_tiles if p.right is None else cdiv(row_tiles, 2)
         return lines * line_tiles(p, rows, keys) * rows * keys
 
     def elements(self, p: Problem, c: SimpleNamespace) -> int:

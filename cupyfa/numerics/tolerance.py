@@ -61,16 +61,16 @@ plus eps * (2 * (|maximum| + that error) + 1). They are not rounded to narrow fo
 **Narrow formats.** A kernel on float16 or bfloat16 rounds P and O by half of their eps each. With
 out_dtype="float32", neither the kernel nor the plain computation rounds O. As in the tests of
 FlashAttention, each head may also have an error of 2 * e + a. e is the head's largest error in a
-plain computation in that format (`reference.attend`, with scaled K and with scaled S): among its
-rows with |lse| below 2**25 or, for the other rows, among those. With scaled
-S, scores are rounded before expressions modify them, because kernels that store S do so: where an
-expression saturates, such as softcap, or subtracts, the rounding of its result may be far smaller.
-a = 2 * max|((reference + s) - s) - reference|, evaluated in the format, allows two roundings of
-numbers of the head's size, s = 0.3 * max(P @ |V|), so that 2 * e + a is not 0 by chance. lse stays
-in float32 and may have an error of 2 * e. For a kernel that rounds its operands by design, such as
-to float16 for tensor cores, the bounds are those of that format, and for O those of the coarser
-format. Rounding q and k also adds r to the error of lse, and exp(r) - 1 to the relative error of
-each weight, where r = eps / 2 * size * min(2, 4 / sqrt(d)).
+plain computation in that format (`reference.attend`, with scaled K and with scaled S). Rows with
+|lse| from 2**25 on have a largest error of their own. With scaled S, scores are rounded before
+expressions modify them, because kernels that store S do so: where an expression saturates, such as
+softcap, or subtracts, the rounding of its result may be far smaller. a = 2 * max|((reference + s) -
+s) - reference|, evaluated in the format, allows two roundings of numbers of the head's size, s =
+0.3 * max(P @ |V|), so that 2 * e + a is not 0 by chance. lse stays in float32 and may have an error
+of 2 * e. For a kernel that rounds its operands by design, such as to float16 for tensor cores, the
+bounds are those of that format, and for O those of the coarser format. Rounding q and k also adds r
+to the error of lse, and exp(r) - 1 to the relative error of each weight, where r = eps / 2 * size *
+min(2, 4 / sqrt(d)).
 
 For float8_e4m3, eps / 2 is 2**-4. The plain computation rounds Q, K, V and P, each matrix scaled so
 that its largest number is in the last binade; scores and O stay float32, and O is only rounded to
@@ -615,7 +615,7 @@ def _errors_of_modified(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
     lost = (errors.overflows & (P > 0)).any(-1, keepdims=True)
     of_out, of_lse = np.zeros_like(magnitude), np.zeros((*P.shape[:-1], 1))
     below = finite(reference.masked_scores(work.tile) - lse[..., None])
-    # Weights stay 0 if neither errors of their scores nor those of the row's largest raise them.
+    # A weight stays 0 if the errors of its score and of the row's largest score cannot raise it.
     moved = errors.shift + errors.exponent + errors.by_design
     moved = np.where(np.isinf(moved), 0.0, moved)
     of_largest = np.where(P > 0, moved, 0.0).max(-1, keepdims=True, initial=0.0)

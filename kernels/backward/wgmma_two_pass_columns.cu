@@ -6,7 +6,7 @@
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   lse [batch, heads, M]    row_sums [batch, heads, cdiv(M, Br)]
 //   shared_sums, counts: used by group_shares.cuh    dS: kept for the other pass, see keep_dS.cuh
-//   grid (max(cdiv(N, Bc), 1) * kv_heads * splits * batch; a round, a part)    block (384)
+//   grid (max(cdiv(N, Bc), 1) * kv_heads * splits * batch), a part of it in rounds    block (384)
 //   the host sets: scalar, result, real, Br, Bc, stages, d, dv, threads, shared_bytes and options
 //   (score.cuh)
 #include <backward/parts/group_shares.cuh>

@@ -498,7 +498,7 @@ class _Barriers:
     def buffer(self, address: int) -> tuple[str, int, bool | None]:
         """Returns the buffer and stage that a barrier guards, and whether it is a "full" barrier.
 
-        The last value is None if the barrier is not part of a pipeline.
+        The last value is None for a barrier outside a pipeline.
         """
         offset = address - self.base
         index = bisect_right(self._found, offset, key=itemgetter(0)) - 1

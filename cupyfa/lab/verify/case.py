@@ -106,7 +106,7 @@ _END_OF_SUMS = 3.4  # quotient of the float32 maximum and _NEAR_THE_END
 _MOST_OF_LOWEST = 1.8
 _LEAST_OF_LOWEST = 1.5  # magnitude in rows and keys with all products near the lower end
 _ALL_LOWEST = 3  # one in this many rows has them, with the last key head
-# Binary exponent by which some descales of Q are scaled up or down, and those of K the other way.
+# Some descales of Q are multiplied by 2 to this power or its negative, and K's by the inverse.
 _FAR_DESCALE = 60.0
 _FAR_ABOVE = 15.0  # a sink that leaves little weight to keys
 _LARGEST_SINK = 0.9  # fraction of the largest number; its product with log2(e) overflows

@@ -20,7 +20,7 @@ from cupyfa import cache_folder
 from cupyfa.cache_folder.records import refusing
 from cupyfa.errors import OutOfMemory, Unsupported, nearest, warn
 from cupyfa.lab.verify import failures as kinds, fuzz, grids
-from cupyfa.lab.verify.case import Case
+from cupyfa.lab.verify.case import EXTREME, Case
 from cupyfa.lab.verify.failures import Failure, Outcome, Stored, command, read, write
 from cupyfa.lab.verify.shrink import shrunk
 from cupyfa.lab.verify.tasks import KernelOrName, Task, backend_of, has_name, name_of, refuse_long
@@ -267,12 +267,12 @@ def tasks_of(
     records = [record for _, record in named.values()]
     _refuse_foreign(records, backend, dtypes or tuple(DTYPES), {**given, **arrays})
     how: Any = {"seed": seed, "dtypes": dtypes, "options": given, "arrays": arrays}
-    varies_orders = isinstance(backend, Simulator) and backend.schedule is None and schedules == 1
+    draws_orders = isinstance(backend, Simulator) and backend.schedule is None and schedules == 1
     found = list[Task]()
     for part in grids.parts_of(grid):
         draw = _fuzzed if part == "fuzz" else partial(_of_grid, grid=part)
         drawn = draw(named, backend, samples=samples, **how)
-        found += _with_other_orders(drawn, seed) if varies_orders else drawn
+        found += _with_other_orders(drawn, seed) if draws_orders else drawn
     first = getattr(backend, "schedule", None) or 0
     later = [replace(x, schedule=first + i) for x in found for i in range(1, schedules)]
     return found + later
@@ -499,8 +499,13 @@ def _of_grid(named: _Named, backend: Backend, *, grid: str, **how: Any) -> Itera
         can = [partial(_runs, record=record, backend=backend) for _, record in chosen]
         for case in grids.cases(grid, operation, can=can, **how):
             usual = partial(choose_kernel.select, AUTO, case.operation, case.problem)
-            which = [kernel if record else usual(backend.limits).name for kernel, record in chosen]
-            yield Task(case, tuple({name_of(kernel): kernel for kernel in which}.values()))
+            which = [
+                kernel if record else usual(backend.limits).name
+                for kernel, record in chosen
+                if record is None or _takes_values(record, case)
+            ]
+            if which:
+                yield Task(case, tuple({name_of(kernel): kernel for kernel in which}.values()))
 
 
 def _runs(case: Case, record: Kernel | None, backend: Backend) -> bool:
@@ -510,7 +515,13 @@ def _runs(case: Case, record: Kernel | None, backend: Backend) -> bool:
         refuse_long(backend, case.problem)
     except Unsupported:
         return False
-    return record is None or choose_kernel.can(record, case.problem, backend.limits)
+    if record is None:
+        return True
+    return _takes_values(record, case) and choose_kernel.can(record, case.problem, backend.limits)
+
+
+def _takes_values(record: Kernel, case: Case) -> bool:
+    return case.values not in EXTREME or fuzz.takes_extreme_scores(record, case.problem)
 
 
 class _Sheet:

@@ -310,18 +310,9 @@ class Fuzz:
         return taken or list(self.dtypes or DTYPES)
 
     def _values(self, p: Problem) -> Sequence[str]:
-        """Returns kinds of input values that take turns, without "lowest" for some kernels.
-
-        A kernel's own reference need not define results for infinite scores or a rounded lse.
-        Kernels that store scores in float16 cannot represent such scores.
-        """
-        if self.kernel is None:
-            return _VALUES
-        _, kind = self.kernel.scratch.get("S", (None, "real"))
-        is_float16 = kind == "scalar" and p.dtype.name == "float16"
-        if not is_float16 and self.kernel.reference is None:
-            return _VALUES
-        return [x for x in _VALUES if x != "lowest"]
+        """Returns kinds of input values that take turns, without "lowest" for some kernels."""
+        takes_all = self.kernel is None or takes_extreme_scores(self.kernel, p)
+        return _VALUES if takes_all else [x for x in _VALUES if x != "lowest"]
 
     @property
     def _most_dims(self) -> int:
@@ -932,6 +923,16 @@ class Fuzz:
             return p
         has_slopes = self._operation == "forward" and any(x.name == ALIBI for x in p.operands)
         return p.with_options(scale=_LEAST_SCALE if has_slopes and pick.random() < 0.5 else size)
+
+
+def takes_extreme_scores(kernel: Kernel, p: Problem) -> bool:
+    """Returns whether the results of a kernel are defined for values of EXTREME.
+
+    A kernel's own reference need not define results for infinite scores or a rounded lse. Kernels
+    that store scores in float16 cannot represent such scores.
+    """
+    _, kind = kernel.scratch.get("S", (None, "real"))
+    return kernel.reference is None and not (kind == "scalar" and p.dtype.name == "float16")
 
 
 def _loses_small_values(plan: Plan) -> bool:

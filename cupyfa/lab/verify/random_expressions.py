@@ -32,7 +32,7 @@ _MULTIPLES = ("query * 2", "key * -3")  # linear in the places
 _OPERANDS = (_OF_PAIRS, ("distant", "long[batch]", "ulong[key]"))  # integers of 32 and of 64 bits
 _DIVISORS = ("-1", "-3", "5", "(key + 1)", "(1 + abs(long[batch]))")
 _KINDS = {"b": "bool", "i": "whole", "u": "whole", "f": "number"}
-_ALWAYS_SEEN = ("key % 3 != 1", "key % 3 != 1", "key == 0")  # what a mask does not hide
+_ALWAYS_SEEN = ("key % 3 != 1", "key % 3 != 1", "key == 0")  # what a mask does not hide, by weight
 _DEEPEST = 3  # maximum nesting depth of functions and operators
 _OF_ONE = [x for x in FUNCTIONS.values() if len(x.arguments) == 1]
 _OF_SMALL = [x.name for x in _OF_ONE if x.small_near_0]

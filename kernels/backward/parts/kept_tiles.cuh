@@ -4,7 +4,7 @@
 #include <attention/batch.cuh>
 
 // Under a causal mask a line holds the tiles of two row tiles, the r-th from its start and the r-th
-// last from its end: one sees few keys, the other many, so hidden tiles take no memory.
+// last from its end: one sees few keys, the other many. Hidden tiles take up no memory.
 template <int Br, int Bc>
 struct KeptTiles {
   int row_tiles, lines, line_tiles;

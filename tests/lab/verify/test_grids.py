@@ -8,8 +8,8 @@ import pytest
 from helpers.problems import DTYPES
 
 from cupyfa import Problem
-from cupyfa.lab.verify import grids
-from cupyfa.lab.verify.case import LAYOUTS, VALUES, Case
+from cupyfa.lab.verify import checker, grids
+from cupyfa.lab.verify.case import EXTREME, LAYOUTS, VALUES, Case
 
 EVERY_GRID = pytest.mark.parametrize("grid", ["smoke", "edges"])
 OPERATIONS = pytest.mark.parametrize("operation", ["forward", "softmax", "backward", "tangent"])
@@ -116,3 +116,11 @@ def test_more_samples_than_there_are():
 def test_softmax_rows_reach_20000_columns():
     columns = {case.problem.N for case in grids.cases("edges", "softmax")}
     assert {0, 1, 20_000} <= columns
+
+
+def test_scores_beyond_float16_are_not_drawn_for_kernels_that_store_them():
+    tasks = checker.tasks_of(["baseline", "fa2"], grid="edges", backend="simulator")
+    extreme = [x for x in tasks if x.case.values in EXTREME]
+    of_float16 = [x for x in extreme if x.case.problem.dtype.name == "float16"]
+    assert of_float16 and all({*map(str, x.kernels)} == {"fa2"} for x in of_float16)
+    assert any("baseline" in {*map(str, x.kernels)} for x in extreme)

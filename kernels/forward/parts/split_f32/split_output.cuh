@@ -41,6 +41,7 @@ __device__ __forceinline__ void flag_rows(const float (&O)[m][n][4],
       if (col < cols && !(o >= least)) small |= exponents[col] > -127;  // skips columns of zeros
     }
     const real maximum = rows.maximum[i / 2][i % 2];
+    // A sink near the lowest number overflows as an exponent of two, and its row has a sum.
     const bool has_none = maximum == -largest && !(has_sink && sum != 0);
     const bool wrong = !(sum < infinity) || (!has_none && is_beyond_split(maximum));
     // One lane per row updates the row's flag.
